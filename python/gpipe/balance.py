@@ -7,9 +7,9 @@
     best = suggest(model, batch, ["cuda:0", "cuda:1"]).best
     pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
 
-All functions leave the model unchanged: its parameters, gradients, buffers, devices and modes, and the random state.
-A model that is not a ``nn.Sequential`` is converted first by :func:`gpipe.to_sequential`; do that once yourself if you
-call several functions. Invalid arguments raise TypeError or ValueError.
+All functions leave the model and the random state unchanged. A model that is not a ``nn.Sequential`` is converted first by
+:func:`gpipe.to_sequential`; do that once yourself if you call several functions. Invalid arguments raise TypeError or
+ValueError.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def profile(
     Args:
         module: the model. Nothing else may use it during the measurement.
         sample: one micro-batch, as for :meth:`gpipe.GPipe.forward`.
-        device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
+        device: where to measure. Default: the first GPU, else the CPU.
         workers: number of stages that will run at once on this device, because CPU stages slow each other.
-        intraop_threads: threads that one operator of a CPU layer may use; 0 for an equal share, as in a pipeline.
+        intraop_threads: threads per operator of a CPU layer; 0 for an equal share, as in a pipeline.
         seconds: time limit; no run starts after it.
         repeats: the most runs to measure.
         param_scale: bytes that training needs per byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for Adam.
@@ -91,9 +91,8 @@ def profile(
 def balance_by_time(
     partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
-    """Measures a model for about ``timeout`` seconds. Returns the number of layers of each of ``partitions`` stages, so that
-    the slowest stage is as fast as possible, without checkpointing. Arguments and errors as for :func:`profile`. On the
-    CPU, ``partitions`` stages run at once."""
+    """Measures a model for about ``timeout`` seconds. Returns the number of layers of each of ``partitions`` stages whose
+    slowest is as fast as possible, without checkpointing. Arguments and errors as for :func:`profile`."""
     model = _checked_model(partitions, module, sample)
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
@@ -111,8 +110,8 @@ def balance_by_size(
     device: Device | None = None,
     checkpoint: str = "except_last",
 ) -> list[int]:
-    """Measures a model. Returns the number of layers of each of ``partitions`` stages, so that the largest stage needs as few
-    bytes as possible, skips included. Other arguments and errors as for :func:`profile`.
+    """Measures a model. Returns the number of layers of each of ``partitions`` stages whose largest needs as few bytes as
+    possible, skips included. Other arguments and errors as for :func:`profile`.
 
     Args:
         input: a mini-batch, which is cut into ``chunks`` micro-batches.
@@ -141,8 +140,7 @@ def predict(
     stages_per_worker: int = 1,
     placement: Iterable[int] | str = "looped",
 ) -> Prediction:
-    """Predicts the cost of a training step, the forward and backward of one mini-batch, by simulation. Other arguments are
-    those of :class:`gpipe.GPipe`.
+    """Predicts the cost of a training step by simulation. Other arguments are those of :class:`gpipe.GPipe`.
 
     Args:
         profile: costs for micro-batches of the size that ``chunks`` gives.
@@ -173,7 +171,7 @@ def suggest(
     progress: Callable[[float], None] | None = None,
 ) -> Suggestion:
     """Measures a model at several micro-batch sizes. Searches for the schedule, placement, balance, number of chunks and
-    checkpoint mode that train it fastest.
+    checkpoint mode that train it fastest. Other arguments and errors as for :func:`profile`.
 
     Args:
         sample: a mini-batch.
@@ -183,9 +181,8 @@ def suggest(
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
-        stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two stages per worker.
+        stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two per worker.
         seconds: approximate time limit for all measurements.
-        module, intraop_threads, param_scale, progress: as for :func:`profile`, with its errors.
 
     Returns:
         The candidates, best first. If none fits: the device, the missing bytes and what would help.
@@ -204,8 +201,7 @@ def refine(
     module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
 ) -> list[tuple[Candidate, float]]:
     """Runs up to ``candidates`` of the first ones of a suggestion that fit, which :func:`suggest` made for the other
-    arguments. Returns them with their measured seconds per step, fastest first. Raises RuntimeError if nothing fits, or a
-    layer fails."""
+    arguments. Returns them with their measured seconds per step, fastest first. Raises RuntimeError if none fits."""
     checks.check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
     placed = _check_devices(devices)
     with _measured(module, sample, placed[0]) as (layers, batch):
@@ -221,12 +217,10 @@ def plan_cluster(
     checkpoints: Sequence[str] = _MODES,
     schedule: str | None = "auto",
 ) -> ClusterPlan:
-    """Chooses how to train a model on all devices of a cluster: the number of replicas, and for each replica the
-    schedule, placement, balance, number of chunks and checkpoint mode.
+    """Chooses how to train a model on all devices of a cluster: the number of replicas, and what :func:`suggest` chooses.
 
     Args:
-        profiles: of one model, on a device of the cluster, each for micro-batches of another size. A replica's share of
-            the mini-batch is cut into micro-batches of one of these sizes.
+        profiles: of one model, on a device of the cluster, each for micro-batches of a size to try.
         samples: number of samples in the mini-batch, which the replicas share equally.
         checkpoints, schedule: as for :func:`suggest`.
 

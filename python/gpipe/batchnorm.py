@@ -24,12 +24,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalizes each micro-batch by its own mean and variance. Updates its running statistics once per mini-batch,
-    with the mean and the unbiased variance of the whole mini-batch.
+    """Normalizes each micro-batch by its own mean and variance. Updates its running statistics once per mini-batch, with the
+    mean and the unbiased variance of all of it.
 
-    In a :class:`gpipe.GPipe`, a mini-batch is the input of one call. Elsewhere it is ``chunks`` consecutive forwards.
-    The other arguments are those of ``nn.BatchNorm2d``. Not thread-safe: call a pipeline that has such layers from one
-    thread at a time.
+    In a :class:`gpipe.GPipe`, a mini-batch is the input of one call; elsewhere ``chunks`` consecutive forwards. The other
+    arguments are those of ``nn.BatchNorm2d``. Not thread-safe.
     """
 
     @checks_arguments
@@ -48,8 +47,8 @@ class DeferredBatchNorm(_BatchNorm):
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def commit(self) -> None:
-        """Updates the running statistics with the micro-batches since the last update, if there are any. A mini-batch
-        without values is counted, but does not change the statistics."""
+        """Updates the running statistics with the micro-batches since the last update. A mini-batch without values only
+        counts."""
         if self.tracked == 0:
             return
         assert self.running_mean is not None and self.running_var is not None
@@ -100,9 +99,8 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Replaces each batch norm in a module, in place, by a :class:`DeferredBatchNorm` with the same parameters and buffers.
-    Batch norms without running statistics stay. Returns the module, or its replacement if it is a batch norm. ``chunks`` is
-    the number of micro-batches per mini-batch, outside pipelines."""
+    """Replaces each batch norm with running statistics in a module, in place, by a :class:`DeferredBatchNorm` with the same
+    parameters and buffers. Returns the module, or its replacement if it is a batch norm."""
     if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
         return module
     converted = module

@@ -20,26 +20,19 @@ _TRACERS = {
 
 def refuse_tracing() -> None:
     """Raises NotImplementedError while PyTorch traces. A trace does not follow the pipeline's worker threads."""
+    tracers = [name for key, name in _TRACERS.items() if torch._C._get_dispatch_mode(key) is not None]
     if torch.compiler.is_exporting():
-        raise _refusal("torch.export")
-    for key, tracer in _TRACERS.items():
-        if torch._C._get_dispatch_mode(key) is not None:
-            raise _refusal(tracer)
-
-
-def _refusal(tracer: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
-        "model, whose state has the same keys"
-    )
+        tracers.insert(0, "torch.export")
+    if tracers:
+        raise NotImplementedError(
+            f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads; trace the unpartitioned "
+            "model, whose state has the same keys"
+        )
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:
-    """Raises RuntimeError if a stage or a layer is sharded. Only the whole pipeline may be.
-
-    FSDP reduces a layer's gradients after each of its backwards, and a pipeline runs one per micro-batch. And in
-    PyTorch 2.11, a thread that has run operators of DTensors aborts the process when it ends.
-    """
+    """Raises RuntimeError if a stage or a layer is sharded: FSDP would reduce its gradients once per micro-batch. And in
+    PyTorch 2.11, a thread that has run operators of DTensors aborts the process when it ends."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     tensors = sys.modules.get("torch.distributed.tensor")
     if (fsdp is None and tensors is None) or not torch.distributed.is_initialized():
@@ -73,10 +66,8 @@ def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
 
 @contextmanager
 def outside_checkpoints() -> Iterator[None]:
-    """Removes the saved-tensor hooks of torch.utils.checkpoint for a block; other hooks stay.
-
-    The workers would inherit the hooks, and their backward would run the whole pipeline again.
-    """
+    """Removes the saved-tensor hooks of torch.utils.checkpoint for a block. The workers would inherit the hooks, and their
+    backward would run the whole pipeline again."""
     removed = []
     while hooks := _autograd._top_saved_tensors_default_hooks(True):
         if getattr(hooks[0], "__module__", None) != _checkpoint.__name__:
@@ -91,11 +82,8 @@ def outside_checkpoints() -> Iterator[None]:
 
 
 def prepare_compilation() -> None:
-    """Makes the calling thread the first that compiles, if layers are compiled.
-
-    On a machine without GPUs, the first thread that compiles leaves a device guard for all threads. The guard ends with
-    that thread, and the next compilation crashes (PyTorch 2.11). A worker must therefore not be the first.
-    """
+    """Makes the calling thread the first that compiles, if layers are compiled. On a machine without GPUs, that thread leaves
+    a device guard for all. The guard ends with the thread, and the next compilation crashes (PyTorch 2.11)."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and dynamo.cached_backends:
         torch._C._ensureCUDADeviceGuardSet()

@@ -16,7 +16,7 @@ from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
 from gpipe.meta import borrowed_across_ranks
 from gpipe.partition import Partition, Stages, layers_of, split
-from gpipe.ranks import Ranks, core_of
+from gpipe.ranks import Ranks
 
 
 class Core:
@@ -38,7 +38,7 @@ class Core:
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, core_of(ranks)
+        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, None if ranks is None else ranks._core
         of_stages = [self.devices[worker] for worker in self.placement]
         self.stages = Stages(split(module, balance, of_stages, self._is_here))
         self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers

@@ -45,9 +45,9 @@ class PartSampler(Sampler[list[int]]):
 def collate_part(
     dataset: Dataset[Any], collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
-    """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples: the last mini-batch
-    of an epoch can have fewer samples than there are replicas. The first sample of ``dataset``, of tensors or numbers in
-    tuples, lists and dicts, gives their shapes. ``collate`` makes the other mini-batches."""
+    """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples, because the last
+    one of an epoch can have fewer samples than there are replicas. The first sample of ``dataset`` gives their shapes.
+    ``collate`` makes the other mini-batches."""
     return partial(_collate_part, dataset, collate)  # can be pickled, for a loader's worker processes
 
 

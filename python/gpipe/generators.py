@@ -1,9 +1,8 @@
 """Makes recomputes repeat the draws of Python's and NumPy's generators.
 
-``random`` and ``numpy.random`` have one global generator each, which all stages share. A stage that draws from them
-runs its forwards and recomputes under a lock. Each recompute starts from the state that its forward started from. The same
-holds for generators of Python and NumPy that are attributes of a layer. (PyTorch's draws come from a
-:class:`gpipe.RandomScope` instead.)
+All stages share the global generators of ``random`` and ``numpy.random``. A stage that draws from them runs under a lock,
+and each recompute starts from the state that its forward started from; also the state of generators that are attributes of
+a layer. PyTorch's draws come from a :class:`gpipe.RandomScope` instead.
 """
 
 from __future__ import annotations
@@ -21,35 +20,21 @@ from torch import nn
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 
-_lock = threading.Lock()
-_thread = threading.local()
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Holds the lock for a block."""
-    with _lock:
-        _thread.has_turn = True
-        try:
-            yield
-        finally:
-            _thread.has_turn = False
+_turn = threading.RLock()
 
 
 @contextmanager
 def without_turn() -> Iterator[None]:
     """Releases the lock for a block, if this thread holds it. For a stage that waits for a pipeline inside one of its
     layers, whose stages may need the lock."""
-    if not getattr(_thread, "has_turn", False):
-        yield
-        return
-    _thread.has_turn = False
-    _lock.release()
+    held = _turn._is_owned()  # type: ignore[attr-defined]
+    if held:
+        _turn.release()
     try:
         yield
     finally:
-        _lock.acquire()
-        _thread.has_turn = True
+        if held:
+            _turn.acquire()
 
 
 def _own_generators(module: nn.Module) -> list[Any]:
@@ -115,11 +100,11 @@ class Draws:
             return self._forward(run, input)
         if is_recomputing():
             return self._recompute(run, input)
-        with _turn() if self._draws else nullcontext():  # other stages may be in a forward that is recomputed
+        with _turn if self._draws else nullcontext():  # other stages may be in a forward that is recomputed
             return run(input)
 
     def _forward(self, run: Callable[[Any], Any], input: Any) -> Any:
-        with _turn() if self._may_draw else nullcontext():
+        with _turn if self._may_draw else nullcontext():
             restores = GeneratorState.restores
             before = GeneratorState(self._generators)
             output = run(input)
@@ -138,7 +123,7 @@ class Draws:
         if saved is None:
             return run(input)
         before, after = saved
-        with _turn():
+        with _turn:
             now = GeneratorState(self._generators)
             before.restore()
             try:

@@ -28,19 +28,18 @@ def check_loss(
     reduction: str | None = None,
 ) -> tuple[float, float]:
     """Computes the loss of a whole mini-batch, and the loss that :meth:`gpipe.GPipe.step` would join from its
-    micro-batches. They differ for a loss that does not decompose over samples, such as Dice over the batch or a contrastive
-    loss. Do not use ``step`` with such a loss.
+    micro-batches. They differ for a loss that does not decompose over samples, such as a contrastive loss: do not use
+    ``step`` with it.
 
         whole, joined = gpipe.check_loss(criterion, pipe(input), target, chunks=3)
 
     Args:
         loss: called without grad mode, on copies of the output.
         output: the model's output for the mini-batch, or any tensors like it.
-        chunks: the most micro-batches. Choose one that makes the last micro-batch smaller, because an even cut can hide
-            a wrong weight.
+        chunks: the most micro-batches. Choose one that makes the last smaller: an even cut can hide a wrong weight.
         target, count, reduction: as for :meth:`gpipe.GPipe.step`, with its errors.
     """
-    options = step_options(loss, count, reduction, 1.0, False, chunks, "never", False)
+    options = step_options(loss, 1.0, chunks, "never", count, reduction, False, False)
     return _C.check_loss(checked(loss), output, target, options)
 
 
@@ -66,12 +65,12 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
 @checks_arguments
 def step_options(
     loss: object,
-    count: object,
-    reduction: object,
     scale: float,
-    return_output: bool,
     chunks: int,
     checkpoint: str,
+    count: object,
+    reduction: object,
+    return_output: bool,
     check: bool,
 ) -> _C.StepOptions:
     """Checks a loss function and its options, and fills in what the loss tells."""
@@ -79,15 +78,14 @@ def step_options(
     known = _reduction_of(loss)
     counted: Callable[[Any], float] | None = None
     if count is not None:
-        counted = _counted(check_function(count, "count", "a target"))
+        counted = partial(_counted, check_function(count, "count", "a target"))
     elif known is not None and reduction in (None, known[0]):
         reduction, counted = known
     return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
-def _counted(count: Callable[[Any], object]) -> Callable[[Any], float]:
-    """Returns a function that calls ``count`` and raises TypeError unless it returns a number."""
-    return lambda target: check_number(count(target), "the result of count")
+def _counted(count: Callable[[Any], object], target: Any) -> float:
+    return check_number(count(target), "the result of count")
 
 
 def kind_of(loss: object) -> int:
@@ -108,10 +106,8 @@ def _reduction_of(loss: object) -> tuple[str, Callable[[Any], float] | None] | N
     settings = _settings_of(loss)
     if settings is None:
         return None
-    if settings["reduction"] == "sum":
-        return "sum", None
-    if "ignore_index" not in settings:
-        return "mean", None
+    if settings["reduction"] == "sum" or "ignore_index" not in settings:
+        return "sum" if settings["reduction"] == "sum" else "mean", None
     return "mean", partial(_count_of_classes, weight=settings["weight"], ignore_index=settings["ignore_index"])
 
 

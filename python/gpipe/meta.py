@@ -26,14 +26,11 @@ def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) 
 
 
 def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
-    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank. Each module that has some
-    initializes them by its ``reset_parameters()``, submodules first, each layer with random numbers of its own. So the values
-    do not depend on the cut, nor on the number of ranks. A tensor of several modules gets the values of the first one. If
-    that is on another rank, it is zero here until the first call. All arguments have an item per stage.
-
-    Raises:
-        ValueError: for a module with such tensors whose ``reset_parameters()`` is missing or does not initialize all of them.
-    """
+    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank, by ``reset_parameters()`` of their
+    modules, submodules first, each layer with random numbers of its own. So the values depend neither on the cut nor on the
+    number of ranks. A tensor of several modules gets the values of the first one. If that is on another rank, it is zero
+    here until the first call. All arguments have an item per stage. Raises ValueError for a ``reset_parameters()`` that is
+    missing or does not initialize all."""
     if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
         return
     seed = RandomScope.draw_seed()

@@ -92,8 +92,7 @@ def unet(
         dims: 2 for inputs (N, C, H, W), 3 for (N, C, D, H, W), of any size.
         upsampling: ``'transposed'`` for transposed convolutions, ``'linear'`` for interpolation.
 
-    Raises:
-        ValueError: if an option is out of range; the message names the option and its value.
+    Raises ValueError if an option is out of range.
     """
     _check_positive(in_channels=in_channels, out_channels=out_channels, depth=depth, base_channels=base_channels)
     _check_positive(convolutions=convolutions)
@@ -136,7 +135,7 @@ def unet(
         layers[f"up{level}_join"] = _isolated(_Concatenate(), skips[level - 1])
         block(f"up{level}", 2 * channels, channels)
     layers["head"] = conv(channels, out_channels, 1)
-    return _sequential(layers)
+    return nn.Sequential(OrderedDict(layers))
 
 
 @checks_arguments
@@ -169,7 +168,7 @@ def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images:
                 # In place is safe: no backward needs the input, and the input is never stashed.
                 layers[f"{prefix}_relu{number}"] = nn.ReLU(inplace=True)
     layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
-    return _sequential(layers)
+    return nn.Sequential(OrderedDict(layers))
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
@@ -206,10 +205,6 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
     assert isinstance(layer, Skippable)
     return layer.isolate(namespace)
-
-
-def _sequential(layers: dict[str, nn.Module]) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(layers))
 
 
 def _check(is_met: bool, name: str, value: Any, requirement: str) -> None:

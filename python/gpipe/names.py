@@ -54,14 +54,11 @@ class StateNames:
 
     def _paths(self) -> dict[str, str]:
         """Returns the paths of the state of a converted model's layers, by the user's names."""
-        return {
-            name: f"{path}.model.{name}"
-            for path, layer in self._converted.items()
-            for name in (
-                *layer.model.state_dict(keep_vars=True),
-                *(name for name, _ in layer.model.named_buffers(remove_duplicate=False)),
-            )
-        }
+        paths = {}
+        for path, layer in self._converted.items():
+            buffers = dict(layer.model.named_buffers(remove_duplicate=False))  # also those that are not persistent
+            paths.update({name: f"{path}.model.{name}" for name in (*layer.model.state_dict(keep_vars=True), *buffers)})
+        return paths
 
     def show_state(self, state: Any, prefix: str, earlier: Collection[str]) -> None:
         """Gives the keys of a state, except earlier ones, their names and order in the user's model."""

@@ -1,8 +1,7 @@
 """The stages of a pipeline as modules.
 
-The first stage that has a parameter owns it. A stage on another device gets a stand-in with each micro-batch: a tensor on
-its device. Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a
-copy of the parameter, which the core gives the value.
+The first stage that has a parameter owns it. A stage on another device gets a stand-in on its device with each micro-batch.
+Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a copy.
 """
 
 from __future__ import annotations
@@ -181,13 +180,7 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
 
 
 def verify_module(module: nn.Sequential) -> None:
-    """Checks that a model, except its skips, can become a pipeline.
-
-    Raises:
-        TypeError: if the model is not a ``nn.Sequential``, has a ``forward`` of its own or is compiled as a whole.
-        ValueError: if a layer stands in two places; if the model itself has hooks, parameters or buffers; or if a
-            parameter or buffer is not initialized.
-    """
+    """Raises TypeError or ValueError if a model, except for its skips, cannot become a pipeline; see :class:`gpipe.GPipe`."""
     kind = type(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(

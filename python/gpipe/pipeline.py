@@ -24,7 +24,7 @@ from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, verify_module
-from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
+from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import TeamCalls
@@ -42,8 +42,7 @@ def reuse_cpu_memory(on: bool = True) -> None:
 
 class GPipe(OriginalNames, TeamCalls):
     """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
-    with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al.,
-    arXiv:1811.06965).
+    with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, arXiv:1811.06965).
 
         model = nn.Sequential(a, b, c, d)
         pipe = gpipe.GPipe(model, balance=[1, 1, 1, 1], chunks=8)
@@ -62,33 +61,31 @@ class GPipe(OriginalNames, TeamCalls):
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
             dicts, which may hold ``None``.
         balance: the number of layers of each stage; see :mod:`gpipe.balance`.
-        devices: one per worker; a device may be given more than once. Surplus devices are ignored if each worker has
-            one stage. Default: the GPUs, or the CPU for each worker if there are no GPUs.
-        chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. Each but the last has
+        devices: one per worker, which may repeat. Surplus devices are ignored if each worker has one stage. Default: the
+            GPUs, or the CPU for each worker.
+        chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. All but the last have
             ceil(samples / chunks) samples.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
-        deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch,
-            with the mean and variance of all of it.
-        keep_memory: whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline
-            lives. Sets the options of glibc's malloc.
-        schedule: the order of forwards and backwards in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and
-            the path of a file, which must stay, with a line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage,
-            kind, micro-batch.
+        deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
+        keep_memory: whether the process keeps the memory of freed CPU tensors, by glibc's malloc, while the pipeline
+            lives.
+        schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and the path of a
+            file, which must stay, with a line per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
         stages_per_worker: stage ``s`` of ``n`` is on worker ``s % (n / stages_per_worker)``. Default: 1; for interleaved
             schedules, what makes a worker of each of ``devices``.
-        placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
-            ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
+        placement: the worker of each stage; ``'v'`` where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, as
+            ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
-            Each has an equal share of the workers, in order, with their ``devices``, and keeps only the layers of its
-            stages. All make the same pipeline and calls. Default: this process has all workers.
+            Each has an equal share of the workers, in order, with their ``devices``, and keeps only its layers. All make
+            the same pipeline and calls. Default: this process has all workers.
 
     Raises:
-        TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
-            (see :func:`gpipe.skip.verify_skippables`), or if an argument has the wrong type.
-        ValueError: if ``balance`` does not cut the model or an option is out of range; if a layer stands in two places;
-            if ``module`` itself has hooks, parameters or buffers; if a parameter is not initialized; if stages on
-            different devices share a parameter through one module.
+        TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match, or
+            for an argument of a wrong type.
+        ValueError: if ``balance`` does not cut the model, an option is out of range, a layer stands in two places,
+            ``module`` itself has hooks, parameters or buffers, a parameter is not initialized, or stages on different
+            devices share a parameter through one module.
         IndexError: for fewer devices than workers, or a device that this process does not have.
         RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
@@ -123,7 +120,7 @@ class GPipe(OriginalNames, TeamCalls):
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
         stages = len(self.balance)
-        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
+        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, None if ranks is None else ranks._core)
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
@@ -300,9 +297,9 @@ class GPipe(OriginalNames, TeamCalls):
     # Training.
 
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
-        """Runs the model on one mini-batch: tensors, alone or in tuples, named tuples, lists and dicts, which may hold
-        ``None``. Dimension 0 is the batch, of the same size in all. Returns the output of the last layer for the whole
-        mini-batch, on the last stage's device. Warns once if it trains and ``schedule`` is only that of :meth:`step`.
+        """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
+        all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
+        trains and ``schedule`` is only that of :meth:`step`.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
@@ -362,24 +359,22 @@ class GPipe(OriginalNames, TeamCalls):
         Args:
             input: as for :meth:`forward`.
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
-            loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar. Called on the
-                last stage's worker, once per micro-batch. It must decompose over samples; see ``check``. Draw its random
-                numbers with torch. Tensors of its own that require grad get gradients, but not with replicas.
+            loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar that decomposes over
+                samples; see ``check``. Called on the last stage's worker. Draw its random numbers with torch. Tensors of
+                its own that require grad get gradients, but not with replicas.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored, or the sum of their class weights. Default: that of torch's cross
-                entropy and NLL losses, else the number of samples.
+                as the targets that are not ignored. Default: that of torch's cross entropy and NLL losses, else the
+                number of samples.
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
                 adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
             check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
-                for which it keeps all outputs. Not if ``count`` or ``reduction`` is given or known, if that fails, or if
-                the loss differs when computed again, as with random numbers.
+                unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
 
         Returns:
-            The detached loss of the mini-batch; its backward has run. With ``return_output``, a tuple of the loss and the
-            detached output.
+            The detached loss of the mini-batch. With ``return_output``, a tuple of it and the detached output.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
@@ -392,9 +387,8 @@ class GPipe(OriginalNames, TeamCalls):
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        options = {"count": count, "reduction": reduction, "return_output": return_output, "check": check}
-        result, output = self._run_step("step", input, target, loss, scale, options)
-        return (result, output) if return_output else result
+        result = self._run_step("step", input, target, loss, scale, count, reduction, return_output, check)
+        return result if return_output else result[0]
 
     def loss(
         self,
@@ -413,13 +407,12 @@ class GPipe(OriginalNames, TeamCalls):
         Returns:
             The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
         """
-        options = {"count": count, "reduction": reduction, "return_output": False, "check": check}
-        result: Tensor = self._run_step("loss", input, target, loss, scale, options)
+        result: Tensor = self._run_step("loss", input, target, loss, scale, count, reduction, False, check)[0]
         return result
 
     def _run_step(
-        self, method: str, input: Any, target: Any, loss: Any, scale: float | GradScaler, options: dict[str, Any]
-    ) -> Any:
+        self, method: str, input: Any, target: Any, loss: Any, scale: object, *options: Any
+    ) -> tuple[Any, Any]:
         with self._core.refusing():
             refuse_tracing()
             refuse_step_of_sharded(self, method)
@@ -435,15 +428,15 @@ class GPipe(OriginalNames, TeamCalls):
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            chosen = step_options(loss, **options, scale=factor, chunks=self._chunks, checkpoint=self._checkpoint)
+            chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
-            run = pipeline.step if method == "step" else pipeline.loss
-            return run(input, target, checked(loss), kind_of(loss), chosen, self.training)
+            return pipeline.train(
+                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
+            )
 
     def trace(self, timeline: _C.Timeline | None) -> None:
-        """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, each call then
-        waits for the devices at its end. No bytes are counted while a PyTorch profiler runs. Read the timeline while no
-        call runs."""
+        """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait
+        for the devices. No bytes are counted under a PyTorch profiler. Read the timeline while no call runs."""
         if timeline is not None:
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)

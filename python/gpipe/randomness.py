@@ -16,9 +16,9 @@ from gpipe.structure import take_apart
 
 
 class RandomScope:
-    """A context manager in which this thread's random draws come from a stream that depends only on a mini-batch's seed, of 64
-    bits, and the indices of a layer and a micro-batch. It affects all draws without an explicit generator, such as dropout
-    and ``torch.rand``. A pipeline enters a scope around each layer of each micro-batch, in the forward and in the recompute.
+    """A context manager in which this thread's draws without an explicit generator, such as of dropout and ``torch.rand``,
+    come from a stream that depends only on a mini-batch's seed, of 64 bits, and the indices of a layer and a micro-batch. A
+    pipeline enters a scope around each layer of each micro-batch, in the forward and in the recompute.
 
         seed = RandomScope.draw_seed()
         with RandomScope(seed, layer=2, micro_batch=0):
@@ -51,10 +51,9 @@ class RandomScope:
 
 @checks_arguments
 def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
-    """Runs an unpartitioned model micro-batch by micro-batch on the calling thread. Its layers draw the random numbers that
-    they would draw in a pipeline, so the result is that of a pipeline with the same default generator. Arguments and errors
-    as for :class:`gpipe.GPipe` and its ``forward``. Raises RuntimeError if the last layer returned objects of different
-    structure for two micro-batches."""
+    """Runs an unpartitioned model micro-batch by micro-batch on the calling thread, with the random numbers and result of a
+    pipeline with the same default generator. Arguments and errors as for :class:`gpipe.GPipe` and its ``forward``. Raises
+    RuntimeError if the last layer returned objects of different structure for two micro-batches."""
     inputs, structure = take_apart(input)
     if not inputs:
         raise ValueError("the input holds no tensors; a pipeline needs at least one")

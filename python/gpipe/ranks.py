@@ -21,31 +21,30 @@ _MOST_SECONDS = 1e9
 
 
 class Ranks:
-    """The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a *rank*,
-    holds one or more workers, and the parameters of their stages. ``torchrun`` starts the processes.
+    """The processes of a job, the *ranks*, which run one pipeline together, or several equal ones, the *replicas*. Each holds
+    one or more workers, and the parameters of their stages. ``torchrun`` starts the processes.
 
         with gpipe.Ranks.from_environment() as ranks:
             pipe = gpipe.GPipe(model, [4, 3], chunks=8, group=ranks)
 
-    Traffic between ranks is neither encrypted nor authenticated: use a private network. Make pipelines and ``Ranks`` on one
-    thread at a time, in the same order on all ranks.
+    Traffic is neither encrypted nor authenticated: use a private network. Make pipelines and ``Ranks`` on one thread at a
+    time, in the same order on all ranks.
 
     Args:
-        group: the processes, as a process group of torch.distributed with any back-end, such as one of a ``DeviceMesh``. It
-            may be destroyed afterwards.
+        group: a process group of torch.distributed with any back-end, which may be destroyed afterwards.
         timeout: the longest wait for a message within a call, in seconds. A rank that hangs is reported after this time.
         join_timeout: the longest wait for a rank, in seconds, when a pipeline is made and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
-            the environment, or else the interface that reaches the store: the loopback interface on one host.
-        replicas: the number of equal pipelines among which the processes are divided. Each trains on its own part of the
-            mini-batch, and their gradients are summed. Divides the number of processes.
-        nccl: whether the tensors between ranks go from GPU to GPU, by NCCL, instead of through the memory of the hosts.
-            Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
+            the environment, or else the interface that reaches the store.
+        replicas: the number of equal pipelines, a divisor of the number of processes. Each trains on its own part of the
+            mini-batch, and their gradients are summed.
+        nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
+            The same on all ranks.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a number of replicas
-            that does not divide the number of processes, or ``nccl`` where NCCL cannot be used.
+        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a wrong number of
+            replicas, or ``nccl`` where NCCL cannot be used.
 
     Attributes:
         rank: the number of this process, from 0.
@@ -110,8 +109,8 @@ class Ranks:
 
     @checks_arguments
     def share(self, text: str) -> str:
-        """Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other
-        ranks are ignored. Serves short texts, before pipelines are made.
+        """Returns rank 0's text on all ranks, which call it in the same order and wait for it. For short texts, before
+        pipelines are made.
 
         Raises:
             RuntimeError: if a rank has failed, or rank 0 does not come within ``join_timeout``.
@@ -119,11 +118,9 @@ class Ranks:
         return self._core.share(text)
 
     def finish(self) -> None:
-        """Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin raise an exception. Waits until
-        the other ranks have left too, for at most ``timeout``.
-
-        The end of a ``with`` block, or of the program, calls it. After an exception these do not wait: they tell the other
-        ranks, whose calls raise an exception that quotes it.
+        """Leaves the job: pipelines cannot be used afterwards. Waits until the other ranks have left too, for at most
+        ``timeout``. The end of a ``with`` block, or of the program, calls it. After an exception these do not wait: they tell
+        the other ranks, whose calls raise an exception that quotes it.
         """
         self._finish(None)
 
@@ -186,11 +183,6 @@ def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
     if text.startswith("-"):
         raise RuntimeError(f"rank 0 failed: {text[1:]}")
     return text[1:]
-
-
-def core_of(ranks: Ranks | None) -> _C.Ranks | None:
-    """Returns the part of ranks that the extension module takes."""
-    return None if ranks is None else ranks._core
 
 
 @atexit.register

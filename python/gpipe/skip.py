@@ -92,9 +92,8 @@ class Skippable(nn.Module):
             super().add_module(name, module)
 
     def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
-        """Moves the declared names, or ``only`` some, into a namespace, so that the same class can be used twice in one
-        model. Call it before the model becomes a pipeline. Returns the layer. Raises ValueError for a name that it does not
-        declare."""
+        """Moves the declared names, or ``only`` some, into a namespace, so that a model can use the same class twice. Call it
+        before the model becomes a pipeline. Returns the layer. Raises ValueError for a name that it does not declare."""
         assert isinstance(self, Skippable)
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else {only} if isinstance(only, str) else set(only)
@@ -214,9 +213,9 @@ def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Declares the names that each forward of a layer class stashes and pops; a string is one name. Returns a class
-    decorator, which returns a subclass of the decorated class and of :class:`Skippable`. Raises TypeError if a name is not
-    a non-empty string, or if the class is decorated already."""
+    """Declares the names that each forward of a layer class stashes and pops; a string is one name. The class decorator
+    returns a subclass of the class and of :class:`Skippable`. Raises TypeError for a name that is not a non-empty string, and
+    for a class that is decorated already."""
     stashable_names = _check_names(stash, "stash")
     poppable_names = _check_names(pop, "pop")
 

@@ -12,12 +12,11 @@
     snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
     torch.set_rng_state(saved.random)
 
-Over ranks, all ranks capture, :func:`gather` joins their snapshots on rank 0, which writes, and each rank restores its
-:func:`own_part`.
+Over ranks, :func:`gather` joins the snapshots that all capture on rank 0, which writes; each restores its :func:`own_part`.
 
-Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. Python and C++ read
-and write the same files, in the safetensors format: ``safetensors.torch.load_file(path)`` reads the weights. The names of
-tensors that are not the model's begin with a dot.
+Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. C++ reads and writes the
+same files, in the safetensors format: ``safetensors.torch.load_file(path)`` reads the weights. The names of tensors that are
+not the model's begin with a dot.
 """
 
 from __future__ import annotations
@@ -90,20 +89,17 @@ class Snapshot:
 
 def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     """Writes a snapshot to a file, atomically: the path names the previous file until the new one is on the disk.
-    Tensors may be on any device and may require gradients. A view is saved without the rest of its storage.
+    Tensors may be on any device and require gradients. Of a view, only its own elements are saved.
 
     Raises:
-        OSError: with the path and the reason. The path then names the previous file, or the new one if only the folder
-            could not be flushed.
-        BlockingIOError: if another writer is writing the same path.
+        OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
         TypeError, ValueError: if the snapshot cannot be saved.
     """
     _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a snapshot that :func:`write` or a C++ program wrote, with its tensors on the CPU. Time and memory are
-    proportional to the size of the file.
+    """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU.
 
     Raises:
         OSError: if the file is missing or cannot be read.
@@ -116,12 +112,9 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def capture_model(model: nn.Module) -> dict[str, Tensor]:
-    """Copies a model's parameters and buffers to the CPU. Returns the copies by their names in ``state_dict()``.
-
-    Raises:
-        TypeError: if the model's state holds anything but tensors, for example from ``get_extra_state``.
-    """
-    return {name: _copied(tensor) for name, tensor in _tensors_of(model).items()}
+    """Copies a model's parameters and buffers to the CPU. Returns the copies by their names in ``state_dict()``. Raises
+    TypeError if the model's state holds anything but tensors, for example from ``get_extra_state``."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors_of(model).items()}
 
 
 def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -129,8 +122,8 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
     Raises:
         TypeError: as :func:`capture_model`.
-        ValueError: if the names, shapes, dtypes or layouts differ, or if a tensor of the model cannot be written in
-            place. The model is then unchanged.
+        ValueError: if the names, shapes, dtypes or layouts differ, or a tensor of the model cannot be written in place.
+            The model is then unchanged.
     """
     tensors = _tensors_of(model)
     for name in [*tensors, *saved]:
@@ -144,15 +137,11 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
-    reason = ""
-    if tensor.layout is torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        reason = "some of its elements share memory"
-    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "it was made in inference mode"
-    if reason:
-        raise ValueError(f"cannot restore '{name}' of this model: {reason}; clone it first")
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides)):
+        raise ValueError(f"cannot restore '{name}' of this model: some of its elements share memory; clone it first")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"cannot restore '{name}' of this model: it was made in inference mode; clone it first")
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -161,10 +150,6 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             raise TypeError(f"'{name}' of the model's state is {type(value)}; a snapshot holds only tensors of a model")
     return state
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _kind_of(value: object) -> str:
@@ -204,23 +189,25 @@ def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
 
 def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerState) -> None:
     """Restores captured options and state in an optimizer of the same class, with the same groups of parameters, in any order
-    within a group. Copies tensors to the devices of their parameters.
-
-    Raises:
-        ValueError: if the class, groups, names, shapes or types differ. The optimizer is then unchanged.
-    """
+    within a group. Raises ValueError if the class, groups, names, shapes or types differ. The optimizer is then unchanged."""
     if state["type"] != type(optimizer).__name__:
         _refuse(f"it is of class {state['type'] or 'none'}, but this one is of class {type(optimizer).__name__}")
     groups = _names(optimizer, model)
-    _check_groups(groups, [group["params"] for group in state["param_groups"]])
+    if len(groups) != len(state["param_groups"]):
+        _refuse(f"it has {len(state['param_groups'])} groups of parameters, but this one has {len(groups)}")
+    for index, (ours, group) in enumerate(zip(groups, state["param_groups"])):
+        if lacking := set(ours) - set(group["params"]):
+            _refuse(f"group {index} lacks '{min(lacking)}'")
+        if surplus := set(group["params"]) - set(ours):
+            _refuse(f"group {index} also has '{min(surplus)}'")
     # LibTorch's optimizers lack these options.
-    lacking = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
+    defaults = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
 
     restored = optimizer.state_dict()
     restored["state"] = {}
     for index, (names, saved) in enumerate(zip(groups, state["param_groups"], strict=True)):
         group = restored["param_groups"][index]
-        options = {**{name: value for name, value in lacking.items() if name in group}, **saved}
+        options = {**{name: value for name, value in defaults.items() if name in group}, **saved}
         for name, value in group.items():
             if name not in _HOW and name not in options:
                 _refuse(f"its '{name}' of group {index} is missing")
@@ -243,7 +230,7 @@ def _plain(option: Any) -> Any:
 
 def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
     if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
-        return _copied(value)
+        return value.detach().to("cpu", copy=True)
     number = _plain(value)
     if isinstance(number, (int, float)):
         return int(number) if field == "step" else number
@@ -253,7 +240,7 @@ def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
 
 def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
     if isinstance(saved, Tensor) and _kind_of(saved) == _kind_of(parameter):
-        return _copied(saved)
+        return saved.detach().to("cpu", copy=True)
     if not isinstance(saved, (int, float)):
         _refuse(f"its '{field}' of '{name}' is {_kind_of(saved)}, not a number or a tensor of {_kind_of(parameter)}")
     # torch.optim uses these dtypes.
@@ -262,9 +249,8 @@ def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     """Returns for each group the names of its parameters."""
-    names: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), name)
+    state = model.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in reversed(state.items())}  # the first of several
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
@@ -273,16 +259,6 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
                     "optimizer with the model's parameters"
                 )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _check_groups(ours: list[list[str]], theirs: list[list[str]]) -> None:
-    if len(ours) != len(theirs):
-        _refuse(f"it has {len(theirs)} groups of parameters, but this one has {len(ours)}")
-    for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        if lacking := set(our) - set(their):
-            _refuse(f"group {index} lacks '{min(lacking)}'")
-        if surplus := set(their) - set(our):
-            _refuse(f"group {index} also has '{min(surplus)}'")
 
 
 def _refuse(what: str) -> NoReturn:
@@ -301,13 +277,12 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
 
     Returns:
         On rank 0 the snapshot that one process would have captured, with the other fields of its ``mine``; on other ranks
-        one without tensors. An optimizer's group lists its parameters in the order of the model. A parameter that ranks
-        share has its owner's value.
+        one without tensors. A parameter that ranks share has its owner's value.
 
     Raises:
         RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.
-        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`, that is not of this rank's layers, or
-            whose optimizer has a parameter that another rank owns; RuntimeError on the other ranks.
+        TypeError, ValueError: for a snapshot that cannot be written, that is not of this rank's layers, or whose optimizer
+            has a parameter that another rank owns; RuntimeError on the other ranks.
     """
     if pipe.ranks is None:
         return mine
@@ -319,11 +294,8 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
 
 
 def own_part(pipe: GPipe, whole: Snapshot) -> Snapshot:
-    """Returns the part of a whole model's snapshot that :func:`restore_model` and :func:`restore_optimizer` accept on this
-    rank. Leaves out only the state of layers on other ranks. In one process returns ``whole``.
-
-    Each rank restores its part: an error on one rank leaves the others restored.
-    """
+    """Returns a whole model's snapshot without the state of layers on other ranks, for :func:`restore_model` and
+    :func:`restore_optimizer`. In one process returns ``whole``. An error on one rank leaves the others restored."""
     return whole if pipe.ranks is None else _from_file(*_C.part_of_snapshot(*_to_file(whole), *_state_names(pipe)))
 
 

@@ -11,13 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    TreeSpec,
-    is_namedtuple_class,
-    tree_flatten,
-    tree_unflatten,
-)
+from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, tree_flatten, tree_unflatten
 
 
 class Structure:
@@ -60,9 +54,8 @@ def _class_of(leaf: Tensor | None) -> type[Tensor] | None:
 
 
 def take_apart(value: object) -> tuple[list[Tensor], Structure]:
-    """Splits a tensor, or tensors and ``None`` in tuples, named tuples, lists, dicts and classes that are registered with
-    :mod:`torch.utils._pytree`, into the tensors and the structure. Raises TypeError for any other object, and for a subclass
-    of Tensor that has ``__torch_dispatch__`` or attributes."""
+    """Splits a tensor, or tensors and ``None`` in containers that :mod:`torch.utils._pytree` knows, into the tensors and the
+    structure. Raises TypeError for any other object, and for a subclass of Tensor with ``__torch_dispatch__`` or attributes."""
     # A PackedSequence is not a container here: its two tensors have different sizes in dimension 0.
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.amp.grad_scaler import GradScaler as _GradScaler
 from gpipe import _C
 from gpipe.checks import check_is, check_number, check_text, check_whole
 from gpipe.core import Core
+
+R = TypeVar("R")
 
 
 class TeamCalls(nn.Module):
@@ -25,27 +27,24 @@ class TeamCalls(nn.Module):
         """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
         return self._core.refusing()
 
-    def _call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
+    def _call(self, method: Callable[..., R], arguments: Callable[[], tuple[Any, ...]]) -> R:
         with self._core.refusing():
-            call = getattr(self._core.pipeline(), method)
-            checked = arguments()
-        return call(*checked)
+            pipeline, checked = self._core.pipeline(), arguments()
+        return method(pipeline, *checked)
 
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        gathered: list[bytes] = self._call(
-            "gather", lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
+        return self._call(
+            _C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
         )
-        return gathered
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
         the same calls."""
-        whole: _C.Timeline = self._call(
-            "gather_timeline", lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
+        return self._call(
+            _C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
         )
-        return whole
 
     def largest(self, number: int) -> int:
         """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
@@ -56,15 +55,14 @@ class TeamCalls(nn.Module):
                 raise ValueError(f"number must be from 0 to 2**64 - 1, but is {whole}")
             return (whole,)
 
-        return int(self._call("largest", checked))
+        return self._call(_C.Pipeline.largest, checked)
 
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
         ranks give as many numbers and get the same bits."""
-        sums: list[float] = self._call(
-            "sum_over_replicas", lambda: ([check_number(number, "each of the numbers") for number in numbers],)
+        return self._call(
+            _C.Pipeline.sum_over_replicas, lambda: ([check_number(number, "each of the numbers") for number in numbers],)
         )
-        return sums
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
@@ -78,11 +76,10 @@ class TeamCalls(nn.Module):
         """
         if self._core.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        norm: Tensor = self._call(
-            "clip_grad_norm_",
+        return self._call(
+            _C.Pipeline.clip_grad_norm_,
             lambda: (check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type"), error_if_nonfinite),
         )
-        return norm
 
 
 class GradScaler(_GradScaler):
@@ -92,8 +89,6 @@ class GradScaler(_GradScaler):
         scaler = gpipe.GradScaler(pipe)
         with torch.autocast("cuda", torch.float16):
             loss = pipe.step(x, y, criterion, scale=scaler)
-        scaler.unscale_(optimizer)
-        pipe.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
 

@@ -211,18 +211,12 @@ void init_profile(py::module_& module) {
 
 void init_options(py::module_& module) {
   py::class_<Scheduling>(module, "Scheduling")
-      .def(py::init<std::string, int, std::vector<int>>(), py::arg("schedule"), py::arg("stages_per_worker"),
-           py::arg("placement"))
+      .def(py::init<std::string, int, std::vector<int>>())
       .def_readonly("schedule", &Scheduling::schedule)
       .def_readonly("placement", &Scheduling::placement);
-  py::class_<SearchOptions>(module, "SearchOptions")
-      .def(py::init(&search_options), py::arg("devices"), py::arg("memory_limit"), py::arg("bandwidth"));
-  py::class_<RunOptions>(module, "RunOptions")
-      .def(py::init(&run_options), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"), py::arg("copies"),
-           py::arg("scheduling"));
-  py::class_<ProfileOptions>(module, "ProfileOptions")
-      .def(py::init(&profile_options), py::arg("workers"), py::arg("intraop_threads"), py::arg("seconds"),
-           py::arg("repeats"), py::arg("param_scale"), py::arg("progress"));
+  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
+  py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
+  py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
 }
 
 void init_candidates(py::module_& module) {
@@ -258,7 +252,7 @@ void init_candidates(py::module_& module) {
                     "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
       .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
            py::return_value_policy::reference_internal)
-      .def("_tailored", &tailored, py::arg("candidate"), py::arg("options"))
+      .def("_tailored", &tailored)
       .def("__str__", [](const Suggestion& suggestion) {
         return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
                (suggestion.fits() ? "" : suggestion.reason + "\n");
@@ -280,20 +274,15 @@ void init_balance(py::module_& module) {
   init_profile(module);
   init_options(module);
   init_candidates(module);
-  module.def("profile", &measure, py::arg("layers"), py::arg("sample"), py::arg("options"));
-  module.def("suggest", &suggest_for, py::arg("layers"), py::arg("sample"), py::arg("devices"), py::arg("chunks"),
-             py::arg("checkpoints"), py::arg("memory_limit"), py::arg("bandwidth"), py::arg("scheduling"),
-             py::arg("profiling"));
-  module.def("refine", &refined, py::arg("layers"), py::arg("sample"), py::arg("devices"), py::arg("suggestion"),
-             py::arg("candidates"));
-  module.def("predict", &predict, py::arg("profile"), py::arg("balance"), py::arg("options"));
-  module.def("plan_cluster", &plan, py::arg("cluster"), py::arg("profiles"), py::arg("samples"), py::arg("checkpoints"),
-             py::arg("schedule"));
-  module.def("all_schedulings", &all_schedulings, py::arg("workers"), py::arg("layers"));
-  module.def("candidates", &candidates, py::arg("profile"), py::arg("chunks"), py::arg("schedulings"), py::arg("near"),
-             py::arg("options"));
+  module.def("profile", &measure);
+  module.def("suggest", &suggest_for);
+  module.def("refine", &refined);
+  module.def("predict", &predict);
+  module.def("plan_cluster", &plan);
+  module.def("all_schedulings", &all_schedulings);
+  module.def("candidates", &candidates);
   module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt);
-  module.def("check_stages", &check_stages, py::arg("stages"), py::arg("layers"));
+  module.def("check_stages", &check_stages);
 }
 
 }  // namespace gpipe::python

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "python/src/values.h"
 #include "skip/skippable.h"
 
@@ -32,17 +33,12 @@ struct SkippableMirror : torch::nn::Module, Skippable {
   }
 };
 
-/// Counts as one level of Python recursion for its lifetime. Errors: RecursionError if the levels run out, as they do
-/// for a module that contains itself.
-class Recursion {
- public:
-  Recursion() {
-    if (Py_EnterRecursiveCall(" in a module that contains itself") != 0) throw py::error_already_set();
-  }
-  ~Recursion() { Py_LeaveRecursiveCall(); }
-  Recursion(const Recursion&) = delete;
-  Recursion& operator=(const Recursion&) = delete;
-};
+/// Enters a level of Python recursion, for the lifetime of the result. Errors: RecursionError if the levels run out, as
+/// they do for a module that contains itself.
+auto enter_module() {
+  if (Py_EnterRecursiveCall(" in a module that contains itself") != 0) throw py::error_already_set();
+  return absl::MakeCleanup([] { Py_LeaveRecursiveCall(); });
+}
 
 /// Calls f(name, value) for each item of one of a module's dicts, except those that are None.
 template <typename F>
@@ -56,7 +52,7 @@ void for_each(const py::handle& module, const char* dict_name, F f) {
 }
 
 void collect(const py::handle& module, ModuleTensors& tensors) {
-  const Recursion recursion;
+  const auto level = enter_module();
   const auto add_to = [](std::vector<at::Tensor>& list) {
     return [&list](const py::handle&, const py::handle& value) {
       if (THPVariable_Check(value.ptr())) list.push_back(THPVariable_Unpack(value.ptr()));
@@ -74,7 +70,7 @@ ModuleTensors tensors_of(PyObject* module) {
 }
 
 std::shared_ptr<torch::nn::Module> mirror(const py::handle& module, const std::vector<SkipNames>& skips) {
-  const Recursion recursion;
+  const auto level = enter_module();
   const auto declared =
       std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module.ptr(); });
   const auto result =
@@ -130,7 +126,7 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       mirror_(mirror(module, skips_)) {}
 
 void PythonLayer::find_places(PyObject* object, Places& places) {
-  const Recursion recursion;
+  const auto level = enter_module();
   const py::handle module = object;
   auto& place = places.emplace_back();
   const py::object buffers = module.attr("_buffers");

@@ -167,15 +167,17 @@ Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Chec
   return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoint); });
 }
 
-template <typename Result>
-Result PythonPipeline::train(Result (GPipeImpl::*method)(Value, Value, const LossFunction&, const StepOptions&),
-                             const py::object& input, const py::object& target, const py::object& loss,
-                             std::int64_t kind, const StepOptions& options, bool training) {
+Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss, std::int64_t kind,
+                           const StepOptions& options, bool training, bool keeps_graph) {
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
   const auto function = to_loss(loss, kind, states_);
   set_training(training);
-  return run([&](GPipeImpl& pipe) { return (pipe.*method)(std::move(value), std::move(wanted), function, options); });
+  const auto result = run([&](GPipeImpl& pipe) {
+    if (keeps_graph) return StepResult{pipe.loss(std::move(value), std::move(wanted), function, options), {}};
+    return pipe.step(std::move(value), std::move(wanted), function, options);
+  });
+  return py::make_tuple(result.loss, options.return_output() ? to_python(result.output) : py::none());
 }
 
 void PythonPipeline::withdraw(const std::string& reason) {
@@ -202,20 +204,9 @@ void PythonPipeline::clear() {
 
 namespace {
 
-/// Returns a tuple (detached loss, output or None).
-Pair step(PythonPipeline& pipeline, const py::object& input, const py::object& target, const py::object& loss,
-          std::int64_t kind, const StepOptions& options, bool training) {
-  const auto result = pipeline.train(&GPipeImpl::step, input, target, loss, kind, options, training);
-  return py::make_tuple(result.loss, options.return_output() ? to_python(result.output) : py::none());
-}
-
-py::typing::List<py::bytes> gather(PythonPipeline& pipeline, const py::bytes& bytes, const std::string& what) {
-  py::typing::List<py::bytes> list;
-  const std::string own(bytes);
-  for (const auto& each : pipeline.run([&](GPipeImpl& pipe) { return pipe.gather(own, what); })) {
-    list.append(py::bytes(each));
-  }
-  return list;
+std::vector<py::bytes> gather(PythonPipeline& pipeline, const py::bytes& bytes, const std::string& what) {
+  const auto gathered = pipeline.run([&, own = std::string(bytes)](GPipeImpl& pipe) { return pipe.gather(own, what); });
+  return {gathered.begin(), gathered.end()};
 }
 
 /// A call of GPipe over ranks that trains nothing.
@@ -243,52 +234,36 @@ void init_pipeline(py::module_& module) {
       return 0;
     };
   });
-  module.def("begin_layer", &begin_layer, py::arg("stage"), py::arg("layer"));
-  module.def("borrowed", &borrowed, py::arg("stage"));
-  module.def("save_for_recompute", &save_for_recompute, py::arg("object"));
+  module.def("begin_layer", &begin_layer);
+  module.def("borrowed", &borrowed);
+  module.def("save_for_recompute", &save_for_recompute);
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init([](const Objects& stages, const std::vector<torch::Device>& devices, const std::string& schedule,
                        std::vector<int> placement, bool deferred_batch_norm, bool keep_memory,
                        std::optional<std::shared_ptr<Ranks>> ranks) {
-             auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
-             options.devices(devices).deferred_batch_norm(deferred_batch_norm).keep_memory(keep_memory);
-             options.ranks(std::move(ranks).value_or(nullptr));
-             return std::make_unique<PythonPipeline>(stages, std::move(options));
-           }),
-           py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
-           py::arg("deferred_batch_norm"), py::arg("keep_memory"), py::arg("ranks"))
+        auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
+        options.devices(devices).deferred_batch_norm(deferred_batch_norm).keep_memory(keep_memory);
+        options.ranks(std::move(ranks).value_or(nullptr));
+        return std::make_unique<PythonPipeline>(stages, std::move(options));
+      }))
       .def_property_readonly("busy", &PythonPipeline::busy)
       .def("refresh", &PythonPipeline::refresh)
-      .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
-           py::arg("training"))
-      .def("step", &step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"), py::arg("options"),
-           py::arg("training"))
-      .def(
-          "loss",
-          [](PythonPipeline& pipeline, const py::object& input, const py::object& target, const py::object& loss,
-             std::int64_t kind, const StepOptions& options,
-             bool training) { return pipeline.train(&GPipeImpl::loss, input, target, loss, kind, options, training); },
-          py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"), py::arg("options"),
-          py::arg("training"))
-      .def("gather", &gather, py::arg("bytes"), py::arg("what"))
-      .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather), py::arg("timeline"))
-      .def("largest", call_of(&GPipeImpl::largest), py::arg("number"))
-      .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas), py::arg("numbers"))
-      .def(
-          "clip_grad_norm_",
-          [](PythonPipeline& pipeline, double max_norm, double norm_type, bool error_if_nonfinite) {
-            return pipeline.run(
-                [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
-          },
-          py::arg("max_norm"), py::arg("norm_type"), py::arg("error_if_nonfinite"))
-      .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
-      .def(
-          "trace",
-          [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {
-            pipeline.run([&](GPipeImpl& pipe) { pipe.trace(timeline.value_or(nullptr)); });
-          },
-          py::arg("timeline"));
+      .def("forward", &PythonPipeline::forward)
+      .def("train", &PythonPipeline::train)
+      .def("gather", &gather)
+      .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather))
+      .def("largest", call_of(&GPipeImpl::largest))
+      .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas))
+      .def("clip_grad_norm_",
+           [](PythonPipeline& pipeline, double max_norm, double norm_type, bool error_if_nonfinite) {
+             return pipeline.run(
+                 [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
+           })
+      .def("withdraw", &PythonPipeline::withdraw)
+      .def("trace", [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {
+        pipeline.run([&](GPipeImpl& pipe) { pipe.trace(timeline.value_or(nullptr)); });
+      });
   module.def("is_checkpointing", &is_checkpointing,
              "Returns whether the calling layer's forward will be recomputed. The graph of this forward is not kept.");
   module.def("is_recomputing", &is_recomputing,

@@ -39,12 +39,11 @@ class PythonPipeline {
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
-  /// Calls GPipe's step() or loss(). `loss` is called with the output and the target of each micro-batch; `kind` is that of
-  /// a LossFunction. Errors: as the method; errors of `loss`.
-  template <typename Result>
-  Result train(Result (GPipeImpl::*method)(Value, Value, const LossFunction&, const StepOptions&),
-               const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-               std::int64_t kind, const StepOptions& options, bool training);
+  /// Calls GPipe's loss(), which keeps the graph, or step(). `loss` is called with the output and the target of each
+  /// micro-batch; `kind` is that of a LossFunction. Returns a tuple (loss, output or None). Errors: as the method; errors of
+  /// `loss`.
+  Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
+             std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
 
   /// Whether a call runs.
   bool busy() const { return calls_ > 0; }

@@ -36,21 +36,15 @@ std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeou
 void init_ranks(py::module_& module) {
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
-      .def(py::init(&make_ranks), py::arg("group"), py::arg("timeout"), py::arg("join_timeout"), py::arg("interface"),
-           py::arg("replicas"), py::arg("nccl"))
+      .def(py::init(&make_ranks))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
       .def_property_readonly("replica", &Ranks::replica)
       .def_property_readonly("replicas", &Ranks::replicas)
-      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_), py::arg("samples"),
-           py::arg("replica"))
-      .def(
-          "share",
-          [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); },
-          py::arg("text"))
-      .def(
-          "finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); },
-          py::arg("error"));
+      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_))
+      .def("share",
+           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
+      .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
 }
 
 }  // namespace gpipe::python

@@ -80,12 +80,10 @@ std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arran
 }
 
 void init_checks(py::module_& module) {
-  module.def("check_balance", &check_balance, py::arg("balance"), py::arg("layers"));
-  module.def("check_chunks", &check_chunks, py::arg("chunks"));
-  module.def(
-      "check_checkpoint", [](Checkpoint mode) { return mode; }, py::arg("name"));
-  module.def("arrange_workers", &arranged, py::arg("devices"), py::arg("stages"), py::arg("schedule"),
-             py::arg("stages_per_worker"), py::arg("placement"), py::arg("ranks"),
+  module.def("check_balance", &check_balance);
+  module.def("check_chunks", &check_chunks);
+  module.def("check_checkpoint", [](Checkpoint mode) { return mode; });
+  module.def("arrange_workers", &arranged,
              "Returns the device of each worker, the worker of each stage, and the rank of each worker.");
 }
 
@@ -124,24 +122,22 @@ void init_schedule(py::module_& module) {
       .def_readonly("bubble", &Simulation::bubble)
       .def_readonly("peak_cells", &Simulation::peak_cells);
   py::class_<ParsedSchedule>(module, "Schedule")
-      .def(py::init(&generate), py::arg("name"), py::arg("placement"), py::arg("chunks"), py::arg("checkpoint"))
-      .def_static("read", &read_schedule, py::arg("path"))
+      .def(py::init(&generate))
+      .def_static("read", &read_schedule)
       .def_property_readonly("stages", [](const ParsedSchedule& made) { return made.layout.stages; })
       .def_property_readonly("workers", [](const ParsedSchedule& made) { return made.schedule.size(); })
       .def_property_readonly("chunks", [](const ParsedSchedule& made) { return made.layout.micro_batches; })
       .def_property_readonly("placement", [](const ParsedSchedule& made) { return made.layout.placement; })
-      .def("simulate", &simulated, py::arg("seconds"), py::arg("graph_bytes"), py::arg("input_bytes"),
-           "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
+      .def("simulate", &simulated, "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
       .def("__str__", [](const ParsedSchedule& made) { return to_text(made.schedule); });
   module.def("schedule_rules", &rules);
-  module.def("v_placement", &v_placement, py::arg("stages"));
-  module.def("fills_and_drains", &fills_and_drains, py::arg("schedule"));
+  module.def("v_placement", &v_placement);
+  module.def("fills_and_drains", &fills_and_drains);
   module.def(
       "place_stages",
       [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {
         return schedule_source(schedule, stages, stages_per_worker, std::move(placement)).placement;
       },
-      py::arg("schedule"), py::arg("stages"), py::arg("stages_per_worker"), py::arg("placement"),
       "Returns the worker of each stage.");
 }
 

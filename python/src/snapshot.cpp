@@ -97,14 +97,11 @@ Content part_of_snapshot(const Tensors& tensors, const std::string& training, Na
 }  // namespace
 
 void init_snapshot(py::module_& module) {
-  module.def("write_snapshot", &write_snapshot, py::arg("path"), py::arg("tensors"), py::arg("training"));
-  module.def("read_snapshot", &read_snapshot, py::arg("path"));
-  module.def("write_weights", &write_weights, py::arg("path"), py::arg("tensors"),
-             "Writes tensors to a safetensors file.");
-  module.def("gather_snapshot", &gather_snapshot, py::arg("pipe"), py::arg("tensors"), py::arg("training"),
-             py::arg("whole"), py::arg("own"));
-  module.def("part_of_snapshot", &part_of_snapshot, py::arg("tensors"), py::arg("training"), py::arg("whole"),
-             py::arg("own"));
+  module.def("write_snapshot", &write_snapshot);
+  module.def("read_snapshot", &read_snapshot);
+  module.def("write_weights", &write_weights, "Writes tensors to a safetensors file.");
+  module.def("gather_snapshot", &gather_snapshot);
+  module.def("part_of_snapshot", &part_of_snapshot);
 }
 
 }  // namespace gpipe::python

@@ -87,10 +87,8 @@ LossFunction to_loss(const py::object& callable, std::int64_t kind, std::shared_
 }
 
 void init_training(py::module_& module) {
-  py::class_<StepOptions>(module, "StepOptions")
-      .def(py::init(&make_options), py::arg("count"), py::arg("reduction"), py::arg("scale"), py::arg("return_output"),
-           py::arg("chunks"), py::arg("checkpoint"), py::arg("check"));
-  module.def("check_loss", &compare_losses, py::arg("loss"), py::arg("output"), py::arg("target"), py::arg("options"));
+  py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
+  module.def("check_loss", &compare_losses);
 
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
   module.def("stash", [](const Namespace& ns, const std::string& name, const std::optional<at::Tensor>& tensor) {
@@ -99,10 +97,10 @@ void init_training(py::module_& module) {
   module.def("pop", [](const Namespace& ns, const std::string& name) {
     return SkipContext::current().pop({ns, name});
   });
-  module.def("check_skips", &check_skips, py::arg("declarations"));
+  module.def("check_skips", &check_skips);
 
   py::class_<RandomScope>(module, "RandomScope").def(py::init<std::uint64_t, std::int64_t, std::int64_t>());
-  module.def("scope_generator", &scope_generator, py::arg("device"));
+  module.def("scope_generator", &scope_generator);
   module.def("draw_seed", [] { return released(RandomScope::draw_seed); });
 }
 

@@ -13,9 +13,9 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.exporter import exported, kept_whole, mode, whole_modules
-from gpipe.exported.graph import Graph, Value, read_graph, same_size, with_names
-from gpipe.exported.modes import combine_modes, evaluation_of
-from gpipe.exported.tensors import Owned, is_inside, modes_of, tensors_of_module, tensors_of_program
+from gpipe.exported.graph import Graph, Reader, Value, same_size, with_names
+from gpipe.exported.modes import Combination, evaluation_of
+from gpipe.exported.tensors import Owned, is_inside, tensors_of_module, tensors_of_program
 
 
 class Captured(NamedTuple):
@@ -47,14 +47,15 @@ def capture(
     tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
     names = _one_name_each(tensors)
     with explained():
-        graph = with_names(read_graph(programs[0]), names)
-        evaluation = with_names(read_graph(programs[1]), {**names, **renamed})
+        graph = with_names(Reader(programs[0]).graph, names)
+        evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
         check_outputs(graph)
         check_outputs(evaluation)
         guards, more = guards_of(graph), guards_of(evaluation)
         guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
-        combined = combine_modes(graph, evaluation, called=calls[0] & calls[1])
-        return Captured(combined, tensors, modes_of(module), whole, guards)
+        combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
+        modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
+        return Captured(combined, tensors, modes, whole, guards)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
@@ -62,7 +63,7 @@ def capture_program(program: ExportedProgram) -> Captured:
     cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors = tensors_of_program(program)
     with explained():
-        graph = with_names(read_graph(program), _one_name_each(tensors))
+        graph = with_names(Reader(program).graph, _one_name_each(tensors))
         for value in graph.inputs:
             if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
                 raise ValueError(
@@ -71,7 +72,7 @@ def capture_program(program: ExportedProgram) -> Captured:
                 )
         check_outputs(graph)
         called = {call.path for operation in graph.operations for call in operation.call.around()}
-        return Captured(combine_modes(graph, evaluation_of(graph), called), tensors, {}, {}, guards_of(graph))
+        return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
 
 
 @contextmanager

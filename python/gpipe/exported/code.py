@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import linecache
 import math
+import os
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,18 +48,11 @@ def check_modes(path: str, training: bool, other: str, other_training: bool) -> 
 
 class Code(NamedTuple):
     """A function as text. It is called with the layer's places, a function that pops, one that stashes, and the
-    activation. A place is a module that has tensors, or whose mode counts."""
+    activation."""
 
     text: str
     functions: dict[str, str]  # where to find each function that the text uses, by its name there
-    places: list[str]
-    """Paths of the modules that ``_place0``, ``_place1``, ... stand for."""
-
-
-def write(route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None) -> Code:
-    """Returns the function of a layer. ``tensors`` are the names of the model's tensors. The first layer has the model's
-    flattened ``inputs`` and gets a list. The last layer has the model's flattened ``outputs`` and returns a list."""
-    return _Writer(route, tensors, inputs, outputs).code
+    places: list[str]  # paths of the modules that have tensors, or whose mode counts: ``_place0``, ``_place1``, ...
 
 
 def load(code: Code, name: str) -> Callable[..., Any]:
@@ -71,22 +66,10 @@ def load(code: Code, name: str) -> Callable[..., Any]:
     return function
 
 
-def _called(operation: Operation) -> Callable[..., Any]:
-    """Returns the function to call for an operation."""
-    if operation.function is torch.ops.aten.batch_norm.default:
-        shape = next(operation.inputs()).example.shape
-        if math.prod(shape[2:]) == 1:  # as many values per channel as samples
-            return batch_norm
-    return operation.function
+class Writer:
+    """Writes the function of a layer. ``tensors`` are the names of the model's tensors. The first layer has the model's
+    flattened ``inputs`` and gets a list. The last layer has the model's flattened ``outputs`` and returns a list."""
 
-
-def _where(function: Callable[..., Any]) -> str:
-    """Tells where to find a function, as pkgutil.resolve_name() reads it."""
-    is_operator = isinstance(function, torch._ops.OpOverload)
-    return f"torch:ops.{function}" if is_operator else f"{function.__module__}:{function.__qualname__}"
-
-
-class _Writer:
     def __init__(
         self, route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None
     ) -> None:
@@ -99,15 +82,12 @@ class _Writer:
         entering: list[Value | None] = [*(route.arriving if inputs is None else inputs)]
         arriving = [None if value is None else value.name for value in entering]
         targets = ", ".join(name or "_" for name in arriving)
-        lines = []
-        if inputs is not None:
-            lines += [f"{targets}, = _input"]
-        elif arriving:
-            lines += [f"{targets} = _input"]
-        lines += ["del _input"] if lines else []
+        lines = [f"{targets}{'' if inputs is None else ','} = _input", "del _input"] if arriving else []
         lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
         if self._needs_device:
-            lines += [f"_device = {self._tensor_of([*arriving, *(value.name for _, value in route.pops)])}.device"]
+            names = [*filter(None, arriving), *(value.name for _, value in route.pops)]
+            tensor = next(itertools.chain(names, map(self._argument, self._tensors), ["torch.tensor(0)"]))
+            lines += [f"_device = {tensor}.device"]
         lines += body
         lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]
         leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
@@ -125,28 +105,18 @@ class _Writer:
         last.update(dict.fromkeys([*leaving, *self._tensors], len(route.operations)))
         return last
 
-    def _tensor_of(self, names: list[str | None]) -> str:
-        """Returns the expression of some tensor on the layer's device."""
-        if names:
-            return next(name for name in names if name is not None)
-        if self._tensors:
-            return self._argument(next(iter(self._tensors)))
-        return "torch.tensor(0)"
-
     def _operations(self, operations: list[Operation]) -> list[str]:
         lines: list[str] = []
         opened: list[str] = []  # the statements that the last line is inside of
         for index, operation in enumerate(operations):
-            around = [f"with {self._expression(context)}:" for context in operation.contexts]
+            around = [f"with {context.expression}:" for context in operation.contexts]
+            self._needs_device |= any("_device" in each for each in around)
             keys = [context.key for context in operation.contexts]
             if operation.mode is not None:
                 path, training = operation.mode
                 around.append(f"if {'' if training else 'not '}{self._place(path)}.training:")
                 keys.append(around[-1])
-            common = 0
-            while common < min(len(keys), len(opened)) and keys[common] == opened[common]:
-                common += 1
-            for depth in range(common, len(keys)):
+            for depth in range(len(os.path.commonprefix([keys, opened])), len(keys)):
                 lines.append(_INDENT * depth + around[depth])
             opened = keys
             lines.append(_INDENT * len(keys) + self._line(operation))
@@ -154,11 +124,6 @@ class _Writer:
             used = dict.fromkeys(value for value in operation.inputs() if self._last_use[value] == index)
             lines += [f"{_INDENT * len(keys)}{value.name} = None" for value in used if value.is_tensor]
         return lines
-
-    def _expression(self, context: Any) -> str:
-        expression: str = context.expression
-        self._needs_device |= "_device" in expression
-        return expression
 
     def _line(self, operation: Operation) -> str:
         name = operation.result.name
@@ -169,11 +134,17 @@ class _Writer:
         if operation.function is itself:
             return f"{name} = {args[0]}"
         args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
-        call = f"{self._function(_called(operation))}({', '.join(args)})"
+        function = operation.function
+        if function is torch.ops.aten.batch_norm.default:
+            shape = next(operation.inputs()).example.shape
+            if math.prod(shape[2:]) == 1:  # as many values per channel as samples
+                function = batch_norm
+        call = f"{self._function(function)}({', '.join(args)})"
         return f"{name} = {call}" if operation.result in self._last_use else call
 
     def _function(self, function: Callable[..., Any]) -> str:
-        where = _where(function)
+        is_operator = isinstance(function, torch._ops.OpOverload)
+        where = f"torch:ops.{function}" if is_operator else f"{function.__module__}:{function.__qualname__}"
         name = "_" + where.removeprefix("torch:ops.").replace(".", "_").replace(":", "_")
         self._functions[name] = where
         return name

@@ -13,11 +13,11 @@ from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
-from gpipe.exported.code import ModeError, write
+from gpipe.exported.code import ModeError, Writer
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.exported.graph import Value
 from gpipe.exported.layer import Expected, ExportedLayer, holds
-from gpipe.exported.layers import Route, divide, route
+from gpipe.exported.layers import Route, Routes, divide
 from gpipe.exported.tensors import Tree, is_inside, nearest
 from gpipe.names import OriginalNames, StateNames
 
@@ -43,15 +43,15 @@ def to_sequential(
         pipe = gpipe.GPipe(model, balance, chunks=8)
 
     Args:
-        module: the model, which :func:`torch.export.export` must be able to export; or a program that was exported in
-            training mode with a dynamic dimension 0, or the path of its ``.pt2`` file. It is not changed. The sequence has
-            the same parameters and buffers, so training it trains the module.
+        module: the model, which :func:`torch.export.export` can export; or a program that was exported in training mode
+            with a dynamic dimension 0, or the path of its ``.pt2`` file. The sequence has the same parameters and buffers,
+            so training it trains the module, which is not changed otherwise.
         example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch, of any size. The
             sequence takes one input: the only argument, else the tuple of positional arguments, the dict of keyword
             arguments, or a tuple of both. Arguments without tensors become constants: leave keyword arguments out, and
             give ``None`` for the others.
-        opaque: classes of submodules to keep whole, each as one layer, because they cannot be exported. They get and
-            return tensors with the batch as dimension 0.
+        opaque: classes of submodules that cannot be exported, each of which becomes one layer. They get and return tensors
+            with the batch as dimension 0.
 
     Returns:
         The sequence, with the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
@@ -62,7 +62,7 @@ def to_sequential(
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
     with explained():
-        sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
+        sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
     if isinstance(module, nn.Module):
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
@@ -79,9 +79,8 @@ def _try_one_sample(
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
     before = first._input
-    first._input = before._replace(
-        guards=[f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
-    )
+    changed = [f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
+    first._input = before._replace(guards=changed)
     if not _agree(module, sequence, args, kwargs):
         first._input = before
 
@@ -92,7 +91,7 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
     ours, theirs = _results(module, sequence, args, kwargs)
     if isinstance(ours, Exception):
         raise ours
-    if not isinstance(theirs, ModeError) and (isinstance(theirs, Exception) or not _equal(ours, theirs)):
+    if not isinstance(theirs, ModeError) and not _equal(ours, theirs):
         raise ValueError(
             "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
             "exports do not show what it computes then; call train() or eval() on the whole model before"
@@ -106,10 +105,11 @@ def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
             results = _results(module, sequence, args, kwargs)
-        raised = [isinstance(each, Exception) for each in results]
-        if raised[0] != raised[1] or not (raised[0] or _equal(*results)):
+        if all(isinstance(each, Exception) for each in results):
+            continue
+        if not _equal(*results):
             return False
-        returned = returned or not raised[0]
+        returned = True
     return returned
 
 
@@ -126,7 +126,9 @@ def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
     return results
 
 
-def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        return False
     try:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
     except AssertionError:
@@ -173,7 +175,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
-        code = write(each, names, inputs if first else None, model.graph.outputs if last else None)
+        code = Writer(each, names, inputs if first else None, model.graph.outputs if last else None).code
         tree = Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])

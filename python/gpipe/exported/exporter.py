@@ -68,7 +68,13 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         with _silence(), nothing_lost(), _named_arguments(module, kwargs):
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise ValueError(_failure(module, args, kwargs) or _explanation(module, error)) from error
+        text = _explanation(module, error)
+        try:
+            with unchanged(module), torch.enable_grad():
+                module(*args, **kwargs)
+        except Exception as own:  # the module fails without an export, too
+            text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
+        raise ValueError(text) from error
 
 
 def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -80,9 +86,7 @@ def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractCo
     known = {each.name for each in parameters}
     parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
 
-    def named(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
+    named = functools.partial(forward)
     named.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return patch.object(module, "forward", named)
 
@@ -107,16 +111,6 @@ def _silence() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_kept)
-
-
-def _failure(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Tells why the module fails without an export, too; nothing if it does not."""
-    try:
-        with unchanged(module), torch.enable_grad():
-            module(*args, **kwargs)
-    except Exception as error:
-        return f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(error)}"
-    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -95,7 +95,7 @@ class Operation:
 
     def declared(self) -> list[Any]:
         """Returns the arguments that the schema declares; none without a schema."""
-        return [] if self.schema is None else list(self.schema.arguments)
+        return list(self.schema.arguments) if self.schema else []
 
     def given(self) -> Iterator[tuple[Any, Any]]:
         """Yields the declared arguments that have a value, each with its value."""
@@ -138,9 +138,7 @@ def same_size(size: Any, number: Any) -> bool:
     """Returns whether two sizes are the same symbolic number."""
     if not isinstance(size, torch.SymInt) or not isinstance(number, torch.SymInt):
         return False
-    if size.node.shape_env is not number.node.shape_env:
-        return False
-    return bool(size.node.expr == number.node.expr)
+    return size.node.shape_env is number.node.shape_env and bool(size.node.expr == number.node.expr)
 
 
 def itself(value: Any) -> Any:
@@ -167,12 +165,9 @@ def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
 _CHECKS = ("_assert", "sym_constrain_range")
 
 
-def read_graph(program: ExportedProgram) -> Graph:
-    """Returns the graph of an exported program. Raises NotImplementedError for control flow that depends on data."""
-    return _Reader(program).graph
+class Reader:
+    """Reads the graph of an exported program. Raises NotImplementedError for control flow that depends on data."""
 
-
-class _Reader:
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}

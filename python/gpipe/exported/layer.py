@@ -50,8 +50,7 @@ class Expected(NamedTuple):
 
 
 class ExportedLayer(ConvertedLayer):
-    """A layer of a converted model: what one of its modules, whose path is ``name``, computes, with the operators around
-    it."""
+    """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it."""
 
     def __init__(
         self,

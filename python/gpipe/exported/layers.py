@@ -145,20 +145,17 @@ def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
     return joined
 
 
-def route(graph: Graph, layers: list[Route]) -> list[Route]:
+class Routes:
     """Routes each value from the layer that computes it through the layers that use it, in order. It is part of the
     activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer gets anyway. If there are
-    none, the layer gets the tensor that has the size.
+    that uses it. Sizes are read off tensors that a layer gets anyway. If there are none, the layer gets the tensor
+    that has the size.
 
     A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
-    return _Routes(graph, layers).routes
 
-
-class _Routes:
     def __init__(self, graph: Graph, layers: list[Route]) -> None:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))

@@ -15,20 +15,6 @@ from gpipe.exported.code import check_modes
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
 
 
-def combine_modes(training: Graph, evaluation: Graph, called: Container[str]) -> Graph:
-    """Adds what evaluation mode does differently to the graph of training mode, and returns it. ``called`` are the paths of
-    the modules that are called in both modes.
-
-    An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
-    order. The others run in one mode only. Arguments that differ become a :class:`Choice`. An operation that uses
-    another value in each mode gets a merged value.
-
-    A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
-    mode of the innermost module around it that is called in both modes and computes different things in them.
-    """
-    return _Combination(training, evaluation, called).graph
-
-
 def evaluation_of(graph: Graph) -> Graph:
     """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
     other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
@@ -68,7 +54,18 @@ def evaluation_of(graph: Graph) -> Graph:
 _MODES = ("train", "training", "use_input_stats", "dropout_p")  # arguments of operators
 
 
-class _Combination:
+class Combination:
+    """Adds what evaluation mode does differently to the graph of training mode. ``called`` are the paths of the modules that
+    are called in both modes.
+
+    An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
+    order. The others run in one mode only. Arguments that differ become a :class:`Choice`. An operation that uses
+    another value in each mode gets a merged value.
+
+    A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
+    mode of the innermost module around it that is called in both modes and computes different things in them.
+    """
+
     def __init__(self, training: Graph, evaluation: Graph, called: Container[str]) -> None:
         self.graph = training
         self._called = called

@@ -38,11 +38,6 @@ def tensors_of_module(module: nn.Module) -> dict[str, Owned]:
     return found
 
 
-def modes_of(module: nn.Module) -> dict[str, bool]:
-    """Returns whether each submodule is in training mode, by path."""
-    return {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-
-
 class _Place(nn.Module):
     """Holds tensors and a mode at a path."""
 
