@@ -115,7 +115,6 @@ def balance_by_size(
 
     Args:
         input: a mini-batch, which is cut into ``chunks`` micro-batches.
-        checkpoint: the checkpoint mode of the pipeline.
         param_scale: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta, 3 for Adagrad, 3 to 5 for RMSprop.
     """
     model = _checked_model(partitions, module, input)
@@ -144,7 +143,7 @@ def predict(
 
     Args:
         profile: costs for micro-batches of the size that ``chunks`` gives.
-        bandwidth: bytes per second between devices; 0 for transfers without delay, as between CPU stages.
+        bandwidth: bytes per second between devices; 0 for transfers without delay.
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
         schedule: the schedule of ``step``; ``None`` for a forward and its backward.
     """
@@ -176,8 +175,7 @@ def suggest(
     Args:
         sample: a mini-batch.
         devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
-        chunks: numbers of chunks to try. Default: 1, 2, 4, .. 32, up to the number of samples.
-        checkpoints: checkpoint modes to try.
+        chunks, checkpoints: what to try. Default: 1, 2, 4, .. 32 chunks, up to the number of samples; all modes.
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.

@@ -70,18 +70,15 @@ class DeferredBatchNorm(_BatchNorm):
             return super().forward(input)
         output = F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
         if not is_recomputing():
-            self._track(input)
+            self.tracked += 1
+            if input.numel() > 0:
+                features = input.detach().transpose(0, 1).flatten(1).double()
+                mean = features.mean(1)
+                count = mean.new_tensor([features.shape[1]])
+                self._parts.append((count, mean, (features - mean[:, None]).square().sum(1)))
         if not self.in_pipeline and self.tracked >= self.chunks:
             self.commit()
         return output
-
-    def _track(self, input: Tensor) -> None:
-        self.tracked += 1
-        if input.numel() > 0:
-            features = input.detach().transpose(0, 1).flatten(1).double()
-            mean = features.mean(1)
-            count = mean.new_tensor([features.shape[1]])
-            self._parts.append((count, mean, (features - mean[:, None]).square().sum(1)))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -11,13 +11,9 @@ from gpipe import _C
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Writes the tensors of a file that ``torch.save`` wrote: a ``state_dict``, or a snapshot of gpipe 0.1, of which only
-    the weights are kept. Executes nothing from the file.
-
-    Raises:
-        OSError: with the path and the reason.
-        ValueError: if the file has no dict of tensors, or a tensor cannot be saved.
-    """
+    """Writes the tensors of a file that ``torch.save`` wrote: a ``state_dict``, or the weights of a snapshot of gpipe 0.1.
+    Executes nothing from the file. Raises OSError, with the path and the reason, and ValueError if the file has no dict of
+    tensors, or a tensor cannot be saved."""
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except OSError:

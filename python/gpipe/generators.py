@@ -37,15 +37,6 @@ def without_turn() -> Iterator[None]:
             _turn.acquire()
 
 
-def _own_generators(module: nn.Module) -> list[Any]:
-    """Returns the generators of Python and NumPy that a module or a submodule has as an attribute."""
-    classes: tuple[type, ...] = (random.Random,)
-    if numpy := sys.modules.get("numpy.random"):
-        classes += (numpy.Generator, numpy.RandomState)
-    values = (value for each in module.modules() for value in vars(each).values())
-    return [value for value in values if isinstance(value, classes)]
-
-
 class GeneratorState:
     """The state of both global generators, and of others."""
 
@@ -89,7 +80,11 @@ class Draws:
     """Repeats a stage's draws in its recomputes. Used by one thread at a time."""
 
     def __init__(self, stage: nn.Module) -> None:
-        self._generators = _own_generators(stage)
+        classes: tuple[type, ...] = (random.Random,)
+        if numpy := sys.modules.get("numpy.random"):
+            classes += (numpy.Generator, numpy.RandomState)
+        values = (value for each in stage.modules() for value in vars(each).values())
+        self._generators = [value for value in values if isinstance(value, classes)]  # attributes of layers
         self._draws = False  # whether the stage was seen to draw
         self._may_draw = True  # whether the next forward takes the lock
 

@@ -39,7 +39,10 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
         for tensor in chain(stage.parameters(), stage.buffers()):
             if tensor.is_meta:
                 # Keeps the object, so shared tensors stay shared.
-                torch.utils.swap_tensors(tensor, _with_memory(tensor, device))  # type: ignore[no-untyped-call]
+                empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
                 made.add(tensor)
     initialized = made.intersection(borrowed_across_ranks(stages, is_here))
     for parameter in initialized:
@@ -57,13 +60,6 @@ def _has_nan(tensor: Tensor) -> bool:
 
 def _own(module: nn.Module) -> list[Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-
-
-def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
 
 
 def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor]) -> None:

@@ -23,10 +23,6 @@ from gpipe.randomness import redirect_generators
 from gpipe.skip import Skippable, skippables_in
 
 
-def _has_graph(value: object) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, tensor: Tensor) -> Tensor:
@@ -59,8 +55,12 @@ class Partition(nn.Sequential):
         """Makes a backward through a tensor that a layer keeps as an attribute an error. The tensor has no graph, because
         the forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
-            named = ((module, name, value) for module in self.modules() for name, value in vars(module).items())
-            self._kept = [(module, name) for module, name, value in named if _has_graph(value)]
+            self._kept = [
+                (module, name)
+                for module in self.modules()
+                for name, value in vars(module).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
             return
         for module, name in self._kept:
             if isinstance(tensor := vars(module).get(name), Tensor):
@@ -102,12 +102,8 @@ def split(
     module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
 ) -> list[Partition]:
     """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
-    ``devices`` and ``is_here`` have an item per stage.
-
-    Raises:
-        ValueError: as :func:`gpipe.meta.materialize`; if stages on different devices share a parameter through a module
-            that cannot use a stand-in, because it is in both stages or compiled by TorchScript.
-    """
+    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`gpipe.meta.materialize`, and if stages on
+    different devices share a parameter through a module that cannot use a stand-in."""
     layers = iter(module.named_children())
     stages = []
     for count in balance:

@@ -81,8 +81,7 @@ class GPipe(OriginalNames, TeamCalls):
             the same pipeline and calls. Default: this process has all workers.
 
     Raises:
-        TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match, or
-            for an argument of a wrong type.
+        TypeError: if ``module`` is not a plain ``nn.Sequential``, its skips do not match, or an argument has a wrong type.
         ValueError: if ``balance`` does not cut the model, an option is out of range, a layer stands in two places,
             ``module`` itself has hooks, parameters or buffers, a parameter is not initialized, or stages on different
             devices share a parameter through one module.
@@ -145,13 +144,10 @@ class GPipe(OriginalNames, TeamCalls):
         **options: Any,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
-        measures its layers, and cuts it into stages of equal time. Over ranks, rank 0 measures.
+        measures its layers for about ``seconds``, and cuts it into ``stages`` of equal time. Over ranks, rank 0 measures.
 
         Args:
-            module: the model.
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            stages: the number of stages.
-            seconds: approximate time limit for the measurement.
             options: as for the constructor.
 
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
@@ -264,11 +260,8 @@ class GPipe(OriginalNames, TeamCalls):
         return self._stay(None)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Changes the dtype of parameters and buffers. Arguments as for ``nn.Module.to``.
-
-        Raises:
-            TypeError: for a device, unless all parameters and buffers are on it already.
-        """
+        """Changes the dtype of parameters and buffers. Arguments as for ``nn.Module.to``. Raises TypeError for a device,
+        unless all parameters and buffers are on it already."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None:
             self._stay(device)
@@ -304,8 +297,7 @@ class GPipe(OriginalNames, TeamCalls):
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
-            NotImplementedError: under ``torch.export``, ``make_fx``, ``FakeTensorMode``, ``torch.jit.trace``,
-                ``torch.func`` and forward-mode differentiation.
+            NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
 
         An exception of a layer is raised with a note that names the stage, the micro-batch and the layer.
         """
@@ -348,9 +340,9 @@ class GPipe(OriginalNames, TeamCalls):
         return_output: bool = False,
         check: bool = True,
     ) -> Any:
-        """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
-        to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once, of
-        layers per micro-batch, of the pipeline itself in :meth:`forward` only. Backwards do not use autocast.
+        """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
+        inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
+        itself in :meth:`forward` only. Backwards do not use autocast.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -380,8 +372,7 @@ class GPipe(OriginalNames, TeamCalls):
             RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
                 ``DistributedDataParallel`` (use replicas, or :meth:`loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
-                differs from that of the whole mini-batch, a count that is negative or 0 for all micro-batches, or invalid
-                arguments.
+                differs from that of the whole mini-batch, a wrong count, or invalid arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
 
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
@@ -401,12 +392,9 @@ class GPipe(OriginalNames, TeamCalls):
         scale: float | GradScaler = 1.0,
         check: bool = True,
     ) -> Tensor:
-        """Computes the loss and all gradients as :meth:`step`, with its arguments, but adds nothing to ``.grad``. For a
-        module that returns the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``.
-
-        Returns:
-            The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
-        """
+        """Computes the loss and all gradients as :meth:`step`, with its arguments. Adds nothing to ``.grad``, but returns the
+        loss with its graph: a backward of it hands out the gradients, times its incoming gradient. For a module that returns
+        the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``."""
         result: Tensor = self._run_step("loss", input, target, loss, scale, count, reduction, False, check)[0]
         return result
 

@@ -179,13 +179,11 @@ def _execute(call: str, name: str, *tensor: Tensor | None) -> Any:
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that
-    declares the name in ``@skippable(stash=[...])``. In a generator, write ``yield stash(name, tensor)``.
-
-    The tensor must not be changed in place before it is popped in another stage.
+    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that declares the
+    name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it.
 
     Raises:
-        TypeError: if ``tensor`` is neither ``None`` nor a tensor, or is of a subclass of Tensor.
+        TypeError: if ``tensor`` is neither ``None`` nor a plain tensor.
         RuntimeError: if the layer does not declare the name; in a pipeline, if it stashes it twice.
     """
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
@@ -194,13 +192,9 @@ def stash(name: str, tensor: Tensor | None) -> Any:
 
 
 def pop(name: str) -> Any:
-    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage.
-    Call it in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. In a generator, write
-    ``x = yield pop(name)``.
-
-    Raises:
-        RuntimeError: if the layer does not declare the name, or if it was not stashed.
-    """
+    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage. Call it
+    in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. Raises RuntimeError if the layer does
+    not, or if the name was not stashed."""
     return _execute("pop", name)
 
 

@@ -51,13 +51,9 @@ __all__ = [
 
 
 class OptimizerState(TypedDict):
-    """An optimizer's options and state. They have the names that LibTorch and Python share.
-
-    Attributes:
-        type: the class, such as ``'AdamW'``; empty for no optimizer.
-        param_groups: for each group of parameters, its options, and under ``'params'`` the names of its parameters.
-        state: the state of each parameter that has any, by name.
-    """
+    """An optimizer's options and state, under the names that LibTorch and Python share: its class, such as ``'AdamW'``, empty
+    for none; the options of each group of parameters, with the parameters' names as ``'params'``; and the state of each
+    parameter that has any, by name."""
 
     type: str
     param_groups: list[dict[str, Any]]
@@ -72,8 +68,8 @@ class Snapshot:
         model: parameters and buffers by name: the result of :func:`capture_model` or ``state_dict()``.
         optimizer: the result of :func:`capture_optimizer`.
         epoch: number of completed epochs.
-        position: position of the data loader in the epoch, with keys of the loader's choice.
-        random: state of PyTorch's default CPU generator: the result of ``torch.get_rng_state()``, a ByteTensor.
+        position: of the data loader in the epoch, with keys of the loader's choice.
+        random: the result of ``torch.get_rng_state()``.
         options: the program's command-line options.
         history: losses and scores so far.
     """
@@ -170,12 +166,8 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """Copies an optimizer's options and state to the CPU. The pipeline or unpartitioned model names the parameters. C++
-    restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``.
-
-    Raises:
-        TypeError: if the state of a parameter has anything but numbers and tensors of the parameter's shape.
-        ValueError: if a parameter does not belong to the model.
-    """
+    restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``. Raises TypeError if the state of a parameter has
+    anything but numbers and tensors of its shape, and ValueError if it does not belong to the model."""
     captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
     for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
         options = {name: _plain(value) for name, value in group.items() if name not in _HOW}

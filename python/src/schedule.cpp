@@ -35,12 +35,6 @@ ParsedSchedule generate(const std::string& name, std::vector<int> placement, int
   return {std::move(layout), std::move(schedule)};
 }
 
-std::vector<Edge> activations(int stages) {
-  std::vector<Edge> edges;
-  for (int s = 1; s < stages; ++s) edges.push_back({s - 1, s, "activation"});
-  return edges;
-}
-
 /// Costs that are the same for every stage. `seconds` is indexed by Kind. A cell holds `graph_bytes` from its F or R until
 /// its B or W, and before its R it holds `input_bytes`.
 Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
@@ -57,7 +51,8 @@ Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double,
 
 Simulation simulated(const ParsedSchedule& made, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
                      std::int64_t input_bytes) {
-  const auto program = Program::make(made.layout, activations(made.layout.stages), made.schedule);
+  const auto edges = cut_edges(std::vector<std::int64_t>(made.layout.placement.size(), 1), {});
+  const auto program = Program::make(made.layout, edges, made.schedule);
   return simulate(program, costs_of(made.layout, program.edges().size(), seconds, graph_bytes, input_bytes));
 }
 

@@ -1,6 +1,7 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -38,7 +39,18 @@ def training_step(pipe, x):
     pipe.zero_grad()
     y = pipe(x)
     y.sum().backward()
-    return [y.detach(), *(parameter.grad.clone() for parameter in pipe.parameters())]
+    return [y.detach(), *(gradient.clone() for gradient in gradients(pipe))]
+
+
+def gradients(module):
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def cluster_text(**changed):
+    """Returns a cluster as JSON: one host with two devices, except for what is changed."""
+    link = {"bandwidth": 1e9, "latency": 0}
+    cluster = {"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": link, "between": link}
+    return json.dumps({**cluster, **changed})
 
 
 def notes(error):

@@ -1,7 +1,6 @@
 """Profiles, balances, predictions and suggestions."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from helpers import Add, Double, Fail, Stash
+from helpers import Add, Double, Fail, Stash, cluster_text
 
 
 def model():
@@ -116,17 +115,9 @@ def test_layers_that_share_a_parameter_can_be_separated():
     assert words.weight.grad is not None
 
 
-LINK = {"bandwidth": 1e9, "latency": 0}
-
-
-def cluster(**changed):
-    of = {"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": LINK, "between": LINK}
-    return balance.Cluster.from_json(json.dumps({**of, **changed}))
-
-
 def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
-    assert cluster(hosts=3).devices == 6
-    plan = balance.plan_cluster(cluster(), [measured], 16, schedule="1f1b")
+    assert balance.Cluster.from_json(cluster_text(hosts=3)).devices == 6
+    plan = balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16, schedule="1f1b")
     assert plan.fits and plan.reason == ""
     assert sorted((each.replicas, len(each.bytes), each.chunks) for each in plan.candidates) == [(1, 2, 4), (2, 1, 2)]
     assert plan.best.seconds == min(each.seconds for each in plan.candidates)

@@ -11,7 +11,7 @@ from torch import nn
 
 import gpipe
 from conftest import long
-from helpers import run_on_two_ranks
+from helpers import cluster_text, run_on_two_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "docs"), str(ROOT / "docs/sphinx")]
@@ -24,15 +24,13 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-LINK = {"bandwidth": 1e9, "latency": 0}
-CLUSTER = {"hosts": 128, "devices_per_host": 8, "memory": 0, "inside": LINK, "between": LINK}
 # The names that each page uses without defining them.
 GIVEN = {
     "README.md": {},
     "docs/guide.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
     "docs/any_model.md": {},
-    "docs/cluster_study.md": {"model": model, "batch": (8, 8), "text": lambda: json.dumps(CLUSTER)},
+    "docs/cluster_study.md": {"model": model, "batch": (8, 8), "text": lambda: cluster_text(hosts=128, devices_per_host=8)},
     "docs/convert_your_model.md": {},
     "docs/ranks.md": {"make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()), "ranks": lambda: None},
     "docs/schedules.md": {},

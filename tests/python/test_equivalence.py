@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gpipe
-from helpers import Double, make_tied_model, results_of, tied_batch
+from helpers import Double, gradients, make_tied_model, results_of, tied_batch
 
 
 def test_autocast_and_grad_modes_reach_the_layers():
@@ -30,9 +30,9 @@ def test_scripted_layers_train_the_same():
     pipes = [gpipe.GPipe(each, [1, 1], chunks=2, checkpoint="always") for each in (model, scripted)]
     for pipe in pipes:
         pipe(x).sum().backward()
-    states, gradients = ([dict(pipe.state_dict()) for pipe in pipes], [[p.grad for p in pipe.parameters()] for pipe in pipes])
+    states, both = ([dict(pipe.state_dict()) for pipe in pipes], list(map(gradients, pipes)))
     torch.testing.assert_close(list(states[1].values()), list(states[0].values()))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*both)
 
 
 class Loss(nn.Module):
@@ -93,15 +93,15 @@ def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone():
     model = nn.Sequential(nn.Linear(3, 3), Reentrant(3, 3), Reentrant(3, 3))
     x, target = torch.rand(4, 3), torch.rand(4, 3)
     nn.functional.mse_loss(model(x), target).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    expected = copy.deepcopy(gradients(model))
     pipe = gpipe.GPipe(model, [2, 1], chunks=2, checkpoint="always")
     loss = pipe.loss(x, target, nn.functional.mse_loss)
-    assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected))
+    assert all(map(torch.equal, gradients(model), expected))
     loss.backward()
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [2 * each for each in expected])
+    torch.testing.assert_close(gradients(model), [2 * each for each in expected])
     pipe.zero_grad()
     pipe.step(x, target, nn.functional.mse_loss)
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    torch.testing.assert_close(gradients(model), expected)
 
 
 class Named(torch.Tensor):
@@ -133,10 +133,10 @@ def test_subclasses_of_tensor_keep_their_class(mode):
     assert type(out) is Named and torch.equal(out.as_subclass(torch.Tensor), plain)
     assert model[0].classes == model[1].classes == {torch.Tensor, Named}
     loss = pipe.step(x.as_subclass(Named), x, nn.functional.mse_loss)
-    gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
+    expected = gradients(pipe)
     pipe.zero_grad()
     assert type(loss) is torch.Tensor and torch.equal(loss, pipe.step(x, x, nn.functional.mse_loss))
-    assert all(map(torch.equal, gradients, [parameter.grad for parameter in pipe.parameters()]))
+    assert all(map(torch.equal, expected, gradients(pipe)))
 
 
 def test_subclasses_that_cannot_cross_are_refused():
@@ -181,9 +181,9 @@ def test_a_loss_may_use_a_tensor_that_the_last_stage_keeps(mode):
         return nn.functional.mse_loss(output, target) + layer.auxiliary
 
     criterion(model(x), target).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    expected = gradients(model)
     pipe = gpipe.GPipe(model, [1, 1], chunks=2, checkpoint=mode, schedule="1f1b")
     for _ in range(2):
         pipe.zero_grad()
         pipe.step(x, target, criterion)
-        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+        torch.testing.assert_close(gradients(model), expected)

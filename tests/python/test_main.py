@@ -9,6 +9,7 @@ from torch import nn
 
 from gpipe import balance
 from gpipe.__main__ import main
+from helpers import cluster_text
 
 
 def model():
@@ -156,14 +157,10 @@ def test_suggest_prints_a_table_or_json(run, tmp_path):
     assert "nothing fits into" in run(*flags, "--memory-limit", "1KB", code=1)
 
 
-LINK = {"bandwidth": 1e9, "latency": 0}
-CLUSTER = {"hosts": 2, "devices_per_host": 1, "memory": 0, "inside": LINK, "between": LINK}
-
-
 @pytest.fixture
 def cluster(tmp_path):
     def write(**changed):
-        (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, **changed}))
+        (tmp_path / "cluster.json").write_text(cluster_text(**changed))
         return str(tmp_path / "cluster.json")
 
     return write
@@ -183,7 +180,7 @@ def test_suggest_plans_for_a_cluster(run, cluster, tmp_path):
     measured = balance.profile(model(), torch.rand(4, 16), seconds=0)
     (tmp_path / "profile.json").write_text(measured.to_json())
     planned = ["suggest", "--profile", str(tmp_path / "profile.json"), "--batch-size", "16"]
-    plan = balance.plan_cluster(balance.Cluster.from_json(json.dumps(CLUSTER)), [measured], 16)
+    plan = balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16)
     assert run(*planned, "--cluster", cluster()) == str(plan)
     assert "nothing fits into 1.00 KiB per device" in run(*planned, "--cluster", cluster(memory=1024), code=1)
 

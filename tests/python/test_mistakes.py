@@ -8,8 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import balance, models
 from gpipe.batchnorm import DeferredBatchNorm
-from helpers import Double, Fail, FailBackward, make_linears, notes
-
+from helpers import Double, Fail, FailBackward, cluster_text, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -159,10 +158,7 @@ CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "c
 LOSS = {"loss": loss, "target": Y, "count": len, "reduction": "mean"}
 PROFILE = balance.profile(make_linears(), X, seconds=0)
 SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
-CLUSTER = balance.Cluster.from_json(
-    """{"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": {"bandwidth": 1, "latency": 0},
-    "between": {"bandwidth": 1, "latency": 0}}"""
-)
+CLUSTER = balance.Cluster.from_json(cluster_text())
 
 CALLS = [
     (

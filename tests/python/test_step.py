@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from helpers import Add, Stash, notes
+from helpers import Add, Stash, gradients, notes
 
 
 def make_model():
@@ -32,10 +32,6 @@ def make_pipe(model=None, schedule="1f1b", stages_per_worker=1, **options):
 def batch(samples=7):
     torch.manual_seed(1)
     return torch.randn(samples, 4, dtype=torch.double), torch.randint(3, (samples,))
-
-
-def gradients(module):
-    return [parameter.grad for parameter in module.parameters()]
 
 
 def whole(pipe, x, y, loss=F.cross_entropy):

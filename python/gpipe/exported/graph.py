@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -162,7 +163,7 @@ def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
-_CHECKS = ("_assert", "sym_constrain_range")
+_CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
 
 class Reader:
@@ -222,7 +223,7 @@ class Reader:
                 self._read_nested(module, node, contexts)
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
-            elif not _is_check(node.target):
+            elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 call = _innermost(node)
                 operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, None, contexts)
@@ -260,10 +261,6 @@ class Reader:
             used.update(operation.inputs())
             kept.append(operation)
         self.graph.operations = kept[::-1]
-
-
-def _is_check(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2].startswith(_CHECKS)
 
 
 def _innermost(node: fx.Node) -> Call:

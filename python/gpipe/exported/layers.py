@@ -35,7 +35,9 @@ def divide(graph: Graph) -> list[Route]:
     other layers have it too, a number follows.
     """
     parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
-    outer = _with_submodules(graph)
+    paths = {operation.call.path for operation in graph.operations}
+    # Of modules inside which another module computes.
+    outer = {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
     layers: list[Route] = []
     current: Call | None = None
     taken: set[str] = set()
@@ -53,12 +55,6 @@ def divide(graph: Graph) -> list[Route]:
     if layers and not layers[0].name:
         layers[0].name = _unique("model", taken)
     return _keep_together(graph, layers)
-
-
-def _with_submodules(graph: Graph) -> set[str]:
-    """Returns the paths of modules inside which another module computes."""
-    paths = {operation.call.path for operation in graph.operations}
-    return {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -254,7 +250,9 @@ class Routes:
         for value, layers in holders.items():
             mode = self._mode(value)
             for giver, taker in itertools.pairwise(layers):
-                sent = self._copied(value, giver) if giver == layers[0] and self._is_buffer(value) else value
+                owner = self._owners.get(value)  # whose memory it shares
+                is_buffer = owner is not None and not owner.is_parameter
+                sent = self._copied(value, giver) if giver == layers[0] and is_buffer else value
                 if taker == giver + 1 and mode is None:
                     self.routes[giver].leaving.append(sent)
                     self.routes[taker].arriving.append(value)
@@ -264,10 +262,6 @@ class Routes:
                 name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
                 self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
                 self.routes[taker].pops.append((name, value))
-
-    def _is_buffer(self, value: Value) -> bool:
-        """Returns whether a value shares the memory of a buffer or constant."""
-        return value in self._owners and not self._owners[value].is_parameter
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""

@@ -83,7 +83,9 @@ class Combination:
         order: list[Operation] = []
         for pair in _aligned(training.operations, evaluation.operations):
             order += self._combined(*pair)
-        self._merge_outputs(training, evaluation)
+        self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
+        theirs_out = map_values(evaluation.outputs, self._same.__getitem__)
+        self.graph.outputs = [_choice("", *pair) for pair in zip_longest(training.outputs, theirs_out)]
         self.graph.operations = list(self._checked(self._with_merges(order)))
 
     def _combined(self, ours: Operation | None, theirs: Operation | None) -> Iterator[Operation]:
@@ -167,22 +169,15 @@ class Combination:
 
     def _decider(self, call: Call) -> str:
         """Returns the path of the innermost module around a call whose mode decides what it computes."""
-        return next((each.path for each in call.around() if each.path in self._called and self._differs(each)), "")
-
-    def _differs(self, call: Call) -> bool:
-        return self._computed[0].get(call.key) != self._computed[1].get(call.key)
+        ours, theirs = self._computed
+        called = (each for each in call.around() if each.path in self._called)
+        return next((each.path for each in called if ours.get(each.key) != theirs.get(each.key)), "")
 
     def _unused(self, name: str) -> str:
         while name in self._names:
             name += "_eval"
         self._names.add(name)
         return name
-
-    def _merge_outputs(self, training: Graph, evaluation: Graph) -> None:
-        self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
-        theirs = map_values(evaluation.outputs, self._same.__getitem__)
-        pairs = zip_longest(training.outputs, theirs)
-        self.graph.outputs = [_choice("", *pair) for pair in pairs]
 
     def _with_merges(self, order: list[Operation]) -> Iterator[Operation]:
         """Yields the operations, and each merge as soon as both of its values exist."""
