@@ -94,8 +94,8 @@ def unet(
 
     Raises ValueError if an option is out of range.
     """
-    _check_positive(in_channels=in_channels, out_channels=out_channels, depth=depth, base_channels=base_channels)
-    _check_positive(convolutions=convolutions)
+    _check_positive(in_channels=in_channels, out_channels=out_channels, depth=depth)
+    _check_positive(base_channels=base_channels, convolutions=convolutions)
     _check(depth <= 16, "depth", depth, "at most 16")
     _check(0 <= dropout < 1, "dropout", dropout, "at least 0 and below 1")
     _check(dims in (2, 3), "dims", dims, "2 or 3")

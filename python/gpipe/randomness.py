@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -43,9 +42,7 @@ class RandomScope:
         self._scopes.append(_C.RandomScope(*self._arguments))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._scopes.pop()  # ends it
 
 

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,6 +17,7 @@ from gpipe import _C
 from gpipe.checks import check_is, check_number, checks_arguments
 
 _MOST_SECONDS = 1e9
+_ENVIRONMENT: Any = object()  # stands for the group that the environment describes
 
 
 class Ranks:
@@ -64,39 +64,27 @@ class Ranks:
         replicas: int = 1,
         nccl: bool = False,
     ) -> None:
-        check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
-        self._join(group, timeout, join_timeout, interface, replicas, nccl)
-
-    @classmethod
-    @checks_arguments
-    def from_environment(
-        cls,
-        *,
-        timeout: float | timedelta = 300.0,
-        join_timeout: float | timedelta = 1800.0,
-        interface: str = "",
-        replicas: int = 1,
-        nccl: bool = False,
-    ) -> Ranks:
-        """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-        ``MASTER_PORT``. Needs no process group. Arguments as for the constructor.
-
-        Raises:
-            ValueError: for a variable that is missing or not valid.
-            RuntimeError: if the store cannot be served or reached.
-        """
-        ranks = cls.__new__(cls)
-        ranks._join(None, timeout, join_timeout, interface, replicas, nccl)
-        return ranks
-
-    def _join(self, group: Any, timeout: float | timedelta, join_timeout: float | timedelta, *options: Any) -> None:
+        given: Any = None
+        if group is not _ENVIRONMENT:
+            given = check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._core = core = _C.Ranks(group, *times, *options)
+        self._core = core = _C.Ranks(given, *times, interface, replicas, nccl)
         self.rank, self.size, self.replica, self.replicas = core.rank, core.size, core.replica, core.replicas
         self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)
         # Processes that multiprocessing has forked do not run atexit's functions.
         multiprocessing.util.Finalize(None, _finish_all, exitpriority=100)
+
+    @classmethod
+    def from_environment(cls, **options: Any) -> Ranks:
+        """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+        ``MASTER_PORT``. Needs no process group. ``options`` are the arguments of the constructor.
+
+        Raises:
+            ValueError: for a variable that is missing or not valid.
+            RuntimeError: if the store cannot be served or reached.
+        """
+        return cls(_ENVIRONMENT, **options)
 
     def add(self, pipeline: _C.Pipeline) -> None:
         """Notes a pipeline of these processes."""
@@ -136,9 +124,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._finish(error)
 
     def __reduce__(self) -> str:

@@ -24,6 +24,7 @@ import functools
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -42,23 +43,15 @@ class _NamespaceMeta(type):
 
 
 @functools.total_ordering
+@dataclass(frozen=True, repr=False)
 class Namespace(metaclass=_NamespaceMeta):
     """Separates skips that have the same name. Namespaces are hashable and ordered. A copy equals its original, after
     pickling too. ``None`` is the namespace of all layers that are not isolated."""
 
-    __slots__ = ("id",)
-
-    def __init__(self) -> None:
-        self.id = uuid.uuid4()
+    id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace '{self.id}'>"
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Namespace and self.id == other.id
 
     def __lt__(self, other: Namespace | None) -> bool:
         return other is not None and self.id < other.id

@@ -12,25 +12,30 @@
 
 namespace gpipe::python {
 
+/// Base of classes whose objects cannot be copied.
+struct Pinned {
+  Pinned() = default;
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+};
+
 /// Stops the calling thread for the rest of the process. For threads that a finished interpreter would end: unwinding
 /// their stacks would destroy objects that the process still uses.
 [[noreturn]] void sleep_for_good();
 
 /// Counts a call that has released the interpreter's lock and will take it again. Exit waits for all calls to end.
 /// Errors: std::runtime_error once exit has begun.
-class Call {
+class Call : Pinned {
  public:
   Call();
   ~Call();
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
 };
 
 /// Holds the interpreter's lock for its lifetime, on any thread, so that the thread can run Python code. A thread that
 /// asks a finished interpreter for the lock is ended, which C++ frames do not survive. So exit waits up to one second for
 /// all sections to end; a thread that asks later sleeps for the rest of the process. Errors: std::runtime_error once exit
 /// has begun.
-class Section {
+class Section : Pinned {
  public:
   /// What happens to a Python error that is already set on this thread.
   enum class Pending {
@@ -39,8 +44,6 @@ class Section {
   };
   explicit Section(Pending error = Pending::kDrop);
   ~Section();
-  Section(const Section&) = delete;
-  Section& operator=(const Section&) = delete;
 
  private:
   const Call call_;
@@ -49,12 +52,10 @@ class Section {
 };
 
 /// Releases the interpreter's lock for its lifetime. REQUIRES: the calling thread holds the lock.
-class Released {
+class Released : Pinned {
  public:
   Released() : state_(PyEval_SaveThread()) {}
   ~Released();
-  Released(const Released&) = delete;
-  Released& operator=(const Released&) = delete;
 
  private:
   PyThreadState* state_;
@@ -81,24 +82,20 @@ Reference reference_to(PyObject* object);
 
 /// For its lifetime, threads that take over the calling thread's PyTorch state, as workers do, find a copy of its context
 /// variables. REQUIRES: the interpreter's lock.
-class SharedContext {
+class SharedContext : Pinned {
  public:
   SharedContext();
   ~SharedContext();
-  SharedContext(const SharedContext&) = delete;
-  SharedContext& operator=(const SharedContext&) = delete;
 
  private:
   const at::impl::ThreadLocalPythonObjects before_;
 };
 
 /// For its lifetime, this thread has a copy of the context variables that it finds. REQUIRES: the interpreter's lock.
-class ContextScope {
+class ContextScope : Pinned {
  public:
   ContextScope();
   ~ContextScope();
-  ContextScope(const ContextScope&) = delete;
-  ContextScope& operator=(const ContextScope&) = delete;
 
  private:
   pybind11::object context_;  // null if there is none to find
@@ -110,12 +107,9 @@ void copy_backward_context();
 
 /// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that threading.local
 /// lasts. May be destroyed on any thread, after the workers have ended.
-class ThreadStates {
+class ThreadStates : Pinned {
  public:
-  ThreadStates() = default;
   ~ThreadStates();
-  ThreadStates(const ThreadStates&) = delete;
-  ThreadStates& operator=(const ThreadStates&) = delete;
 
   /// Creates a state for the calling thread, unless it has one. REQUIRES: the thread does not hold the interpreter's
   /// lock and has had no Section yet.

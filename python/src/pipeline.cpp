@@ -53,17 +53,15 @@ py::object saved_for_recompute() {
   return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(running.memo->get()));
 }
 
-void check_not_replaced(const std::vector<const PythonLayer*>& layers) {
-  const Section section;
-  for (const auto* layer : layers) layer->check_not_replaced();
-}
-
 /// Runs a stage's layers by calling its Python module. The pipeline that calls the result owns `layers`.
 RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> layers,
                     const std::shared_ptr<ThreadStates>& states) {
   return [states, stage, layers = std::move(layers)](Value input, absl::FunctionRef<void(int)> begin_layer,
                                                      CellMemo& memo, const std::vector<Borrowed>& borrowed) {
-    if (is_recomputing()) check_not_replaced(layers);
+    if (is_recomputing()) {
+      const Section section;
+      for (const auto* layer : layers) layer->check_not_replaced();
+    }
     const auto outer = std::exchange(running, {stage.get(), &begin_layer, &memo, &borrowed});
     const absl::Cleanup restore = [&] { running = outer; };
     begin_layer(0);
