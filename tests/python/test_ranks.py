@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import signal
-import tempfile
 import threading
 from collections import OrderedDict, namedtuple
 from enum import Enum
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from helpers import Add, Double, Stash, results_of, run_job
+from helpers import Add, Double, Stash, join, results_of, run_job
 
 
 class Pair(NamedTuple):
@@ -185,21 +184,19 @@ def test_a_job_ends_as_its_ranks_do():
     assert "rank 1 has left the job before the ranks have made a pipeline" in error
 
 
-def use_groups(ranks):
+def use_groups(ranks, folder):
     with pytest.raises(ValueError, match="timeout must be positive"):
         gpipe.Ranks(dist.group.WORLD, timeout=float("inf"))
     first = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
     assert gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD).ranks is first.ranks
     dist.destroy_process_group()
-    other = tempfile.gettempdir() + f"/gpipe_{os.getppid()}_store"
-    dist.init_process_group("gloo", store=dist.FileStore(other, -1), rank=1 - ranks.rank, world_size=2)
+    join(1 - ranks.rank, 2, folder)
     second = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
-    os.unlink(other) if ranks.rank and os.path.exists(other) else None
     return first.ranks.rank, second.ranks.rank
 
 
-def test_a_new_group_has_new_ranks():
-    assert results_of(2, use_groups) == [(0, 1), (1, 0)]
+def test_a_new_group_has_new_ranks(tmp_path):
+    assert results_of(2, use_groups, str(tmp_path)) == [(0, 1), (1, 0)]
 
 
 def end_early(ranks, interrupted):
