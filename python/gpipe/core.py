@@ -38,7 +38,8 @@ class Core:
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, None if ranks is None else ranks._core
+        native_ranks = None if ranks is None else ranks._core
+        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, native_ranks
         of_stages = [self.devices[worker] for worker in self.placement]
         self.stages = Stages(split(module, balance, of_stages, self._is_here))
         self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers

@@ -119,7 +119,8 @@ class GPipe(OriginalNames, TeamCalls):
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
         stages = len(self.balance)
-        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, None if ranks is None else ranks._core)
+        native_ranks = None if ranks is None else ranks._core
+        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, native_ranks)
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
