@@ -143,10 +143,6 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
   return results;
 }
 
-bool is_one_of(const Tensor& tensor, const Tensors& others) {
-  return std::any_of(others.begin(), others.end(), [&](const Tensor& other) { return other.is_same(tensor); });
-}
-
 Balance balance_of(const Spec& spec, const Sequential& model) {
   return draw_balance(spec.seed + 1, stages_of(spec), model->size());
 }
@@ -265,11 +261,6 @@ Outcome difference(const CaseResults& got, const CaseResults& expected, double t
             name + (tolerance == 0 ? " has other bits than the reference's" : " differs from the whole model's")};
   }
   return {};
-}
-
-std::string text_of(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
 }
 
 Use draw_use(std::mt19937_64& random, Unit::Role role, int flags_left_out, int pair = 0) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <iterator>
 #include <string>
@@ -62,14 +63,23 @@ inline std::vector<Tensor> buffers_and_gradients(const torch::nn::Module& module
   return results;
 }
 
+inline bool is_one_of(const Tensor& tensor, const std::vector<Tensor>& others) {
+  return std::any_of(others.begin(), others.end(), [&](const Tensor& other) { return other.is_same(tensor); });
+}
+
 /// The model's parameters, each once: C++ modules list a tied one at each of its places.
 inline std::vector<Tensor> distinct_parameters(const torch::nn::Module& model) {
   std::vector<Tensor> parameters;
   for (const auto& parameter : model.parameters()) {
-    const auto is_it = [&](const Tensor& other) { return other.is_same(parameter); };
-    if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
+    if (!is_one_of(parameter, parameters)) parameters.push_back(parameter);
   }
   return parameters;
+}
+
+/// The message of an exception, without a backtrace.
+inline std::string text_of(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
 }
 
 inline void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double relative = 1e-5,

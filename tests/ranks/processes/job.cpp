@@ -193,10 +193,8 @@ void kill_after(std::chrono::microseconds delay) {
 std::string message_from(const std::function<void()>& function) {
   try {
     function();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
   } catch (const std::exception& error) {
-    return error.what();
+    return text_of(error);
   }
   return "nothing";
 }

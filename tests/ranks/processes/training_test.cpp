@@ -5,7 +5,6 @@
 #include <malloc.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <iterator>
 #include <optional>
 
@@ -212,10 +211,7 @@ class Training {
   const Record& record() const { return record_; }
 
  private:
-  bool is_trained(const Tensor& parameter) const {
-    const auto trained = pipe_->parameters();
-    return std::any_of(trained.begin(), trained.end(), [&](const Tensor& it) { return it.is_same(parameter); });
-  }
+  bool is_trained(const Tensor& parameter) const { return is_one_of(parameter, pipe_->parameters()); }
 
   /// The first name.
   std::string name_of(const Tensor& parameter) const {
