@@ -142,10 +142,7 @@ TEST(RanksEnvironment, VariablesAreChecked) {
     unset({"LOCAL_RANK"});
   }
   set(good);
-  set({{"LOCAL_RANK", "3"}});
-  const auto ranks = Ranks::from_environment();
-  EXPECT_EQ(ranks->size(), 1);
-  EXPECT_EQ(ranks->local_rank(), 3);
+  EXPECT_EQ(Ranks::from_environment()->size(), 1);
   unset(names);
 }
 
@@ -201,6 +198,8 @@ TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface) {
     step(ranks);
     // Rank 0 also serves the store.
     EXPECT_THAT(listens_at(), std::vector<std::string>(outer->rank() == 0 ? 2 : 1, "0100007F"));
+    set({{"LOCAL_RANK", std::to_string(outer->rank())}});
+    EXPECT_EQ(new_ranks(2)->local_rank(), outer->rank());
   });
 }
 
