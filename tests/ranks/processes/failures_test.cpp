@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 
 #include <csignal>
-#include <iostream>
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
@@ -133,11 +132,6 @@ TEST(RanksFailures, ARankIsKilled) {
     const auto ends = run_job(kRanks, body, {.ranks = RanksOptions().timeout(limit).join_timeout(limit)});
     EXPECT_EQ(ends[culprit].status, -SIGKILL);
     expect_failed(ends, culprit, "rank " + std::to_string(culprit) + (early ? "" : " was lost"));
-    for (int r = 0; r < kRanks; ++r) {
-      if (r == culprit) continue;
-      std::cout << "rank " << r << " ended " << ends[r].seconds - ends[culprit].seconds << " s after rank " << culprit
-                << (early ? " (early)" : "") << ": " << ends[r].output;
-    }
   });
 }
 

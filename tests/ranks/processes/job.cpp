@@ -30,10 +30,6 @@ struct Request {
   int number = 0;  // of a repeated job
   std::chrono::seconds limit{0};
 };
-struct Ended {
-  int status = 0;
-  double seconds = 0;
-};
 
 pid_t tests_process = 0;
 int server = -1;  // the socket to the server
@@ -58,10 +54,10 @@ void become_rank(const Request& request, int rank) {
   GTEST_FLAG_SET(brief, true);
 }
 
-/// Waits until the processes of a job have ended.
-std::vector<Ended> await(std::vector<pid_t> processes, std::chrono::seconds limit) {
+/// Waits until the processes of a job have ended. Returns their statuses, as in End.
+std::vector<int> await(std::vector<pid_t> processes, std::chrono::seconds limit) {
   const auto begin = Clock::now();
-  std::vector<Ended> ends(processes.size());
+  std::vector<int> ends(processes.size());
   std::set<pid_t> stopped;
   for (auto left = processes.size(); left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
     for (std::size_t r = 0; r < processes.size(); ++r) {
@@ -72,8 +68,7 @@ std::vector<Ended> await(std::vector<pid_t> processes, std::chrono::seconds limi
         continue;
       }
       stopped.erase(std::exchange(processes[r], 0));
-      ends[r].status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-      ends[r].seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+      ends[r] = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
       --left;
     }
     if (left > stopped.size() && Clock::now() - begin < limit) continue;
@@ -95,7 +90,7 @@ void serve(int tests) {
       return become_rank(request, rank);
     }
     const auto ends = await(processes, request.limit);
-    if (write(tests, ends.data(), ends.size() * sizeof(Ended)) < 0) break;
+    if (write(tests, ends.data(), ends.size() * sizeof(int)) < 0) break;
   }
   std::_Exit(0);
 }
@@ -148,16 +143,16 @@ std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Rank
   ++present.job;
   present.limit = options.limit;
   std::filesystem::create_directories(folder_of(present));
-  std::vector<Ended> ended(size);
-  const auto bytes = static_cast<ssize_t>(size * sizeof(Ended));
-  if (write(server, &present, sizeof present) < 0 || recv(server, ended.data(), bytes, MSG_WAITALL) != bytes) {
+  std::vector<int> statuses(size);
+  const auto bytes = static_cast<ssize_t>(size * sizeof(int));
+  if (write(server, &present, sizeof present) < 0 || recv(server, statuses.data(), bytes, MSG_WAITALL) != bytes) {
     throw std::runtime_error("the server of jobs has ended");
   }
   std::vector<End> ends;
   for (int rank = 0; rank < size; ++rank) {
     std::ostringstream output;
     output << std::ifstream(output_of(present, rank)).rdbuf();
-    ends.push_back({ended[rank].status, output.str(), ended[rank].seconds});
+    ends.push_back({statuses[rank], output.str()});
   }
   std::filesystem::remove_all(folder_of(present));
   return ends;

@@ -24,7 +24,6 @@ std::filesystem::path shared_folder();
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
   std::string output;
-  double seconds = 0;  ///< from the start of the job
 };
 
 /// Time-outs that are long enough for a busy machine.
