@@ -67,12 +67,21 @@ void check_exact(const Case& c) {
   torch::manual_seed(3);
   const auto wrapped = std::make_shared<WrappedImpl<Norm>>(c.momentum);
   Sequential model{nn::ModuleHolder<WrappedImpl<Norm>>(wrapped), nn::Identity()};
-  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(c.chunks).checkpoint(c.checkpoint).deferred_batch_norm(true));
+  const bool steps = c.chunks == 4;
+  GPipe pipe(model, {1, 1},
+             GPipeOptions()
+                 .chunks(c.chunks)
+                 .checkpoint(c.checkpoint)
+                 .schedule(steps ? "1f1b" : "gpipe")
+                 .deferred_batch_norm(true));
+  const auto squares = tensor_loss([](const Tensor& out, const Tensor&) { return out.square().sum(); });
   auto mean = torch::zeros({kChannels}, torch::kDouble);
   auto variance = torch::ones({kChannels}, torch::kDouble);
   int step = 0;
   for (const auto& batch : inputs(c)) {
-    pipe->forward(batch.detach().requires_grad_()).square().sum().backward();
+    const auto x = batch.detach().requires_grad_();
+    if (steps) pipe->step(x, batch, squares, StepOptions().reduction(Reduction::kSum));
+    if (!steps) pipe->forward(x).square().sum().backward();
     const double momentum = c.momentum.value_or(1.0 / ++step);
     const auto values = by_channel(batch);
     mean = (1 - momentum) * mean + momentum * values.mean(1);
@@ -193,6 +202,18 @@ TEST(DeferredBatchNorm, NormalisesEachMicroBatchByItsOwnStatistics) {
     for (const auto& part : x.chunk(3)) parts.push_back(model->forward(part));
     EXPECT_TRUE(same(output, torch::cat(parts)));
   }
+}
+
+TEST(DeferredBatchNorm, IsUsedAndUnchangedInEvalMode) {
+  Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8)};
+  GPipe pipe(model, {1, 1},
+             GPipeOptions().chunks(2).deferred_batch_norm(true).intraop_threads(torch::get_num_threads()));
+  pipe->forward(torch::randn({8, 8}) + 2);
+  pipe->eval();
+  const auto before = pipe->named_buffers().find("0.running_mean")->clone();
+  const auto x = torch::randn({8, 8});
+  EXPECT_TRUE(torch::allclose(pipe->forward(x), model->forward(x)));
+  EXPECT_TRUE(same(*pipe->named_buffers().find("0.running_mean"), before));
 }
 
 }  // namespace

@@ -285,6 +285,19 @@ TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
   EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("in its recompute"));
 }
 
+TEST(Recompute, CanBeDetectedByLayers) {
+  std::vector<std::string> seen;
+  Sequential model(Functional([&seen](Tensor x) {
+    seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");
+    return x * 1;
+  }));
+  GPipe pipe(model, {1}, GPipeOptions().chunks(2));
+  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
+  EXPECT_EQ(seen, (std::vector<std::string>{"checkpointing", "plain", "recomputing"}));
+  model->forward(torch::randn({4, 4}));
+  EXPECT_EQ(seen.back(), "plain") << "the model runs without a pipeline";
+}
+
 TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
   auto norm = torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(6).affine(false));
   NestedSequential one{{"norm", norm}};

@@ -413,5 +413,19 @@ TEST_F(Step, ForwardWarnsOnceThatItFillsAndDrains) {
   EXPECT_THAT(warnings.texts, ::testing::ElementsAre(::testing::HasSubstr("only step() has the schedule '1f1b'")));
 }
 
+TEST_F(Step, CheckLossTellsWhetherALossDecomposes) {
+  torch::manual_seed(1);
+  const auto out = torch::rand({7, 5}, torch::kDouble);
+  const auto target = torch::rand({7, 5}, torch::kDouble);
+  const auto mean = check_loss(kMse, out, target, 4);
+  EXPECT_NEAR(mean.whole, mean.from_micro_batches, 1e-12);
+  const auto dice =
+      tensor_loss([](const Tensor& a, const Tensor& b) { return 1 - 2 * (a * b).sum() / (a.sum() + b.sum()); });
+  const auto joined = check_loss(dice, out, target, 4);
+  EXPECT_GT(std::abs(joined.whole - joined.from_micro_batches), 1e-4);
+  const auto longer = torch::rand({9, 5}, torch::kDouble);
+  EXPECT_THAT([&] { check_loss(kMse, out, longer, 4); }, throws<std::invalid_argument>("the target has 9 samples"));
+}
+
 }  // namespace
 }  // namespace gpipe

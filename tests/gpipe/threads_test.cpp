@@ -28,6 +28,17 @@ TEST(Threads, RunAForwardAndItsBackward) {
   EXPECT_TRUE(same(x.grad(), expected));
 }
 
+TEST(Threads, TakeTurnsInForwards) {
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  const auto x = torch::randn({4, 6});
+  const auto expected = pipe->forward(x);
+  std::vector<std::thread> threads;
+  std::vector<Tensor> outputs(4);
+  for (auto& output : outputs) threads.emplace_back([&] { output = pipe->forward(x); });
+  for (auto& thread : threads) thread.join();
+  for (const auto& output : outputs) EXPECT_TRUE(same(output, expected));
+}
+
 TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
   auto model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
   GPipe pipe(model, {1, 2}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
@@ -131,6 +142,14 @@ TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
   EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "half of three";
   torch::set_num_threads(1);
   EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "at least one";
+}
+
+TEST(Threads, OfAPipelineMayNotCallIt) {
+  GPipeImpl* self = nullptr;
+  auto model = Sequential(Functional([&self](Tensor x) { return self->forward(std::move(x)); }));
+  GPipe pipe(model, {1});
+  self = pipe.ptr().get();
+  EXPECT_THROW(pipe->forward(torch::ones({1, 2})), std::logic_error);
 }
 
 TEST(Threads, OfAPipelineMayCallAnother) {
