@@ -110,7 +110,7 @@ std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector
   }
   const auto& mesh = ranks->mesh();
   std::size_t gpus = 0;
-  for (int earlier = ranks->rank() - *ranks->local_rank(); earlier < ranks->rank(); ++earlier) {
+  for (int earlier = std::max(0, ranks->rank() - *ranks->local_rank()); earlier < ranks->rank(); ++earlier) {
     gpus += std::count(of_workers.begin(), of_workers.end(), mesh.rank_at(mesh.position_of(earlier), ranks->replica()));
   }
   return gpus;
