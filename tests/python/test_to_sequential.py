@@ -518,6 +518,9 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
+reverse = Reversed.apply
+
+
 def hooked(x):
     y = x * 2
     y.register_hook(lambda gradient: gradient / 2)
@@ -527,7 +530,7 @@ def hooked(x):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda x: Reversed.apply(x), "calls Reversed, whose backward would be lost"),
+        (lambda x: reverse(x), "calls Reversed, whose backward would be lost"),
         (hooked, "registers a hook of a tensor"),
         (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
     ],

@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 import re
-import sys
 import threading
 import traceback
 import warnings
@@ -143,16 +142,14 @@ def nothing_lost() -> Iterator[None]:
     """Raises ValueError if the calling thread does something in a block that an export does not record: backwards of its
     own, hooks of tensors, and random numbers of Python and NumPy."""
     thread = threading.get_ident()
-    is_defined: Any = function._is_setup_context_defined
     register_hook: Any = Tensor.register_hook
 
-    # Function.apply() calls this. The function itself may be bound to names elsewhere, so replacing it would not do.
-    def checked_apply(setup_context: Any) -> Any:
-        kind = sys._getframe(1).f_locals["cls"]
-        own = not kind.__module__.startswith("torch.") or kind.__name__ == "CheckpointFunction"
-        if own and threading.get_ident() == thread:
-            raise ValueError(f"it calls {kind.__name__}, whose backward would be lost")
-        return is_defined(setup_context)
+    # Function.apply() reads this attribute of its class. It may be bound to names elsewhere, so replacing it would not do.
+    def checked_attribute(kind: Any, name: str) -> Any:
+        if name == "_backward_cls" and threading.get_ident() == thread:
+            if not kind.__module__.startswith("torch.") or kind.__name__ == "CheckpointFunction":
+                raise ValueError(f"it calls {kind.__name__}, whose backward would be lost")
+        return type.__getattribute__(kind, name)
 
     def checked_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
@@ -162,7 +159,7 @@ def nothing_lost() -> Iterator[None]:
     with suppress(ImportError):
         importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
     before = GeneratorState()
-    with patch.object(function, "_is_setup_context_defined", checked_apply):
+    with patch.object(function.FunctionMeta, "__getattribute__", checked_attribute):
         with patch.object(Tensor, "register_hook", checked_hook):
             yield
     if GeneratorState() != before:
