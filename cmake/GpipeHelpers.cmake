@@ -1,14 +1,6 @@
-# gpipe_precompiled(target): uses the precompiled torch.h of programs, and GPIPE_PROGRAM_FLAGS.
+# gpipe_precompiled(target): uses the library's precompiled torch.h.
 function(gpipe_precompiled target)
-  if(NOT TARGET gpipe_program_headers)
-    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/program_headers.cpp CONTENT "")
-    add_library(gpipe_program_headers OBJECT ${PROJECT_BINARY_DIR}/program_headers.cpp)
-    target_link_libraries(gpipe_program_headers PRIVATE gpipe::torch)
-    target_compile_options(gpipe_program_headers PRIVATE ${GPIPE_PROGRAM_FLAGS})
-    target_precompile_headers(gpipe_program_headers PRIVATE <torch/torch.h>)
-  endif()
-  target_compile_options(${target} PRIVATE ${GPIPE_PROGRAM_FLAGS})
-  target_precompile_headers(${target} REUSE_FROM gpipe_program_headers)
+  target_precompile_headers(${target} REUSE_FROM gpipe_pipeline)
 endfunction()
 
 # gpipe_program(name [LIGHT] SOURCES file... LIBRARIES target...): a program, with the precompiled torch.h. LIGHT leaves

@@ -44,8 +44,7 @@ TEST_P(RanksOnDevices, WorkIsOrdered) {
 
 INSTANTIATE_TEST_SUITE_P(Schedules, RanksOnDevices,
                          ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
-                                            ::testing::Values(Checkpoint::kNever, Checkpoint::kExceptLast,
-                                                              Checkpoint::kAlways),
+                                            ::testing::Values(Checkpoint::kNever, Checkpoint::kAlways),
                                             ::testing::Values(Way::kHost, Way::kWires)),
                          [](const auto& info) {
                            return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param)) +
