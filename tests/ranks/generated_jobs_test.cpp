@@ -15,7 +15,7 @@
 namespace gpipe::testing {
 namespace {
 
-constexpr int kJobs = 80;
+constexpr int kJobs = 120;
 
 const std::vector<std::string> kFaults = {"no fault", "late", "throw", "death", "stop"};
 
