@@ -69,9 +69,6 @@ struct Suggestion {
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
-/// The name that stands for every schedule of step(), see all_schedulings().
-inline constexpr char kAnySchedule[] = "auto";
-
 /// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers,
 /// two stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules
 /// with the same lists, the first rule's counts.

@@ -46,6 +46,7 @@ void add_flags(CLI::App& app, Options& options) {
       ->check(CLI::IsMember({"never", "except_last", "always"}));
   std::vector<std::string> names = {kForward};
   for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
+  names.emplace_back(kAnySchedule);
   app.add_option("--schedule", options.schedules, "schedules of step(); forward: forward() and backward() instead")
       ->check(CLI::IsMember(names));
   app.add_option("--repeats", options.repeats, "measured repeats per row")->check(CLI::PositiveNumber);

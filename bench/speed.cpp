@@ -79,7 +79,10 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
   }
   // More micro-batches of the same size, so that the stages overlap.
   const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
-  auto observed = make_pipe(it, balance, row);
+  step(pipe, it.input, row.schedule);
+  auto of_observed = row;
+  if (row.schedule == kAnySchedule) of_observed.schedule = pipe->schedule();
+  auto observed = make_pipe(it, balance, of_observed);
   step(observed, longer, row.schedule);
   const auto timeline = std::make_shared<Timeline>();
   observed->trace(timeline);

@@ -113,6 +113,8 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
   const std::vector<int>& placement() const;
+  /// The schedule of step(): that of the options, or if that is "auto", the one that a step has chosen.
+  std::string schedule() const;
   const GPipeOptions& options() const { return options_; }
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.
   bool is_here(int stage) const;

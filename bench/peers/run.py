@@ -49,8 +49,8 @@ BENCHES = {
     "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
 }
 
-# The schedules of a row, by stages per worker.
-SCHEDULES = {1: ["1f1b"], 2: ["interleaved_zb", "zb_v"]}
+# The schedules of a row, by stages per worker. Only this project has "auto".
+SCHEDULES = {1: ["1f1b", "auto"], 2: ["interleaved_zb", "zb_v"]}
 EVERY_SCHEDULE = [name for names in SCHEDULES.values() for name in names]
 # With a schedule, this project runs step(), else a forward and a backward.
 OURS = [
@@ -58,7 +58,7 @@ OURS = [
     for library in ["gpipe", "gpipe python", "gpipe ranks"]
     for schedule in ["", *(f" {name}" for name in EVERY_SCHEDULE)]
 ]
-PEERS = ["torchgpipe", "distributed gpipe", *(f"distributed {name}" for name in EVERY_SCHEDULE)]
+PEERS = ["torchgpipe", *(f"distributed {name}" for name in ["gpipe", *EVERY_SCHEDULE] if name != "auto")]
 
 
 class Row(NamedTuple):
@@ -110,7 +110,8 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         flags = ["--schedule", schedule, "--stages-per-worker", row.stages_per_worker]
         for name, command in own.items():
             commands[f"{name} {schedule}"] = [*command, *flags]
-        distributed.append(schedule)
+        if schedule != "auto":
+            distributed.append(schedule)
     if row.checkpoint == "never" and row.bench != "memory":
         peer = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
         peer += ["--stages-per-worker", row.stages_per_worker]

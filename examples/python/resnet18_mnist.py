@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
     cut("--balance", type=numbers, help="layers per stage, such as 40,31")
     add("--chunks", type=positive, default=4, help="micro-batches per mini-batch")
-    add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
+    add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, @FILE, or auto")
     add("--checkpoint", choices=("never", "except_last", "always"), default="except_last", help="what is recomputed")
     add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
     add("--output", type=Path, default=Path("out/resnet18_mnist"), metavar="DIR", help="folder for the results")

@@ -11,6 +11,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
+#include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
@@ -60,6 +61,7 @@ int stages_per_worker(const GPipeOptions& options, int stages) {
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
                           !options.schedule().starts_with('@');
   if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
+  if (options.schedule() == kAnySchedule) return stages / devices;
   auto placement = looped_placement(devices, stages);
   const auto fits = [&] { return schedule_rule(options.schedule()).misfit({stages, 1, placement}).empty(); };
   const bool fits_loops = fits();
@@ -72,7 +74,10 @@ ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
     refuse_argument("schedule ('", options.schedule(),
                     "') and schedule_function exclude each other; set only one of them");
   }
-  auto source = schedule_source(options.schedule(), stages, stages_per_worker(options, stages), options.placement());
+  const bool is_auto = options.schedule() == kAnySchedule;
+  auto source = schedule_source(is_auto ? "greedy" : options.schedule(), stages, stages_per_worker(options, stages),
+                                options.placement());
+  if (is_auto) source.make = measuring_schedule;
   if (options.schedule_function()) source.make = options.schedule_function();
   return source;
 }

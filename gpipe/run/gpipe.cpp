@@ -132,6 +132,11 @@ GPipeImpl::GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> ba
 
 const std::vector<int>& GPipeImpl::placement() const { return pipeline_->placement(); }
 
+std::string GPipeImpl::schedule() const {
+  auto chosen = pipeline_->chosen_schedule();
+  return chosen.empty() ? options_.schedule() : chosen;
+}
+
 bool GPipeImpl::is_here(int stage) const { return pipeline_->is_here(stage); }
 
 std::vector<torch::Tensor> GPipeImpl::parameters() const {

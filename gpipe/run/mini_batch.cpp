@@ -20,7 +20,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       options_(std::move(options)),
       grad_(options_.use != Pipeline::Use::kForward),
       program_(pipeline_->program(micro_batches_, options_.checkpoint, options_.use)),
-      recording_(pipeline_->next_recording()),
+      recording_(pipeline_->next_recording(options_.measures)),
       counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->workers()) : nullptr),
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
@@ -132,6 +132,12 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   cells_.clear();
   gradients_.reset();
   throw;
+}
+
+Timeline MiniBatch::timeline() const {
+  auto timeline = *recording_.timeline;
+  std::erase_if(timeline.spans, [&](const Span& span) { return span.step != recording_.step; });
+  return timeline;
 }
 
 Results MiniBatch::take_results() {

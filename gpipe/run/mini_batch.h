@@ -37,6 +37,7 @@ class MiniBatch : public ActionRunner {
     bool training = true;
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
     Proposal proposal = {};                ///< what the call is
+    bool measures = false;                 ///< whether to record the actions in any case
   };
   /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves step(). Unless options.use is
   /// kForward, cells keep what a backward needs.
@@ -54,6 +55,9 @@ class MiniBatch : public ActionRunner {
 
   /// Valid after forward() or step().
   const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
+
+  /// The actions of a step() that measures.
+  Timeline timeline() const;
 
   void on_worker(int worker, absl::FunctionRef<void()> run_actions) override;
   void run(const Action& action, Measure measure) override;

@@ -8,15 +8,14 @@
 #include <set>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
 
 constexpr std::size_t kPrograms = 16;
 
-int workers_of(const ScheduleSource& schedules) {
-  return 1 + *std::max_element(schedules.placement.begin(), schedules.placement.end());
-}
+int workers_of(const std::vector<int>& placement) { return 1 + *std::max_element(placement.begin(), placement.end()); }
 
 Executor make_executor(const Team& team, int workers, std::function<void()> poll) {
   const auto& ranks = team.of_workers();
@@ -76,13 +75,14 @@ void take_values(const std::vector<at::Tensor>& tensors, const std::vector<at::T
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
                    LanguageBinding binding, std::unique_ptr<Team> team)
     : stages_(std::move(stages)),
-      schedules_(std::move(schedules)),
+      placement_(std::move(schedules.placement)),
       edges_(std::move(edges)),
       loans_(find_loans(places_of_parameters(stages_))),
       intraop_threads_(intraop_threads),
       binding_(std::move(binding)),
       team_(std::move(team)),
-      devices_(workers_of(schedules_), c10::kCPU),
+      devices_(workers_of(placement_), c10::kCPU),
+      make_schedule_(std::move(schedules.make)),
       executor_(make_executor(*team_, workers(), binding_.poll)) {
   for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
   for (const auto device : devices_) streams_.push_back(new_stream(device));
@@ -159,6 +159,7 @@ void Pipeline::take_buffers_of_first_replica(bool trains) {
 
 std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
   const Key key{micro_batches, checkpoint, use};
+  ScheduleFunction make;
   {
     MutexLock lock(mutex_);
     const auto is_it = [&](const auto& known) { return known.first == key; };
@@ -167,18 +168,33 @@ std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint c
       std::rotate(found, found + 1, programs_.end());
       return programs_.back().second;
     }
+    make = make_schedule_;
   }
   // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
-  Layout layout{count(), micro_batches, schedules_.placement};
+  Layout layout{count(), micro_batches, placement_};
   auto schedule = use == Use::kForward              ? fill(layout)
                   : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
-                                                    : schedules_.make(layout, checkpoint);
+                                                    : make(layout, checkpoint);
   if (use == Use::kStep) check_for_step(schedule);
   auto made = std::make_shared<const Program>(Program::make(std::move(layout), edges_, std::move(schedule)));
   MutexLock lock(mutex_);
   if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
   programs_.emplace_back(key, made);
   return made;
+}
+
+void Pipeline::set_schedule(const std::string& name) {
+  MutexLock lock(mutex_);
+  chosen_schedule_ = name;
+  make_schedule_ = [name](const Layout& layout, Checkpoint checkpoint) {
+    return make_schedule(name, layout, checkpoint);
+  };
+  std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
+}
+
+std::string Pipeline::chosen_schedule() const {
+  MutexLock lock(mutex_);
+  return chosen_schedule_;
 }
 
 void Pipeline::set_error(std::optional<ErrorInfo> error) {
@@ -197,9 +213,9 @@ void Pipeline::set_timeline(std::shared_ptr<Timeline> timeline) {
   steps_ = 0;
 }
 
-Pipeline::Recording Pipeline::next_recording() {
+Pipeline::Recording Pipeline::next_recording(bool needed) {
   MutexLock lock(mutex_);
-  if (!timeline_) return {};
+  if (!timeline_) return {needed ? std::make_shared<Timeline>() : nullptr};
   return {timeline_, steps_++};
 }
 

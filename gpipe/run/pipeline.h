@@ -54,8 +54,8 @@ class Pipeline {
   void keep_memory() { memory_.emplace(); }
   /// The number of workers, on all ranks.
   int workers() const { return static_cast<int>(devices_.size()); }
-  const std::vector<int>& placement() const { return schedules_.placement; }
-  int worker_of(int stage) const { return schedules_.placement[stage]; }
+  const std::vector<int>& placement() const { return placement_; }
+  int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
   /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of call_mutex().
@@ -97,6 +97,10 @@ class Pipeline {
   /// Returns the verified program: fill, fill and drain, or the pipeline's schedule. Caches the 16 last used programs.
   /// Errors: std::invalid_argument for a schedule that cannot run.
   std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
+  /// Sets the schedule of later steps, by its name.
+  void set_schedule(const std::string& name);
+  /// The name that set_schedule() has set; empty if none.
+  std::string chosen_schedule() const;
 
   void set_error(std::optional<ErrorInfo> error);
   std::optional<ErrorInfo> error() const;
@@ -107,8 +111,9 @@ class Pipeline {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// Returns where a mini-batch that begins now records its spans, and its step number there.
-  Recording next_recording();
+  /// Returns where a mini-batch that begins now records its spans, and its step number there. If no timeline is set, a new
+  /// one if it is `needed`.
+  Recording next_recording(bool needed);
 
  private:
   using Key = std::tuple<int, Checkpoint, Use>;
@@ -116,7 +121,7 @@ class Pipeline {
 
   std::optional<KeptMemory> memory_;
   std::vector<Stage> stages_;
-  const ScheduleSource schedules_;
+  const std::vector<int> placement_;
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
   bool buffers_differ_ = false;  // a call has trained since they were made equal
@@ -131,6 +136,8 @@ class Pipeline {
 
   Mutex call_mutex_;
   mutable Mutex mutex_;
+  std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);
+  ScheduleFunction make_schedule_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
   std::map<std::string, Link> inlet_links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
   std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);

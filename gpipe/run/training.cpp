@@ -15,9 +15,12 @@
 #include "absl/strings/str_join.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/pipeline_node.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/mini_batch.h"
+#include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/sample_hash.h"
 #include "gpipe/tensors/version_watch.h"
@@ -70,6 +73,30 @@ std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& 
   }
   if (pipeline.team().size() > 1) sources.push_back(at::zeros({}).requires_grad_());
   return sources;
+}
+
+// Sets the schedule of later steps, by a step that all ranks have measured. Rank 0 chooses it, for its replica's times.
+// Nothing changes if that replica had no samples.
+void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, Checkpoint checkpoint) {
+  auto& team = pipeline.team();
+  if (team.size() > 1) {
+    const auto all = team.gather(to_bytes(measured.spans));
+    for (int r = 1; r < std::ssize(all); ++r) {
+      if (team.replica_of(r) != 0) continue;
+      const auto spans = to_items<Span>(all[r]);
+      measured.spans.insert(measured.spans.end(), spans.begin(), spans.end());
+    }
+  }
+  std::string name;
+  if (team.rank() == 0 && sizes.front() > 0) {
+    const auto& devices = pipeline.devices();
+    const bool saves_memory = std::any_of(devices.begin(), devices.end(), [](auto device) { return !device.is_cpu(); });
+    const Layout layout{pipeline.count(), static_cast<int>(sizes.size()), pipeline.placement()};
+    name =
+        fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
+  }
+  if (team.size() > 1) name = to_bytes(team.broadcast(Team::Group::kAll, /*owner=*/0, of_bytes(name)));
+  if (!name.empty()) pipeline.set_schedule(name);
 }
 
 std::vector<torch::Device> devices_of(const Value& value) {
@@ -154,11 +181,11 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 }
 
 Value GPipeImpl::forward(Value input) {
-  const bool is_default = !options_.schedule_function() && fills_and_drains(options_.schedule());
+  const bool is_default = !options_.schedule_function() && fills_and_drains(schedule());
   if (!is_default && is_training() && at::GradMode::is_enabled()) {
     std::call_once(warned_, [&] {
       TORCH_WARN("[gpipe] forward() and its backward always fill and drain; only step() has the schedule '",
-                 options_.schedule_function() ? "schedule_function" : options_.schedule(), "'");
+                 options_.schedule_function() ? "schedule_function" : schedule(), "'");
     });
   }
   return run(std::move(input), options_.chunks(), options_.split_size(),
@@ -232,13 +259,17 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     const auto completed = complete(options, loss);
     auto parts = scatter(input, sizes);
     const InputWrites writes(input, parts);
+    const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
+    if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
+    const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
-    MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
-                            options_.deferred_batch_norm()};
-    describe_call(made, describe_step(completed), sizes);
+    MiniBatch::Options made{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm()};
+    made.measures = measures;
+    describe_call(made, describe_step(completed) + (measures ? " that measures" : ""), sizes);
     made.proposal.data = hash_for_ranks(*pipeline_, input);
     MiniBatch mini_batch(pipeline_, std::move(parts), std::move(made), &step_loss);
     auto result = mini_batch.step(call);
+    if (measures) choose_schedule(*pipeline_, mini_batch.timeline(), sizes, checkpoint);
     sources = sources_of(mini_batch, *pipeline_, input);
     return result;
   });

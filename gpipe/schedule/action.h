@@ -52,6 +52,8 @@ bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
 
 /// The schedule of forward() and its backward, and the default of step().
 inline constexpr char kFillAndDrain[] = "gpipe";
+/// The name that stands for the fastest of all schedules.
+inline constexpr char kAnySchedule[] = "auto";
 
 struct Layout;
 

@@ -195,7 +195,7 @@ def arrange_workers(
     if devices is not None and not given and stages > 0:
         raise IndexError("devices is empty; give one device per worker, or None for the default")
     if stages == 0:
-        if not name.startswith("@"):
+        if not name.startswith("@") and name != "auto":
             _C.place_stages(name, 2, 1, [])  # refuses an unknown name
         if ranks is not None:
             raise ValueError("the model has no layers, so it cannot run over ranks")

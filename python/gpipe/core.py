@@ -39,7 +39,8 @@ class Core:
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         native_ranks = None if ranks is None else ranks._core
-        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, native_ranks
+        self._schedule = schedule
+        self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
         of_stages = [self.devices[worker] for worker in self.placement]
         self.stages = Stages(split(module, balance, of_stages, self._is_here))
         self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers
@@ -64,7 +65,7 @@ class Core:
                         "on all ranks"
                     )
                 stages = [(stage, layers_of(stage)) for stage in self.stages]
-                self._pipeline = _C.Pipeline(stages, *self._options)
+                self._pipeline = _C.Pipeline(stages, self.schedule, *self._options)
                 if self.ranks is not None:
                     self.ranks.add(self._pipeline)
                     for index, stage in enumerate(self.stages):
@@ -73,6 +74,13 @@ class Core:
                 self._layers = list(self.stages.layers().values())
                 self.norms = [module for module in self.stages.modules() if isinstance(module, DeferredBatchNorm)]
             return self._pipeline
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of steps, which ``'auto'`` becomes in the first one."""
+        if self._pipeline is not None:
+            self._schedule = self._pipeline.schedule()
+        return self._schedule
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -88,7 +96,7 @@ class Core:
         if self.ranks is not None:
             raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
         made = ("_lock", "_pipeline", "_layers", "norms")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        return {name: value for name, value in self.__dict__.items() if name not in made} | {"_schedule": self.schedule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

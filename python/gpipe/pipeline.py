@@ -70,10 +70,13 @@ class GPipe(OriginalNames, TeamCalls):
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
         keep_memory: whether the process keeps the memory of freed CPU tensors, by glibc's malloc, while the pipeline
             lives.
-        schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and the path of a
-            file, which must stay, with a line per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
+        schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or ``'@'`` and the path of a
+            file, which must stay, with a line per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch; or
+            ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with
+            the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
+            ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
         stages_per_worker: stage ``s`` of ``n`` is on worker ``s % (n / stages_per_worker)``. Default: 1; for interleaved
-            schedules, what makes a worker of each of ``devices``.
+            schedules and ``'auto'``, what makes a worker of each of ``devices``.
         placement: the worker of each stage; ``'v'`` where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, as
             ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
@@ -114,7 +117,7 @@ class GPipe(OriginalNames, TeamCalls):
         super().__init__()
         verify_module(module)
         verify_skippables(module)
-        self._chunks, self._checkpoint, self._schedule = chunks, checkpoint, schedule
+        self._chunks, self._checkpoint = chunks, checkpoint
         self.balance = checks.check_balance(balance, len(module))
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
@@ -182,8 +185,9 @@ class GPipe(OriginalNames, TeamCalls):
 
     @property
     def schedule(self) -> str:
-        """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file."""
-        return self._schedule
+        """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file. ``'auto'`` becomes the name of the
+        schedule that the first step chooses."""
+        return self._core.schedule
 
     @property
     def placement(self) -> list[int]:

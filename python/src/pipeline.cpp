@@ -237,7 +237,7 @@ void init_pipeline(py::module_& module) {
   module.def("save_for_recompute", &save_for_recompute);
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
-      .def(py::init([](const Objects& stages, const std::vector<torch::Device>& devices, const std::string& schedule,
+      .def(py::init([](const Objects& stages, const std::string& schedule, const std::vector<torch::Device>& devices,
                        std::vector<int> placement, bool deferred_batch_norm, bool keep_memory,
                        std::optional<std::shared_ptr<Ranks>> ranks) {
         auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
@@ -259,6 +259,8 @@ void init_pipeline(py::module_& module) {
                  [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
            })
       .def("withdraw", &PythonPipeline::withdraw)
+      .def("schedule",
+           [](PythonPipeline& pipeline) { return pipeline.run([](GPipeImpl& pipe) { return pipe.schedule(); }); })
       .def("trace", [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {
         pipeline.run([&](GPipeImpl& pipe) { pipe.trace(timeline.value_or(nullptr)); });
       });

@@ -63,6 +63,17 @@ def test_replicas_equal_one_pipeline():
                 assert torch.equal(value, of_ranks[rank // 2 * 2][number][name]), name
 
 
+def choose_a_schedule(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=4, schedule="auto", group=ranks)
+    losses = [pipe.step(*batch(8), F.cross_entropy).item() for _ in range(2)]
+    return pipe.schedule, losses
+
+
+def test_ranks_choose_the_same_schedule():
+    (schedule, losses), other = results_of(2, choose_a_schedule)
+    assert schedule in gpipe.SCHEDULES and other == (schedule, losses)
+
+
 def add_numbers(ranks):
     with replicas(ranks, 2) as mesh:
         pipe = gpipe.GPipe(make_model(), [4, 4], group=mesh)

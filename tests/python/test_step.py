@@ -127,6 +127,21 @@ def test_an_error_of_the_loss_is_raised_unchanged_and_leaves_no_gradients():
     torch.testing.assert_close(pipe.step(x, y, F.cross_entropy), whole(pipe, x, y)[0])
 
 
+def test_the_first_step_chooses_a_schedule():
+    pipe, timeline, (x, y) = make_pipe(schedule="auto", chunks=4), gpipe.Timeline(), batch(8)
+    with pytest.raises(ZeroDivisionError):
+        pipe.step(x, y, lambda output, target: 1 / 0)
+    assert pipe.schedule == "auto"
+    pipe.trace(timeline)
+    named = make_pipe(schedule="1f1b", chunks=4)
+    for _ in range(2):
+        assert torch.equal(pipe.step(x, y, F.cross_entropy), named.step(x, y, F.cross_entropy))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(pipe), gradients(named), strict=True))
+    assert timeline.workers == 2 and '"0I1"' in timeline.to_chrome_json() and pipe.schedule in gpipe.SCHEDULES
+    assert copy.deepcopy(pipe).schedule == pipe.schedule
+    assert gpipe.GPipe(make_model(), [1, 2, 1, 2], devices=["cpu"] * 2, schedule="auto").placement == [0, 1, 0, 1]
+
+
 def test_a_schedule_from_a_file(tmp_path):
     path = tmp_path / "schedule.txt"
     path.write_text("0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2\n")

@@ -1,0 +1,117 @@
+#include "gpipe/schedule/auto_schedule.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
+
+namespace gpipe {
+namespace {
+
+constexpr double kUnknown = std::numeric_limits<double>::infinity();
+constexpr double kEqual = 1.01;  // times that differ by less are equal
+
+// The shortest action of each kind and stage: the first ones of a step are slow.
+Costs costs_of(const Timeline& timeline, const Layout& layout, Checkpoint checkpoint, bool last_is_smaller) {
+  const int m = layout.micro_batches;
+  Costs costs;
+  costs.actions.assign(layout.stages, {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown});
+  costs.stored.assign(layout.stages, kUnknown);
+  costs.edges.assign(timeline.edges.size(), 0);
+  for (const auto& span : timeline.spans) {
+    const auto& [kind, stage, micro_batch] = span.action;
+    if (last_is_smaller && micro_batch == m - 1) continue;
+    const bool stored = kind == Kind::F && recomputes(checkpoint, micro_batch, m);
+    auto& least = stored ? costs.stored[stage] : costs.actions[stage][static_cast<std::size_t>(kind)];
+    least = std::min(least, span.end - span.start);
+  }
+  for (int s = 0; s < layout.stages; ++s) {
+    auto& [forward, recompute, backward, input, weight] = costs.actions[s];
+    auto& stored = costs.stored[s];
+    if (forward == kUnknown) forward = stored;
+    if (stored == kUnknown) stored = forward;
+    if (recompute == kUnknown) recompute = 0;
+    if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // fewer than two micro-batches
+  }
+  return costs;
+}
+
+// The rule whose backwards measuring_schedule() splits.
+std::string_view measured_rule(const Layout& layout) {
+  if (layout.stages > layout.workers() && schedule_rule("interleaved_1f1b").misfit(layout).empty()) {
+    return "interleaved_1f1b";
+  }
+  return schedule_rule("1f1b").misfit(layout).empty() ? "1f1b" : "greedy";
+}
+
+// What the fullest worker holds at once.
+struct Held {
+  int cells = 0;
+  int graphs = 0;
+};
+
+Held held(std::string_view name, Layout layout, const std::vector<Edge>& edges, Checkpoint checkpoint) {
+  layout.micro_batches = std::max(layout.micro_batches, 2 * layout.workers());  // from then on it does not change
+  const auto peaks = verify(layout, edges, make_schedule(name, layout, checkpoint));
+  std::vector<Held> of_workers(layout.workers());
+  Held most;
+  for (int s = 0; s < layout.stages; ++s) {
+    auto& [cells, graphs] = of_workers[layout.placement[s]];
+    most.cells = std::max(most.cells, cells += peaks.live[s]);
+    most.graphs = std::max(most.graphs, graphs += peaks.graphs[s]);
+  }
+  return most;
+}
+
+}  // namespace
+
+Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint) {
+  auto schedule = make_schedule(measured_rule(layout), layout, Checkpoint::kNever);
+  for (auto& list : schedule) {
+    std::vector<Action> actions;
+    for (auto action : list) {
+      if (action.kind == Kind::W) continue;
+      if (action.kind != Kind::F) action.kind = action.micro_batch % 2 == 1 ? Kind::I : Kind::B;
+      actions.push_back(action);
+      if (action.kind == Kind::I) actions.push_back({Kind::W, action.stage, action.micro_batch});
+    }
+    list = std::move(actions);
+  }
+  return with_recomputes(std::move(schedule), checkpoint, layout.micro_batches);
+}
+
+std::string fastest_schedule(const Timeline& measured, const Layout& layout, Checkpoint checkpoint,
+                             bool last_is_smaller, bool saves_memory) {
+  const auto costs = costs_of(measured, layout, checkpoint, last_is_smaller);
+  const auto limit = held(measured_rule(layout), layout, measured.edges, checkpoint);
+  struct Candidate {
+    std::string_view name;
+    double seconds;
+    int cells;
+  };
+  std::vector<Candidate> candidates;
+  double fastest = kUnknown;
+  for (const auto& rule : schedule_rules()) {
+    if (fills_and_drains(rule.name) || !rule.misfit(layout).empty() ||
+        !too_few_stages(rule.name, layout.workers(), layout.stages).empty()) {
+      continue;
+    }
+    const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoint);
+    if (saves_memory && (cells > limit.cells || graphs > limit.graphs)) continue;
+    const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoint));
+    candidates.push_back({rule.name, simulate(program, costs).makespan, cells});
+    fastest = std::min(fastest, candidates.back().seconds);
+  }
+  const auto cells = [&](const Candidate& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
+  return std::string(std::ranges::min_element(candidates, {}, cells)->name);
+}
+
+}  // namespace gpipe
