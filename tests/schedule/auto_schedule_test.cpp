@@ -17,13 +17,8 @@
 namespace gpipe {
 namespace {
 
+using testing::chain;
 using testing::looped;
-
-std::vector<Edge> chain(int stages) {
-  std::vector<Edge> edges;
-  for (int s = 1; s < stages; ++s) edges.push_back({s - 1, s, ""});
-  return edges;
-}
 
 /// Each stage takes longer than the one before by `growth`.
 Costs costs(const Layout& layout, double growth) {
