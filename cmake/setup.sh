@@ -60,12 +60,14 @@ install_python() {
   ((${#missing[@]})) || return 0
   local python=/usr/bin/python3 # the one that python3-venv belongs to
   [[ -x $python ]] || python=python3
+  # Of torch for another CUDA, packages overwrite each other's files.
+  [[ ! -d .venv/installed || -e .venv/installed/$torch ]] || rm -rf .venv
   echo "Installing ${missing[*]} into .venv (5 GB on disk with torch's CUDA libraries)"
   quietly "$python" -m venv .venv || fail "could not create .venv with $python (see $log)"
   quietly .venv/bin/python -m pip install ${GPIPE_TORCH_INDEX:+--extra-index-url "$GPIPE_TORCH_INDEX"} "$@" ||
     fail "could not install the Python packages ${missing[*]} (see $log; is there a network?)"
   mkdir -p .venv/installed
-  (cd .venv/installed && rm -f torch==* && touch "$@")
+  (cd .venv/installed && touch "$@")
 }
 
 # configure PRESET [cmake argument...]
