@@ -1,8 +1,3 @@
-# gpipe_precompiled(target): uses the library's precompiled torch.h.
-function(gpipe_precompiled target)
-  target_precompile_headers(${target} REUSE_FROM gpipe_pipeline)
-endfunction()
-
 # gpipe_program(name [LIGHT] SOURCES file... LIBRARIES target...): a program, with the precompiled torch.h. LIGHT leaves
 # that out: loading it costs two seconds a file, which those with few torch headers do not win back.
 function(gpipe_program name)
@@ -10,7 +5,7 @@ function(gpipe_program name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} gpipe::gpipe)
   if(NOT arg_LIGHT)
-    gpipe_precompiled(${name})
+    target_precompile_headers(${name} REUSE_FROM gpipe_pipeline)
   endif()
 endfunction()
 

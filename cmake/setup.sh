@@ -1,5 +1,5 @@
-# Sourced by ./demo and ./test, which run in the repository's root. Installs what they need on Debian 12 and Ubuntu
-# 24.04. Starts no package manager when nothing is missing.
+# Sourced in the repository's root by ./demo, ./test, tests/long and python/build_wheel. Installs what they need on Debian
+# 12 and Ubuntu 24.04. Starts no package manager when nothing is missing.
 #
 #   GPIPE_PYTHON       Python interpreter that has torch. Default: that of .venv, into which torch is installed.
 #   GPIPE_TORCH        version of torch to install, such as 2.12. Default: the newest that is tested.
@@ -60,7 +60,7 @@ install_python() {
   ((${#missing[@]})) || return 0
   local python=/usr/bin/python3 # the one that python3-venv belongs to
   [[ -x $python ]] || python=python3
-  # Of torch for another CUDA, packages overwrite each other's files.
+  # Packages for different versions of CUDA overwrite each other's files.
   [[ ! -d .venv/installed || -e .venv/installed/$torch ]] || rm -rf .venv
   echo "Installing ${missing[*]} into .venv (5 GB on disk with torch's CUDA libraries)"
   quietly "$python" -m venv .venv || fail "could not create .venv with $python (see $log)"

@@ -46,10 +46,10 @@ Costs costs_of(const Timeline& timeline, const Layout& layout, Checkpoint checkp
 
 // The rule whose backwards measuring_schedule() splits.
 std::string_view measured_rule(const Layout& layout) {
-  if (layout.stages > layout.workers() && schedule_rule("interleaved_1f1b").misfit(layout).empty()) {
-    return "interleaved_1f1b";
+  for (const auto name : {"1f1b", "interleaved_1f1b"}) {
+    if (schedule_rule(name).misfit(layout).empty()) return name;
   }
-  return schedule_rule("1f1b").misfit(layout).empty() ? "1f1b" : "greedy";
+  return "greedy";
 }
 
 // What the fullest worker holds at once.
