@@ -113,7 +113,7 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
   const std::vector<int>& placement() const;
-  /// The schedule of step(): that of the options, or if that is "auto", the one that a step has chosen.
+  /// The name of step()'s schedule. If the options say "auto": that, until the first step() has chosen one.
   std::string schedule() const;
   const GPipeOptions& options() const { return options_; }
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.

@@ -20,13 +20,15 @@ struct GPipeOptions {
   /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v"; "@FILE" with one
-  /// line of actions per worker; or "auto". With "auto", the first step() measures, and later steps have the schedule that
-  /// the simulator finds fastest, with the same bits; GPipeImpl::schedule() names it. Accelerators get none that needs more
-  /// memory than 1f1b, or than interleaved_1f1b for several stages per worker. Measures best with at least four
-  /// micro-batches. forward() and its backward always fill and drain.
+  /// line of actions per worker; or "auto". forward() and its backward always fill and drain.
+  ///
+  /// "auto": the first step() measures, best with at least four micro-batches. Later steps have the schedule that the
+  /// simulator finds fastest, which GPipeImpl::schedule() names. Every choice gives the same bits. On accelerators, none
+  /// needs more memory than 1f1b, or than interleaved_1f1b for several stages per worker.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
-  /// a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule or "auto" has a worker for each.
+  /// a file have their own placement. If it is 1 and fewer `devices` are given, an
+  /// interleaved schedule or "auto" has a worker for each device.
   TORCH_ARG(int, stages_per_worker) = 1;
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);

@@ -75,8 +75,8 @@ std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& 
   return sources;
 }
 
-// Sets the schedule of later steps, by a step that all ranks have measured. Rank 0 chooses it, for its replica's times.
-// Nothing changes if that replica had no samples.
+// Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have recorded.
+// If that replica had no samples, the next step measures again.
 void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, Checkpoint checkpoint) {
   auto& team = pipeline.team();
   if (team.size() > 1) {
