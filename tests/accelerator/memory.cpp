@@ -4,7 +4,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -62,36 +61,14 @@ c10::Allocator& allocator() {
   return *it;
 }
 
-namespace {
-
 void take_shape(const at::Tensor& tensor, const at::Tensor& of) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(of.sizes(), of.strides(), of.storage_offset());
 }
 
-// Keeps the dispatch keys of its base: in inference mode, a view of a normal tensor is a normal tensor.
-at::Tensor view_of(const at::Tensor& base, const at::Tensor& shape) {
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
-                                                       base.key_set(), shape.dtype());
-  take_shape(view, shape);
-  return view;
-}
-
-at::Tensor new_tensor(const at::Tensor& on_host, c10::Device device) {
-  c10::Storage storage(c10::Storage::use_byte_size_t(), on_host.storage().nbytes(), adopt(on_host.storage(), device),
-                       &allocator(), /*resizable=*/true);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), on_host.dtype());
-  take_shape(tensor, on_host);
-  return tensor;
-}
-
-c10::Storage no_memory() { return {c10::Storage::use_byte_size_t(), 0, c10::GetCPUAllocator(), true}; }
-
-}  // namespace
-
 at::Tensor alias_on_host(const at::Tensor& tensor) {
   const auto* block = block_of(tensor);
-  auto alias = at::detail::make_tensor<c10::TensorImpl>(block ? c10::Storage(block->host) : no_memory(),
+  const c10::Storage no_memory(c10::Storage::use_byte_size_t(), 0, c10::GetCPUAllocator(), /*resizable=*/true);
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(block ? block->host : no_memory),
                                                         c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   take_shape(alias, tensor);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -103,52 +80,6 @@ at::Tensor alias_on_host(const at::Tensor& tensor) {
 void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses) {
   auto* block = on_device(tensor) && tensor.numel() > 0 ? block_of(tensor) : nullptr;
   if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
-}
-
-c10::Device HostCall::device() const { return device_ ? *device_ : c10::impl::VirtualGuardImpl(kType).getDevice(); }
-
-at::Tensor HostCall::argument(const at::Tensor& tensor, bool writes) {
-  if (!on_device(tensor)) {
-    takes_host_tensor_ = takes_host_tensor_ || (tensor.defined() && tensor.dim() > 0);
-    return tensor;
-  }
-  if (!device_) device_ = tensor.device();
-  TORCH_CHECK(*device_ == tensor.device(), operation_, " takes a tensor of ", *device_, " and one of ",
-              tensor.device());
-  used_.emplace_back(tensor, writes);
-  for (const auto& [known, alias] : aliases_) {
-    if (known.is_same(tensor)) return alias;
-  }
-  return aliases_.emplace_back(tensor, alias_on_host(tensor)).second;
-}
-
-at::Tensor HostCall::result(const at::Tensor& result) {
-  if (!result.defined()) return result;
-  for (const auto& [tensor, alias] : aliases_) {
-    if (!alias.is_same(result)) continue;
-    if (auto* block = block_of(tensor); block && is_stale(*block, tensor.storage().data_ptr())) {
-      const auto host = block->host;
-      tensor.storage().set_data_ptr(adopt(host, device()));
-      tensor.storage().set_nbytes(host.nbytes());
-    }
-    if (tensor.sizes() != alias.sizes() || tensor.strides() != alias.strides()) take_shape(tensor, alias);
-    return tensor;
-  }
-  for (const auto& [tensor, alias] : aliases_) {
-    if (alias.is_alias_of(result)) return view_of(tensor, result);
-  }
-  auto tensor = new_tensor(result, device());
-  used_.emplace_back(tensor, true);
-  return tensor;
-}
-
-void HostCall::launch() {
-  // Indices may be on the host.
-  TORCH_CHECK(!takes_host_tensor_ || aliases_.empty() || operation_.find("index") != std::string_view::npos, operation_,
-              " takes a tensor of ", device(), " and one of the CPU");
-  std::vector<Access> accesses;
-  for (const auto& [tensor, writes] : used_) add_access(tensor, writes, accesses);
-  if (!accesses.empty()) stream_order().launch(current_stream(device()), operation_, accesses);
 }
 
 }  // namespace gpipe::accelerator

@@ -5,8 +5,6 @@
 #include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -51,42 +49,13 @@ class KernelsOnly {
                                                       c10::autocast_dispatch_keyset};
 };
 
+/// Gives a tensor the sizes, strides and offset of another.
+void take_shape(const at::Tensor& tensor, const at::Tensor& of);
+
 /// Returns a CPU tensor with the memory of a device's tensor.
 at::Tensor alias_on_host(const at::Tensor& tensor);
 
 /// Adds an operation's use of a tensor. A CPU tensor and one without elements have no memory to check.
 void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses);
-
-/// One operator of a device, run by the host on aliases of its tensors:
-///   HostCall call("aten::relu");
-///   const auto alias = call.argument(tensor);
-///   { KernelsOnly kernels; result = at::relu(alias); }
-///   auto on_the_device = call.result(result);
-///   call.launch();
-class HostCall {
- public:
-  /// `operation` must outlive stream_order().
-  explicit HostCall(std::string_view operation) : operation_(operation) {}
-
-  /// Returns an alias of an argument. CPU tensors and undefined tensors are returned as they are. Errors: c10::Error
-  /// for tensors of two devices. A CPU tensor without dimensions counts as a number.
-  at::Tensor argument(const at::Tensor& tensor, bool writes = false);
-  /// Returns the device's tensor for a result: an argument, a view of one, or a new tensor.
-  at::Tensor result(const at::Tensor& result);
-  /// Checks what the operator reads and writes, on the device's current stream. A view reads nothing: do not call it.
-  void launch();
-
-  /// The device of the arguments, or the current one if there are none yet.
-  c10::Device device() const;
-  /// Sets the device of an operator that has no tensor arguments.
-  void set_device(c10::Device device) { device_ = device; }
-
- private:
-  const std::string_view operation_;
-  std::optional<c10::Device> device_;
-  bool takes_host_tensor_ = false;
-  std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // the device's tensor, its alias
-  std::vector<std::pair<at::Tensor, bool>> used_;           // the device's tensor, whether it is written
-};
 
 }  // namespace gpipe::accelerator
