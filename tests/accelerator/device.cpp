@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -28,7 +29,8 @@ c10::DeviceIndex checked(c10::DeviceIndex index) {
   return index < 0 ? current_device : index;
 }
 
-struct TimedEvent : Event {
+struct TimedEvent {
+  Clock clock;
   std::chrono::steady_clock::time_point recorded;
 };
 
@@ -66,11 +68,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
     if (*event == nullptr) *event = new TimedEvent;
-    stream_order().record(at(*event), index(stream));
+    stream_order().record(at(*event).clock, index(stream));
     at(*event).recorded = std::chrono::steady_clock::now();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_order().wait(index(stream), at(event));
+    if (event != nullptr) stream_order().wait(index(stream), at(event).clock);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
   bool queryEvent(void*) const override { return !held(); }
@@ -80,7 +82,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) stream_order().synchronize(at(event));
+    if (event != nullptr) stream_order().synchronize(at(event).clock);
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -190,10 +192,10 @@ const at::Generator& default_generator(c10::Device device) {
   return (*generators)[device.index()];
 }
 
-ActionListener::ActionListener()
-    : handle_(at::addGlobalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::USER_SCOPE}))) {}
-
-ActionListener::~ActionListener() { at::removeCallback(handle_); }
+std::shared_ptr<void> name_actions() {
+  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::USER_SCOPE}));
+  return {nullptr, [handle](void*) { at::removeCallback(handle); }};
+}
 
 }  // namespace gpipe::accelerator
 

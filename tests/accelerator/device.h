@@ -1,10 +1,10 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
-#include <ATen/record_function.h>
 #include <c10/core/Device.h>
 
 #include <atomic>
+#include <memory>
 
 #include "tests/accelerator/memory.h"
 
@@ -30,16 +30,8 @@ at::Generator host_generator(const at::Generator& generator);
 /// Returns the default generator of a device.
 const at::Generator& default_generator(c10::Device device);
 
-/// Names the actions of pipelines in violations and counts, for its lifetime: listens to their ranges for profilers.
-class ActionListener {
- public:
-  ActionListener();
-  ~ActionListener();
-  ActionListener(const ActionListener&) = delete;
-  ActionListener& operator=(const ActionListener&) = delete;
-
- private:
-  const at::CallbackHandle handle_;
-};
+/// Names the actions of pipelines in violations and counts, as long as the result lives: listens to their ranges for
+/// profilers.
+std::shared_ptr<void> name_actions();
 
 }  // namespace gpipe::accelerator

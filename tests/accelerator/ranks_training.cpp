@@ -5,7 +5,6 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -24,7 +23,7 @@ namespace {
 
 struct Sent {
   std::vector<at::Tensor> values;  // on the host
-  Event event;
+  Clock event;
 };
 
 bool alike(const at::Tensor& one, const at::Tensor& other) {

@@ -281,7 +281,7 @@ const std::vector<DeviceLayout>& device_layouts() {
 std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
   const auto before = place_of_this_thread();
   stream_order().take_violations();
-  const accelerator::ActionListener listener;
+  const auto names = accelerator::name_actions();
   {
     Subject subject(layout.devices);
     scenario.run(subject);

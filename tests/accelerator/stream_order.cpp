@@ -44,6 +44,8 @@ int StreamOrder::index(int device, std::int64_t stream) {
 
 Clock& StreamOrder::host() { return hosts_[this_thread()]; }
 
+Counts& StreamOrder::counts() { return counts_[current_action.substr(0, 2)]; }
+
 std::string StreamOrder::name(int stream) const {
   for (const auto& [key, index] : indices_) {
     if (index == stream) return "stream " + std::to_string(key.second) + " of device " + std::to_string(key.first);
@@ -94,34 +96,34 @@ void StreamOrder::order(int first, int then) {
   streams_[then].join(streams_[first]);
 }
 
-void StreamOrder::record(Event& event, int stream) {
+void StreamOrder::record(Clock& event, int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].events;
+  ++counts().events;
   streams_[stream].join(host());
-  event.clock = streams_[stream];
+  event = streams_[stream];
 }
 
-void StreamOrder::wait(int stream, const Event& event) {
+void StreamOrder::wait(int stream, const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].waits;
-  streams_[stream].join(event.clock);
+  ++counts().waits;
+  streams_[stream].join(event);
 }
 
 void StreamOrder::synchronize(int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
+  ++counts().host_waits;
   host().join(streams_[stream]);
 }
 
-void StreamOrder::synchronize(const Event& event) {
+void StreamOrder::synchronize(const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
-  host().join(event.clock);
+  ++counts().host_waits;
+  host().join(event);
 }
 
 void StreamOrder::synchronize_device(int device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
+  ++counts().host_waits;
   for (const auto& [key, stream] : indices_) {
     if (key.first == device) host().join(streams_[stream]);
   }
@@ -148,7 +150,7 @@ void StreamOrder::freed(const Allocation& allocation) {
 
 void StreamOrder::count(int Counts::*what) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++(counts_[current_action].*what);
+  ++(counts().*what);
 }
 
 void StreamOrder::report(std::string violation) {
