@@ -3,7 +3,6 @@
 #include "tests/accelerator/device.h"
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <functional>

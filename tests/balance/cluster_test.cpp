@@ -2,7 +2,6 @@
 #include "balance/cluster.h"
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,5 @@
 // Profiles and clusters in JSON. One reader reads both.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <limits>

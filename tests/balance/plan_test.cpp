@@ -1,6 +1,5 @@
 // Cuts, predictions and suggestions from hand-written profiles, without a model.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <limits>
@@ -300,14 +299,6 @@ TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
   run.scheduling.placement = {0, 0, 0, 0};
   EXPECT_DOUBLE_EQ(seconds({0, 0, 0, 0}), predict(profile, {1, 1, 1, 1}, run).seconds);
   EXPECT_LT(seconds({0, 0, 1, 1}), seconds({0, 1, 0, 1}));
-}
-
-TEST(Search, KeepsTheSchedule) {
-  const auto suggestion =
-      search({{4, chain({1, 1, 1, 1})}}, {.stages = 4, .devices = {"a", "b"}, .schedulings = {{"looped_bfs", 2}}});
-  EXPECT_EQ(suggestion.best().schedule, "looped_bfs");
-  EXPECT_THAT(suggestion.best().placement, ElementsAre(0, 1, 0, 1));
-  EXPECT_EQ(suggestion.best().bytes.size(), 2U);
 }
 
 TEST(Search, FindsTheSchedule) {

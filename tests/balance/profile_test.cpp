@@ -1,6 +1,5 @@
 // Profiles, suggestions and predictions of real models. Compares bytes, never times.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <mutex>

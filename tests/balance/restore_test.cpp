@@ -1,6 +1,5 @@
 // RestoreModule: restores what trial runs change in a model.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -78,32 +77,24 @@ struct Seen {
   Tensor gradient;
 };
 
-struct NamedChange {
-  const char* name;
-  std::function<void(ChangesImpl&)> change;
+using NamedChange = std::pair<const char*, std::function<void(ChangesImpl&)>>;
+
+const NamedChange kChanges[] = {
+    {"in place", [](ChangesImpl& of) { of.weight.mul_(1.5); }},
+    {"past the version counter", [](ChangesImpl& of) { of.weight.variable_data().mul_(1.5); }},
+    {"the sign of a zero", [](ChangesImpl& of) { of.weight[0].mul_(-1); }},
+    {"other memory", [](ChangesImpl& of) { of.weight.set_data(torch::zeros({kSize})); }},
+    {"other shape", [](ChangesImpl& of) { of.weight.set_data(torch::zeros({2 * kSize})); }},
+    {"requires no grad", [](ChangesImpl& of) { of.weight.set_requires_grad(false); }},
+    {"a gradient", [](ChangesImpl& of) { of.weight.mutable_grad() = torch::ones_like(of.weight); }},
+    {"buffer in place", [](ChangesImpl& of) { of.buffer.add_(1); }},
+    {"buffer's memory", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({kSize})); }},
+    {"buffer's shape", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({2 * kSize})); }},
+    {"without a graph only", [](ChangesImpl& of) { of.weight.mul_(of.forwards == 2 ? 3 : 1); }},
 };
 
-std::vector<NamedChange> changes() {
-  return {
-      {"in place", [](ChangesImpl& of) { of.weight.mul_(1.5); }},
-      {"past the version counter", [](ChangesImpl& of) { of.weight.variable_data().mul_(1.5); }},
-      {"the sign of a zero", [](ChangesImpl& of) { of.weight[0].mul_(-1); }},
-      {"other memory", [](ChangesImpl& of) { of.weight.set_data(torch::zeros({kSize})); }},
-      {"other shape",
-       [](ChangesImpl& of) {
-         of.weight.set_data(torch::zeros({kSize, 2}));
-       }},
-      {"requires no grad", [](ChangesImpl& of) { of.weight.set_requires_grad(false); }},
-      {"a gradient", [](ChangesImpl& of) { of.weight.mutable_grad() = torch::ones_like(of.weight); }},
-      {"buffer in place", [](ChangesImpl& of) { of.buffer.add_(1); }},
-      {"buffer's memory", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({kSize})); }},
-      {"buffer's shape", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({2 * kSize})); }},
-      {"without a graph only", [](ChangesImpl& of) { of.weight.mul_(of.forwards == 2 ? 3 : 1); }},
-  };
-}
-
 TEST(RestoreModule, RestoresWhatLayersChange) {
-  for (const auto& [name, change] : changes()) {
+  for (const auto& [name, change] : kChanges) {
     SCOPED_TRACE(name);
     Changes layer(change);
     layer->weight.data()[0] = 0;

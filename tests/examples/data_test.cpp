@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/utils.h>
 
 #include <map>

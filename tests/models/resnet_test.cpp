@@ -1,7 +1,6 @@
 #include "models/resnet.h"
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
