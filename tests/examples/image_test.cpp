@@ -19,10 +19,6 @@ using ::testing::HasSubstr;
 // Pictures of 11 x 9 pixels in each format.
 const std::filesystem::path kImages = std::filesystem::path(__FILE__).parent_path() / "images";
 
-at::Tensor pixels_of(const std::vector<int>& values, at::IntArrayRef shape) {
-  return at::tensor(values).to(at::kByte).view(shape);
-}
-
 class ImageTest : public ::testing::Test {
  protected:
   at::Tensor read(const std::string& bytes) {
@@ -51,8 +47,8 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
 // Transparent pixels keep their colour, as with Pillow's convert("RGB"), which made the file: (10, 20, 30) opaque,
 // (200, 100, 50) transparent, (200, 100, 50) half transparent.
 TEST_F(ImageTest, AlphaChannelOfPngIsIgnored) {
-  EXPECT_TRUE(
-      at::equal(read_image(kImages / "alpha.png"), pixels_of({10, 200, 200, 20, 100, 100, 30, 50, 50}, {3, 1, 3})));
+  EXPECT_TRUE(at::equal(read_image(kImages / "alpha.png"),
+                        at::tensor({10, 200, 200, 20, 100, 100, 30, 50, 50}, at::kByte).view({3, 1, 3})));
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
@@ -73,7 +69,7 @@ TEST_F(ImageTest, ShrinkingAveragesAllPixelsAndNearestKeepsClasses) {
   auto mask = at::zeros({4, 4}, at::kByte);
   mask[3][3] = 1;
   mask[1][1] = 2;
-  EXPECT_TRUE(at::equal(resize_nearest(mask, {2, 2}), pixels_of({2, 0, 0, 1}, {2, 2})));
+  EXPECT_TRUE(at::equal(resize_nearest(mask, {2, 2}), at::tensor({2, 0, 0, 1}, at::kByte).view({2, 2})));
   EXPECT_EQ(resize_nearest(mask, {8, 4}).sum().item<int>(), 2 * mask.sum().item<int>());
 }
 
