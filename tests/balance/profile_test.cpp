@@ -29,6 +29,8 @@ namespace nn = torch::nn;
 
 ProfileOptions brief() { return ProfileOptions().seconds(0).repeats(1); }
 
+torch::Tensor rows(std::int64_t count = 4) { return torch::randn({count, 6}); }
+
 const std::vector<torch::Device> kTwoCpus(2, torch::kCPU);
 
 nn::Sequential four_layers() { return nn::Sequential(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh()); }
@@ -75,7 +77,7 @@ TEST(Profiler, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   nn::Sequential model(nn::Linear(6, 6), Lazy(), nn::Linear(6, 6));
   model->eval();
   const torch::NoGradGuard no_grad;
-  const auto of = profile(model, torch::randn({4, 6}), brief());
+  const auto of = profile(model, rows(), brief());
   EXPECT_GT(of.layers[2].backward, 0);
   EXPECT_EQ(of.layers[2].saved, 0);
   EXPECT_EQ(of.layers[1].saved, 4 * 6 * 4);
@@ -126,10 +128,10 @@ TEST(Profiler, MeasuresEachLayer) {
 }
 
 TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
-  const auto tuple = Value(std::make_tuple(torch::randn({4, 6}), torch::randint(0, 5, {4})));
+  const auto tuple = Value(std::make_tuple(rows(), torch::randint(0, 5, {4})));
   const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
   EXPECT_TRUE(of_tuples.layers[1].changes_input);
-  const auto of_skips = profile(skip_model(), torch::randn({4, 6}), brief().workers(3));
+  const auto of_skips = profile(skip_model(), rows(), brief().workers(3));
   EXPECT_EQ(of_skips.skips.size(), 5U);
 }
 
@@ -141,21 +143,21 @@ nn::Sequential model_with_a_tie() {
 TEST(Profiler, FindsParametersThatLayersShare) {
   const auto model = model_with_a_tie();
   for (const int workers : {1, 3}) {
-    const auto of = profile(model, torch::randn({4, 6}), brief().workers(workers));
+    const auto of = profile(model, rows(), brief().workers(workers));
     const std::vector<TieProfile> ties = {{"1.0.weight", {1, 3}, 6 * 6 * 4}, {"1.0.bias", {1, 3}, 6 * 4}};
     EXPECT_EQ(of.ties, ties);
     EXPECT_EQ(of.layers[1].parameters, (6 * 6 + 6) * 4);
     EXPECT_EQ(of.layers[3].parameters, 0) << "counted once";
     for (int i = 0; i < 5; ++i) EXPECT_EQ(of.layers[i].shares_with, i);
   }
-  EXPECT_EQ(balance_by_time(5, model, torch::randn({4, 6}), brief()), std::vector<std::int64_t>(5, 1));
+  EXPECT_EQ(balance_by_time(5, model, rows(), brief()), std::vector<std::int64_t>(5, 1));
 }
 
 TEST(Profiler, KeepsLayersTogetherThatShareABuffer) {
   auto model = model_with_a_tie();
   const auto table = torch::ones({6});
   for (const int layer : {1, 3}) model[layer]->as<NestedSequentialImpl>()->register_buffer("table", table);
-  EXPECT_EQ(profile(model, torch::randn({4, 6}), brief()).layers[3].shares_with, 1);
+  EXPECT_EQ(profile(model, rows(), brief()).layers[3].shares_with, 1);
 }
 
 TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
@@ -170,27 +172,23 @@ TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
 TEST(Profiler, AcceptsFrozenModels) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   for (auto& parameter : model[0]->parameters()) parameter.set_requires_grad(false);
-  const auto half = profile(model, torch::randn({4, 6}), brief());
+  const auto half = profile(model, rows(), brief());
   EXPECT_EQ(half.layers[0].gradients, 0);
   EXPECT_EQ(half.layers[0].backward, 0);
   EXPECT_GT(half.layers[2].backward, 0);
   for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);
-  EXPECT_EQ(profile(model, torch::randn({4, 6}), brief()).layers[2].backward, 0);
+  EXPECT_EQ(profile(model, rows(), brief()).layers[2].backward, 0);
 }
 
 TEST(Profiler, NamesAFailingLayer) {
   nn::Sequential model({{"first", nn::Linear(6, 6)}, {"second", nn::Linear(5, 6)}, {"third", nn::Linear(6, 6)}});
-  EXPECT_THAT(error_of([&] {
-                profile(model, torch::randn({4, 6}), brief().workers(2));
-              }),
+  EXPECT_THAT(error_of([&] { profile(model, rows(), brief().workers(2)); }),
               AllOf(HasSubstr("layer 'second' failed in its forward"), HasSubstr("cannot be multiplied")));
   const auto faults = std::make_shared<FaultPlan>();
   faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("tired"); });
   nn::Sequential backward({{"first", nn::Linear(6, 6)}, {"bad", Faulty(faults)}, {"third", nn::Linear(6, 6)}});
   for (const int workers : {1, 2, 3}) {
-    EXPECT_THAT(error_of([&] {
-                  profile(backward, torch::randn({4, 6}), brief().workers(workers));
-                }),
+    EXPECT_THAT(error_of([&] { profile(backward, rows(), brief().workers(workers)); }),
                 HasSubstr("layer 'bad' failed in its backward: tired"));
   }
   for (const auto& parameter : backward->parameters()) EXPECT_FALSE(parameter.grad().defined());
@@ -198,7 +196,7 @@ TEST(Profiler, NamesAFailingLayer) {
 
 TEST(Profiler, RefusesInvalidArguments) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU());
-  const auto x = torch::randn({4, 6});
+  const auto x = rows();
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] { profile(nn::Sequential(), x); }), HasSubstr("no layers"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().workers(0)); }), HasSubstr("workers must be positive"));
@@ -249,7 +247,7 @@ TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto live = std::make_shared<Live>();
   auto model = large_model(live);
   model->eval();
-  const auto x = torch::randn({4, 6});
+  const auto x = rows();
   const auto before = x.clone();
   const auto of = profile(model, x, brief().workers(2));
   EXPECT_TRUE(torch::equal(x, before));
@@ -267,7 +265,7 @@ TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto unlimited = std::make_shared<Live>();
   unlimited->now = -1000;
   const auto same = large_model(unlimited);
-  const auto whole = profile(same, torch::randn({4, 6}), brief().workers(2));
+  const auto whole = profile(same, rows(), brief().workers(2));
   const StageCost of_lone(of);
   const StageCost of_whole(whole);
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
@@ -285,9 +283,7 @@ TEST(Profiler, NamesALayerThatIsTooLarge) {
   const auto live = std::make_shared<Live>();
   live->now = 4;
   nn::Sequential model(nn::Linear(6, 6), Large(live));
-  EXPECT_THAT(error_of([&] {
-                profile(model, torch::randn({4, 6}), brief());
-              }),
+  EXPECT_THAT(error_of([&] { profile(model, rows(), brief()); }),
               HasSubstr("layer '1' alone does not fit its device for 4 samples"));
 }
 
@@ -300,7 +296,7 @@ TEST(Profiler, ProgressNeverFallsBack) {
   nn::Sequential model(nn::Linear(6, 6), nn::Functional(runs_out_once));
   std::vector<double> progress;
   const auto options = ProfileOptions().repeats(1).progress([&](double part) { progress.push_back(part); });
-  profile(model, torch::randn({4, 6}), options);
+  profile(model, rows(), options);
   EXPECT_GT(calls, 7);
   EXPECT_LT(progress.front(), 0.5);
   EXPECT_EQ(progress.back(), 1);
@@ -318,7 +314,7 @@ TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
 
 TEST(Suggest, ComparesWithTheUnpartitionedModel) {
   const auto model = four_layers();
-  const auto x = torch::randn({8, 6});
+  const auto x = rows(8);
   for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
     for (const auto& devices : {std::vector<torch::Device>{torch::kCPU}, kTwoCpus}) {
       std::vector<double> progress;
@@ -343,14 +339,14 @@ TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
     return x * 2;
   };
   nn::Sequential model(nn::Linear(6, 6), nn::Functional(refuses_more_than_4), nn::Linear(6, 6));
-  const auto suggestion = suggest(model, torch::randn({8, 6}), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
+  const auto suggestion = suggest(model, rows(8), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   EXPECT_TRUE(suggestion.fits());
   EXPECT_FALSE(suggestion.unpartitioned);
 }
 
 TEST(Suggest, TriesEverySchedule) {
   const auto model = four_layers();
-  const auto x = torch::randn({8, 6});
+  const auto x = rows(8);
   auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   std::set<std::string> schedules;
   for (const auto& candidate : suggestion.candidates) schedules.insert(candidate.schedule);
@@ -360,22 +356,19 @@ TEST(Suggest, TriesEverySchedule) {
   suggestion = suggest(model, x, kTwoCpus,
                        SuggestOptions().chunks({4}).scheduling({kAnySchedule, 1, v_placement(4)}).profile(brief()));
   for (const auto& candidate : suggestion.candidates) EXPECT_EQ(candidate.placement, v_placement(4));
-  EXPECT_THAT(error_of<std::invalid_argument>([&] {
-                suggest(model, x, kTwoCpus, SuggestOptions().scheduling({kAnySchedule, 3}));
-              }),
+  const auto looped = SuggestOptions().scheduling({kAnySchedule, 3});
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { suggest(model, x, kTwoCpus, looped); }),
               HasSubstr("no schedule fits 2 devices, 4 layers"));
 }
 
 TEST(Suggest, KeepsTheSchedule) {
-  const auto suggested = [](const Scheduling& scheduling) {
-    const auto options = SuggestOptions().chunks({4}).scheduling(scheduling).profile(brief());
-    return suggest(four_layers(), torch::randn({8, 6}), kTwoCpus, options).best().schedule;
+  const auto suggested = [](const char* schedule, int stages_per_worker) {
+    const auto options = SuggestOptions().chunks({4}).scheduling({schedule, stages_per_worker}).profile(brief());
+    return suggest(four_layers(), rows(8), kTwoCpus, options).best().schedule;
   };
-  EXPECT_EQ(suggested({"1f1b"}), "1f1b");
-  EXPECT_EQ(suggested({"interleaved_1f1b", 2}), "interleaved_1f1b");
-  EXPECT_THAT(error_of<std::invalid_argument>([&] {
-                suggested({"gpipe", 0});
-              }),
+  EXPECT_EQ(suggested("1f1b", 1), "1f1b");
+  EXPECT_EQ(suggested("interleaved_1f1b", 2), "interleaved_1f1b");
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { suggested("gpipe", 0); }),
               HasSubstr("stages_per_worker must be positive, but is 0"));
 }
 
@@ -384,9 +377,7 @@ TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
     const auto profiling = brief().progress([&](double part) {
       if (part >= last) throw std::runtime_error("enough");
     });
-    EXPECT_EQ(error_of([&] {
-                suggest(four_layers(), torch::randn({8, 6}), kTwoCpus, SuggestOptions().profile(profiling));
-              }),
+    EXPECT_EQ(error_of([&] { suggest(four_layers(), rows(8), kTwoCpus, SuggestOptions().profile(profiling)); }),
               "enough");
   }
 }
@@ -485,9 +476,9 @@ TEST(BytesOfSchedules, AnInputThatRequiresGrad) {
 
 TEST(Profiler, AcceptsLossesOfAnyOutput) {
   const auto complex = [](torch::Tensor x) { return torch::view_as_complex(x.view({-1, 3, 2})); };
-  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(complex)), torch::randn({4, 6}), brief());
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(complex)), rows(), brief());
   const auto best = [](torch::Tensor x) { return x.argmax(1); };
-  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), torch::randn({4, 6}), brief());
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), rows(), brief());
 }
 
 // W's of layers before the first parameters, and of layers without large ones, take no time.

@@ -179,9 +179,8 @@ TEST(Profiler, RefusesALayerThatChangesParametersLater) {
     if (of.forwards > 1 && !is_checkpointing() && !is_recomputing()) of.weight.mul_(2);
   });
   nn::Sequential model(nn::Linear(kSize, kSize), layer);
-  EXPECT_THAT(error_of([&] {
-                profile(model, torch::randn({2, kSize}), ProfileOptions().seconds(0).repeats(1));
-              }),
+  const auto x = torch::randn({2, kSize});
+  EXPECT_THAT(error_of([&] { profile(model, x, ProfileOptions().seconds(0).repeats(1)); }),
               HasSubstr("parameter '1.weight' was changed after its layer's first forwards"));
 }
 

@@ -90,10 +90,8 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),
               AllOf(HasSubstr("absent: "), HasSubstr("No such file")));
   EXPECT_THAT(error_of([&] { read_image(directory_.path()); }), HasSubstr("directory"));
-  EXPECT_THAT(error_of([&] {
-                write_png(directory_ / "none" / "a", at::zeros({2, 2}, at::kByte));
-              }),
-              HasSubstr("No such file"));
+  const auto image = at::zeros({2, 2}, at::kByte);
+  EXPECT_THAT(error_of([&] { write_png(directory_ / "none" / "a", image); }), HasSubstr("No such file"));
 }
 
 TEST_F(ImageTest, TruncatedFilesAreNamed) {
