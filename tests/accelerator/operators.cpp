@@ -117,36 +117,33 @@ bool is_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Replaces the device's tensors, generators and devices by those of the host.
-void to_host(HostCall& call, const c10::Argument& argument, c10::IValue& value) {
-  const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+/// Replaces each tensor of a value.
+template <class Function>
+void replace_tensors(c10::IValue& value, Function replace) {
   if (value.isTensor()) {
-    value = call.argument(value.toTensor(), writes);
+    value = replace(value.toTensor());
   } else if (value.isTensorList()) {
     auto tensors = value.toTensorVector();
-    for (auto& tensor : tensors) tensor = call.argument(tensor, writes);
+    for (auto& tensor : tensors) tensor = replace(tensor);
     value = tensors;
   } else if (value.isOptionalTensorList()) {
     c10::List<OptionalTensor> tensors;
     for (const OptionalTensor& tensor : value.toOptionalTensorList()) {
-      tensors.push_back(tensor ? OptionalTensor(call.argument(*tensor, /*writes=*/false)) : std::nullopt);
+      tensors.push_back(tensor ? OptionalTensor(replace(*tensor)) : std::nullopt);
     }
     value = tensors;
-  } else if (value.isGenerator() && value.toGenerator().device().type() == kType) {
+  }
+}
+
+// Replaces the device's tensors, generators and devices by those of the host.
+void to_host(HostCall& call, const c10::Argument& argument, c10::IValue& value) {
+  const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  replace_tensors(value, [&](const Tensor& tensor) { return call.argument(tensor, writes); });
+  if (value.isGenerator() && value.toGenerator().device().type() == kType) {
     value = host_generator(value.toGenerator());
   } else if (value.isDevice() && value.toDevice().type() == kType) {
     if (value.toDevice().has_index()) call.set_device(value.toDevice());
     value = c10::Device(c10::kCPU);
-  }
-}
-
-void to_device(HostCall& call, c10::IValue& value) {
-  if (value.isTensor()) {
-    value = call.result(value.toTensor());
-  } else if (value.isTensorList()) {
-    auto tensors = value.toTensorVector();
-    for (auto& tensor : tensors) tensor = call.result(tensor);
-    value = tensors;
   }
 }
 
@@ -163,7 +160,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const KernelsOnly kernels;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) to_device(call, (*stack)[i]);
+  for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    replace_tensors((*stack)[i], [&](const Tensor& tensor) { return call.result(tensor); });
+  }
   if (!only_makes_views(schema)) call.launch();
 }
 
@@ -220,11 +219,6 @@ const Tensor& resize_memory(const Tensor& tensor, c10::IntArrayRef sizes, std::o
   }
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
-}
-
-Tensor copy_and_resize(const Tensor& from, const Tensor& to) {
-  resize_memory(to, from.sizes(), std::nullopt);
-  return copy_from(from, to, /*non_blocking=*/false);
 }
 
 Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c10::IntArrayRef sizes,
@@ -293,7 +287,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", TORCH_FN(empty));
   library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("_copy_from", TORCH_FN(copy_from));
-  library.impl("_copy_from_and_resize", TORCH_FN(copy_and_resize));
   library.impl("resize_", TORCH_FN(resize_memory));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("_local_scalar_dense", TORCH_FN(item));

@@ -15,21 +15,11 @@ int this_thread() {
   return index;
 }
 
+void join(Clock& clock, const Clock& other) {
+  for (const auto& [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+}
+
 }  // namespace
-
-std::uint64_t Clock::of(int stream) const {
-  return static_cast<std::size_t>(stream) < done_.size() ? done_[stream] : 0;
-}
-
-void Clock::advance(int stream) {
-  if (done_.size() <= static_cast<std::size_t>(stream)) done_.resize(stream + 1);
-  ++done_[stream];
-}
-
-void Clock::join(const Clock& other) {
-  if (done_.size() < other.done_.size()) done_.resize(other.done_.size());
-  for (std::size_t i = 0; i < other.done_.size(); ++i) done_[i] = std::max(done_[i], other.done_[i]);
-}
 
 ActionScope::ActionScope(std::string name) : previous_(std::exchange(current_action, std::move(name))) {}
 
@@ -59,8 +49,8 @@ void StreamOrder::add_violation(std::string text) {
 
 void StreamOrder::check(int stream, std::string_view operation, const Access& access) {
   auto& it = *access.allocation;
-  const auto& now = streams_[stream];
-  const auto unordered = [&](int other, const Use& use) { return now.of(other) < use.time; };
+  auto& now = streams_[stream];
+  const auto unordered = [&](int other, const Use& use) { return now[other] < use.time; };
   const auto add = [&](int other, const Use& use) {
     std::ostringstream text;
     text << operation << (access.writes ? " writes" : " reads") << " a tensor of shape [";
@@ -75,7 +65,7 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
         std::find_if(it.uses.begin(), it.uses.end(), [&](const auto& use) { return unordered(use.first, use.second); });
     if (found != it.uses.end()) add(found->first, found->second);
   }
-  const Use use{now.of(stream), operation};
+  const Use use{now[stream], operation};
   if (access.writes) {
     it.uses.clear();
     it.writer = stream;
@@ -86,46 +76,46 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
 
 void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses) {
   std::lock_guard<std::mutex> lock(mutex_);
-  streams_[stream].join(host());
-  streams_[stream].advance(stream);
+  join(streams_[stream], host());
+  ++streams_[stream][stream];
   for (const auto& access : accesses) check(stream, operation, access);
 }
 
 void StreamOrder::order(int first, int then) {
   std::lock_guard<std::mutex> lock(mutex_);
-  streams_[then].join(streams_[first]);
+  join(streams_[then], streams_[first]);
 }
 
 void StreamOrder::record(Clock& event, int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().events;
-  streams_[stream].join(host());
+  join(streams_[stream], host());
   event = streams_[stream];
 }
 
 void StreamOrder::wait(int stream, const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().waits;
-  streams_[stream].join(event);
+  join(streams_[stream], event);
 }
 
 void StreamOrder::synchronize(int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().host_waits;
-  host().join(streams_[stream]);
+  join(host(), streams_[stream]);
 }
 
 void StreamOrder::synchronize(const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().host_waits;
-  host().join(event);
+  join(host(), event);
 }
 
 void StreamOrder::synchronize_device(int device) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().host_waits;
   for (const auto& [key, stream] : indices_) {
-    if (key.first == device) host().join(streams_[stream]);
+    if (key.first == device) join(host(), streams_[stream]);
   }
 }
 
@@ -137,10 +127,10 @@ void StreamOrder::used(Allocation& allocation, int stream) {
 void StreamOrder::freed(const Allocation& allocation) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto known = streams_[allocation.home];
-  known.join(host());
-  for (const int stream : allocation.recorded) known.join(streams_[stream]);
+  join(known, host());
+  for (const int stream : allocation.recorded) join(known, streams_[stream]);
   for (const auto& [stream, use] : allocation.uses) {
-    if (known.of(stream) >= use.time) continue;
+    if (known[stream] >= use.time) continue;
     std::ostringstream text;
     text << "memory returns to " << name(allocation.home) << " while " << use.operation << " on " << name(stream)
          << " may still use it; the allocator was not told of that stream";

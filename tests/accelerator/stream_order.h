@@ -14,15 +14,7 @@ namespace gpipe::accelerator {
 
 /// A vector clock: how much of each stream's work is known to be done, by the stream's index. An event is the clock of
 /// the work that it waits for.
-class Clock {
- public:
-  std::uint64_t of(int stream) const;
-  void advance(int stream);
-  void join(const Clock& other);
-
- private:
-  std::vector<std::uint64_t> done_;
-};
+using Clock = std::map<int, std::uint64_t>;
 
 /// The last use of an allocation by a stream.
 struct Use {

@@ -27,7 +27,6 @@ using ::testing::HasSubstr;
 
 // --- IDX
 
-using mnist::LabelledImages;
 using mnist::read_idx;
 
 class IdxTest : public ::testing::Test {

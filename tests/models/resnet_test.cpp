@@ -12,7 +12,6 @@
 #include <map>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "gpipe/snapshot/safetensors.h"
