@@ -98,7 +98,7 @@ TEST(Profiler, MeasuresEachLayer) {
     EXPECT_THAT(layer.recompute, Gt(0)) << layer.name;
     EXPECT_THAT(layer.backward, Gt(0)) << layer.name;
   }
-  for (std::size_t i = 0; i < model->size(); ++i) {
+  for (std::size_t i = 0; i + 1 < model->size(); ++i) {
     x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
     EXPECT_EQ(of.layers[i].output, static_cast<std::int64_t>(x.nbytes())) << of.layers[i].name;
   }
