@@ -1,5 +1,6 @@
 #include "tests/accelerator/ranks_training.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -68,13 +69,10 @@ class CheckedWires::Wire : public DeviceWire {
     queue.pop_front();
     stream_order().wait(stream, sent.event);
     stream_order().launch(stream, "receive", accesses);
-    bool same = sent.values.size() == tensors.size();
-    for (std::size_t i = 0; same && i < tensors.size(); ++i) {
-      const auto to = alias_on_host(tensors[i]);
-      same = alike(to, sent.values[i]);
-      if (same) to.copy_(sent.values[i]);
+    if (!std::ranges::equal(sent.values, tensors, alike)) {
+      return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
     }
-    if (!same) stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
+    for (std::size_t i = 0; i < tensors.size(); ++i) alias_on_host(tensors[i]).copy_(sent.values[i]);
   }
 
  private:
