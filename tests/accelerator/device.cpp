@@ -184,8 +184,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }();
 
 struct Context : at::ObserverContext {
-  explicit Context(std::string action) : scope(std::move(action)) {}
-  ActionScope scope;
+  explicit Context(std::string action) : previous(exchange_action(std::move(action))) {}
+  ~Context() override { exchange_action(std::move(previous)); }
+  std::string previous;
 };
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& range) {

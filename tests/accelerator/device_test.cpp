@@ -169,7 +169,6 @@ TEST_P(StreamOrderScripts, HaveOnlyTheirViolations) {
     order.launch(stream, writes ? "a write" : "a read", std::vector<Access>{{&memory, writes, kSizes}});
   };
   std::istringstream steps(GetParam().steps);
-  const ActionScope scope("1F0");
   for (std::string step; steps >> step;) {
     const int stream = step.size() < 2 ? 0 : streams[step[1] == '<' ? step[0] - '0' : step[1] - '0'];
     Clock event;

@@ -21,9 +21,7 @@ void join(Clock& clock, const Clock& other) {
 
 }  // namespace
 
-ActionScope::ActionScope(std::string name) : previous_(std::exchange(current_action, std::move(name))) {}
-
-ActionScope::~ActionScope() { current_action = std::move(previous_); }
+std::string exchange_action(std::string name) { return std::exchange(current_action, std::move(name)); }
 
 int StreamOrder::index(int device, std::int64_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -81,7 +81,7 @@ class StreamOrder {
 
   /// Returns what was reported since the last call.
   std::vector<std::string> take_violations();
-  /// Returns what was counted since the last call, by the first two characters of the action (see ActionScope).
+  /// Returns what was counted since the last call, by the first two characters of the action (see exchange_action()).
   std::map<std::string, Counts> take_counts();
 
  private:
@@ -99,16 +99,7 @@ class StreamOrder {
   std::map<std::string, Counts> counts_;
 };
 
-/// Names what this thread does, for its lifetime.
-class ActionScope {
- public:
-  explicit ActionScope(std::string name);
-  ~ActionScope();
-  ActionScope(const ActionScope&) = delete;
-  ActionScope& operator=(const ActionScope&) = delete;
-
- private:
-  std::string previous_;
-};
+/// Names what this thread does from now on. Returns the name before.
+std::string exchange_action(std::string name);
 
 }  // namespace gpipe::accelerator

@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "balance/model.h"
 #include "gpipe/snapshot/safetensors.h"
-#include "skip/layout.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/support/support.h"
 
@@ -114,8 +114,7 @@ TEST(ResNet, LayerNamesAreAsDocumented) {
 
 TEST(ResNet, SkipsConnectTheBeginningAndEndOfEachBlock) {
   const auto model = resnet50(small());
-  std::vector<NamedLayer> layers;
-  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  const auto layers = Model(model).named_layers();
   const auto links = skip_links(layers);
   EXPECT_EQ(links.size(), 16);
   for (const auto& link : links) {

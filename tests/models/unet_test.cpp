@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "skip/layout.h"
+#include "balance/model.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe::models {
@@ -54,8 +54,7 @@ TEST(UNet, LayerNamesAreAsDocumented) {
 TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
   auto model = unet(tiny().depth(3));
   verify_skippables(model);
-  std::vector<NamedLayer> layers;
-  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  const auto layers = Model(model).named_layers();
   std::vector<std::pair<std::string, std::string>> ends;
   for (const auto& link : skip_links(layers)) ends.emplace_back(layers[link.from].name, layers[link.to].name);
   EXPECT_THAT(ends, ::testing::ElementsAre(::testing::Pair("down1_stash", "up1_join"),
