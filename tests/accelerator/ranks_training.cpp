@@ -162,8 +162,8 @@ void evaluate(const std::vector<torch::Device>& devices, const std::shared_ptr<R
 
 RanksOptions patient_ranks() { return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience); }
 
-std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
-                                   const RanksOptions& options, accelerator::CheckedWires* wires, int without_wires) {
+std::vector<std::string> run_ranks(int size, const RanksOptions& options, accelerator::CheckedWires* wires,
+                                   const std::function<void(const std::shared_ptr<Ranks>&)>& run, int without_wires) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(size);
   std::vector<std::thread> threads;
@@ -210,10 +210,9 @@ std::vector<Results> train_over_ranks(const std::string& schedule, Checkpoint ch
   constexpr int kRanks = 2;
   accelerator::CheckedWires wires;
   std::vector<Results> results(kRanks);
-  const auto errors = run_ranks(
-      kRanks,
-      [&](const auto& ranks) { results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks); },
-      patient_ranks(), way == Way::kWires ? &wires : nullptr);
+  const auto errors = run_ranks(kRanks, patient_ranks(), way == Way::kWires ? &wires : nullptr, [&](const auto& ranks) {
+    results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks);
+  });
   EXPECT_THAT(errors, ::testing::Each(::testing::IsEmpty()));
   return results;
 }
