@@ -228,15 +228,8 @@ struct LargeImpl : nn::Module {
 TORCH_MODULE(Large);
 
 nn::Sequential large_model(const std::shared_ptr<Live>& live) {
-  nn::Sequential model;
-  model->push_back(Large(live));
-  model->push_back(Stash("a"));
-  for (int i = 0; i < 3; ++i) model->push_back(Large(live));
-  model->push_back(StashOdd());
-  model->push_back(Pop("a"));
-  model->push_back(PopOdd());
-  model->push_back(nn::Dropout());
-  return model;
+  return nn::Sequential(Large(live), Stash("a"), Large(live), Large(live), Large(live), StashOdd(), Pop("a"), PopOdd(),
+                        nn::Dropout());
 }
 
 TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
