@@ -235,14 +235,8 @@ Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c1
 }
 
 at::Scalar item(const Tensor& tensor) {
-  auto& order = stream_order();
-  const int stream = current_stream(tensor.device());
-  std::vector<Access> accesses;
-  add_access(tensor, /*writes=*/false, accesses);
-  order.launch(stream, "item", accesses);
-  order.synchronize(stream);
   const KernelsOnly kernels;
-  return alias_on_host(tensor).item();
+  return tensor.cpu().item();
 }
 
 void record_stream(Tensor& tensor, at::Stream stream) {

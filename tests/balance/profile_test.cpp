@@ -23,7 +23,6 @@ namespace gpipe {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Gt;
 using ::testing::HasSubstr;
 namespace nn = torch::nn;
 
@@ -93,10 +92,10 @@ TEST(Profiler, MeasuresEachLayer) {
   EXPECT_EQ(of.workers, 2);
   EXPECT_EQ(of.device, "cpu");
   for (const auto& layer : of.layers) {
-    EXPECT_THAT(layer.forward, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.stored, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.recompute, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.backward, Gt(0)) << layer.name;
+    EXPECT_GT(layer.forward, 0) << layer.name;
+    EXPECT_GT(layer.stored, 0) << layer.name;
+    EXPECT_GT(layer.recompute, 0) << layer.name;
+    EXPECT_GT(layer.backward, 0) << layer.name;
   }
   for (std::size_t i = 0; i + 1 < model->size(); ++i) {
     x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
