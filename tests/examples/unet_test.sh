@@ -79,7 +79,6 @@ for value in 0 -1 1e99 x; do rarely refuse range "must be a number from 0.001 to
 rarely refuse half '--epochs' --epochs 1.5
 rarely refuse size "'big' is not a size" --data synthetic --size big
 rarely refuse flag '--no-such-flag' --no-such-flag
-rarely refuse folder '/proc/output' --output /proc/output
 refuse trace '/proc/trace' --trace /proc/trace
 "$program" --help | grep -q -- '--epochs INT.*=24' || fail "--help lists no defaults"
 
