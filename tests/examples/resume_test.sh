@@ -27,19 +27,6 @@ for signal in TERM ${GPIPE_ALL_EXAMPLES:+INT}; do
   same whole halves
 done
 
-# A killed run goes on from its latest snapshot.
-rm -rf halves
-"$program" "${common[@]}" --output halves --snapshot-every 3 >first.log &
-pid=$!
-until [[ -e halves/history.csv && $(wc -l <halves/history.csv) -ge 3 ]]; do sleep 0.01; done
-kill -KILL $pid
-wait $pid || true
-run halves --resume auto
-says halves '^resume: halves/latest.snapshot$'
-same whole halves
-run halves --resume auto
-says halves '^nothing is left to train: halves/latest.snapshot has 10 epochs'
-
 # Snapshots that do not fit.
 run new --epochs 1 --resume auto
 says new '^resume: new has no snapshot, so a new training begins$'
