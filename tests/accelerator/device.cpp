@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cctype>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,7 +30,30 @@ c10::DeviceIndex checked(c10::DeviceIndex index) {
   return index < 0 ? current_device : index;
 }
 
-struct TimedEvent : Event {
+// No address of this kind exists, so a host that reads device memory crashes.
+void* address_on_device(const void* host) {
+  constexpr std::uintptr_t kDevice = std::uintptr_t{1} << 62;
+  return host == nullptr ? nullptr : reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(host) | kDevice);
+}
+
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  stream_order().freed(block->allocation);
+  delete block;
+}
+
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    return adopt({c10::Storage::use_byte_size_t(), bytes, c10::GetCPUAllocator(), /*resizable=*/true},
+                 device(current_device));
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+struct TimedEvent {
+  Clock clock;
   std::chrono::steady_clock::time_point recorded;
 };
 
@@ -66,11 +91,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
     if (*event == nullptr) *event = new TimedEvent;
-    stream_order().record(at(*event), index(stream));
+    stream_order().record(at(*event).clock, index(stream));
     at(*event).recorded = std::chrono::steady_clock::now();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_order().wait(index(stream), at(event));
+    if (event != nullptr) stream_order().wait(index(stream), at(event).clock);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
   bool queryEvent(void*) const override { return !held(); }
@@ -80,7 +105,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) stream_order().synchronize(at(event));
+    if (event != nullptr) stream_order().synchronize(at(event).clock);
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -159,8 +184,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }();
 
 struct Context : at::ObserverContext {
-  explicit Context(std::string action) : scope(std::move(action)) {}
-  ActionScope scope;
+  explicit Context(std::string action) : previous(exchange_action(std::move(action))) {}
+  ~Context() override { exchange_action(std::move(previous)); }
+  std::string previous;
 };
 
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& range) {
@@ -171,6 +197,55 @@ std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& range) {
 }
 
 }  // namespace
+
+StreamOrder& stream_order() {
+  static auto* order = new StreamOrder;
+  return *order;
+}
+
+int current_stream(c10::Device device) {
+  return stream_order().index(device.index(), current_streams[checked(device.index())]);
+}
+
+c10::DataPtr adopt(c10::Storage host, c10::Device device) {
+  auto* block = new Block{std::move(host), {.home = current_stream(device)}};
+  return {address_on_device(block->host.data()), block, &free_block, device};
+}
+
+Block* block_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &free_block ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+bool is_stale(const Block& block, const c10::DataPtr& data) {
+  return address_on_device(block.host.data()) != data.get();
+}
+
+c10::Allocator& allocator() {
+  static auto* it = new Allocator;
+  return *it;
+}
+
+void take_shape(const at::Tensor& tensor, const at::Tensor& of) {
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(of.sizes(), of.strides(), of.storage_offset());
+}
+
+at::Tensor alias_on_host(const at::Tensor& tensor) {
+  const auto* block = block_of(tensor);
+  auto host = block ? block->host
+                    : c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::GetCPUAllocator(), /*resizable=*/true);
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(host), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                        tensor.dtype());
+  take_shape(alias, tensor);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+  if (tensor.is_conj()) alias._set_conj(true);
+  if (tensor.is_neg()) alias._set_neg(true);
+  return alias;
+}
+
+void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses) {
+  auto* block = on_device(tensor) && tensor.numel() > 0 ? block_of(tensor) : nullptr;
+  if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
+}
 
 std::atomic<bool>& held() {
   static std::atomic<bool> is{false};
@@ -190,10 +265,10 @@ const at::Generator& default_generator(c10::Device device) {
   return (*generators)[device.index()];
 }
 
-ActionListener::ActionListener()
-    : handle_(at::addGlobalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::USER_SCOPE}))) {}
-
-ActionListener::~ActionListener() { at::removeCallback(handle_); }
+std::shared_ptr<void> name_actions() {
+  const auto handle = at::addGlobalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::USER_SCOPE}));
+  return {nullptr, [handle](void*) { at::removeCallback(handle); }};
+}
 
 }  // namespace gpipe::accelerator
 

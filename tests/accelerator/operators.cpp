@@ -1,15 +1,17 @@
 // The operators of the device. Those without a kernel of their own run the CPU's.
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <optional>
+#include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tests/accelerator/device.h"
@@ -22,9 +24,90 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
+// Keeps the dispatch keys of its base: in inference mode, a view of a normal tensor is a normal tensor.
+Tensor view_of(const Tensor& base, const Tensor& shape) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                       base.key_set(), shape.dtype());
+  take_shape(view, shape);
+  return view;
+}
+
+Tensor new_tensor(const Tensor& on_host, c10::Device device) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), on_host.storage().nbytes(), adopt(on_host.storage(), device),
+                       &allocator(), /*resizable=*/true);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), kKeys, on_host.dtype());
+  take_shape(tensor, on_host);
+  return tensor;
+}
+
+/// One operator of a device, run by the host on aliases of its tensors. `operation` must outlive stream_order().
+class HostCall {
+ public:
+  explicit HostCall(std::string_view operation) : operation_(operation) {}
+
+  /// The device of the arguments, or the current one if there are none yet.
+  c10::Device device() const { return device_ ? *device_ : c10::impl::VirtualGuardImpl(kType).getDevice(); }
+  /// Sets the device of an operator that has no tensor arguments.
+  void set_device(c10::Device device) { device_ = device; }
+
+  /// Returns an alias of an argument. CPU tensors and undefined tensors are returned as they are. Errors: c10::Error
+  /// for tensors of two devices. A CPU tensor without dimensions counts as a number.
+  Tensor argument(const Tensor& tensor, bool writes) {
+    if (!on_device(tensor)) {
+      takes_host_tensor_ = takes_host_tensor_ || (tensor.defined() && tensor.dim() > 0);
+      return tensor;
+    }
+    if (!device_) device_ = tensor.device();
+    TORCH_CHECK(*device_ == tensor.device(), operation_, " takes a tensor of ", *device_, " and one of ",
+                tensor.device());
+    used_.emplace_back(tensor, writes);
+    for (const auto& [known, alias] : aliases_) {
+      if (known.is_same(tensor)) return alias;
+    }
+    return aliases_.emplace_back(tensor, alias_on_host(tensor)).second;
+  }
+
+  /// Returns the device's tensor for a result: an argument, a view of one, or a new tensor.
+  Tensor result(const Tensor& result) {
+    if (!result.defined()) return result;
+    for (const auto& [tensor, alias] : aliases_) {
+      if (!alias.is_same(result)) continue;
+      if (auto* block = block_of(tensor); block && is_stale(*block, tensor.storage().data_ptr())) {
+        const auto host = block->host;
+        tensor.storage().set_data_ptr(adopt(host, device()));
+        tensor.storage().set_nbytes(host.nbytes());
+      }
+      if (tensor.sizes() != alias.sizes() || tensor.strides() != alias.strides()) take_shape(tensor, alias);
+      return tensor;
+    }
+    for (const auto& [tensor, alias] : aliases_) {
+      if (alias.is_alias_of(result)) return view_of(tensor, result);
+    }
+    auto tensor = new_tensor(result, device());
+    used_.emplace_back(tensor, true);
+    return tensor;
+  }
+
+  /// Checks what the operator reads and writes, on the device's current stream. A view reads nothing: do not call it.
+  void launch() {
+    // Indices may be on the host.
+    TORCH_CHECK(!takes_host_tensor_ || aliases_.empty() || operation_.find("index") != std::string_view::npos,
+                operation_, " takes a tensor of ", device(), " and one of the CPU");
+    std::vector<Access> accesses;
+    for (const auto& [tensor, writes] : used_) add_access(tensor, writes, accesses);
+    if (!accesses.empty()) stream_order().launch(current_stream(device()), operation_, accesses);
+  }
+
+ private:
+  const std::string_view operation_;
+  std::optional<c10::Device> device_;
+  bool takes_host_tensor_ = false;
+  std::vector<std::pair<Tensor, Tensor>> aliases_;  // the device's tensor, its alias
+  std::vector<std::pair<Tensor, bool>> used_;       // the device's tensor, whether it is written
+};
+
 bool only_makes_views(const c10::FunctionSchema& schema) {
-  if (schema.returns().empty()) return false;
-  return std::all_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& result) {
+  return !schema.returns().empty() && std::ranges::all_of(schema.returns(), [](const c10::Argument& result) {
     return result.alias_info() != nullptr && !result.alias_info()->isWrite();
   });
 }
@@ -34,36 +117,33 @@ bool is_generator(const c10::Argument& argument) {
   return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
-// Replaces the device's tensors, generators and devices by those of the host.
-void to_host(HostCall& call, const c10::Argument& argument, c10::IValue& value) {
-  const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+/// Replaces each tensor of a value.
+template <class Function>
+void replace_tensors(c10::IValue& value, Function replace) {
   if (value.isTensor()) {
-    value = call.argument(value.toTensor(), writes);
+    value = replace(value.toTensor());
   } else if (value.isTensorList()) {
     auto tensors = value.toTensorVector();
-    for (auto& tensor : tensors) tensor = call.argument(tensor, writes);
+    for (auto& tensor : tensors) tensor = replace(tensor);
     value = tensors;
   } else if (value.isOptionalTensorList()) {
     c10::List<OptionalTensor> tensors;
     for (const OptionalTensor& tensor : value.toOptionalTensorList()) {
-      tensors.push_back(tensor ? OptionalTensor(call.argument(*tensor)) : std::nullopt);
+      tensors.push_back(tensor ? OptionalTensor(replace(*tensor)) : std::nullopt);
     }
     value = tensors;
-  } else if (value.isGenerator() && value.toGenerator().device().type() == kType) {
+  }
+}
+
+// Replaces the device's tensors, generators and devices by those of the host.
+void to_host(HostCall& call, const c10::Argument& argument, c10::IValue& value) {
+  const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  replace_tensors(value, [&](const Tensor& tensor) { return call.argument(tensor, writes); });
+  if (value.isGenerator() && value.toGenerator().device().type() == kType) {
     value = host_generator(value.toGenerator());
   } else if (value.isDevice() && value.toDevice().type() == kType) {
     if (value.toDevice().has_index()) call.set_device(value.toDevice());
     value = c10::Device(c10::kCPU);
-  }
-}
-
-void to_device(HostCall& call, c10::IValue& value) {
-  if (value.isTensor()) {
-    value = call.result(value.toTensor());
-  } else if (value.isTensorList()) {
-    auto tensors = value.toTensorVector();
-    for (auto& tensor : tensors) tensor = call.result(tensor);
-    value = tensors;
   }
 }
 
@@ -80,7 +160,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     const KernelsOnly kernels;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) to_device(call, (*stack)[i]);
+  for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    replace_tensors((*stack)[i], [&](const Tensor& tensor) { return call.result(tensor); });
+  }
   if (!only_makes_views(schema)) call.launch();
 }
 
@@ -139,11 +221,6 @@ const Tensor& resize_memory(const Tensor& tensor, c10::IntArrayRef sizes, std::o
   return tensor;
 }
 
-Tensor copy_and_resize(const Tensor& from, const Tensor& to) {
-  resize_memory(to, from.sizes(), std::nullopt);
-  return copy_from(from, to, /*non_blocking=*/false);
-}
-
 Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c10::IntArrayRef sizes,
                     c10::IntArrayRef strides) {
   auto* impl = tensor.unsafeGetTensorImpl();
@@ -158,78 +235,38 @@ Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c1
 }
 
 at::Scalar item(const Tensor& tensor) {
-  auto& order = stream_order();
-  const int stream = current_stream(tensor.device());
-  std::vector<Access> accesses;
-  add_access(tensor, /*writes=*/false, accesses);
-  order.launch(stream, "item", accesses);
-  order.synchronize(stream);
   const KernelsOnly kernels;
-  return alias_on_host(tensor).item();
+  return tensor.cpu().item();
 }
 
 void record_stream(Tensor& tensor, at::Stream stream) {
   c10::impl::getDeviceGuardImpl(kType)->recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
-// PyTorch sends convolutions of other devices to operators that the CPU lacks.
-Tensor convolution(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
-                   c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
-                   c10::IntArrayRef output_padding, std::int64_t groups) {
-  HostCall call("aten::convolution");
-  const auto x = call.argument(input);
-  const auto w = call.argument(weight);
-  const auto b = bias && bias->defined() ? OptionalTensor(call.argument(*bias)) : std::nullopt;
-  Tensor result;
-  {
-    const KernelsOnly kernels;
-    result = at::convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups);
-  }
-  result = call.result(result);
-  call.launch();
-  return result;
+c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& input,
-                                                        const Tensor& weight, c10::IntArrayRef stride,
-                                                        c10::IntArrayRef padding, c10::IntArrayRef dilation,
-                                                        bool transposed, c10::IntArrayRef output_padding,
-                                                        std::int64_t groups, std::array<bool, 3> mask) {
-  HostCall call("aten::convolution_backward");
-  const auto g = call.argument(gradient);
-  const auto x = call.argument(input);
-  const auto w = call.argument(weight);
-  const std::int64_t bias = transposed ? w.size(1) * groups : w.size(0);
-  std::tuple<Tensor, Tensor, Tensor> results;
-  {
-    const KernelsOnly kernels;
-    results = at::convolution_backward(g, x, w, c10::IntArrayRef(bias), stride, padding, dilation, transposed,
-                                       output_padding, groups, mask);
-  }
-  auto& [of_input, of_weight, of_bias] = results;
-  for (auto* result : {&of_input, &of_weight, &of_bias}) *result = call.result(*result);
-  call.launch();
-  return results;
+// PyTorch sends convolutions of other devices to operators that the CPU lacks.
+void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_on_host(operator_named("aten::convolution"), stack);
+}
+
+// The CPU's operator has one more argument, the fourth: the sizes of the bias.
+void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const auto arguments = stack->end() - 10;
+  const auto& weight = arguments[2].toTensor();
+  const bool transposed = arguments[6].toBool();
+  const auto channels = transposed ? weight.size(1) * arguments[8].toInt() : weight.size(0);
+  stack->insert(arguments + 3, c10::IValue(std::vector<std::int64_t>{channels}));
+  run_on_host(operator_named("aten::convolution_backward"), stack);
 }
 
 // The CPU's kernel draws from the CPU's default generator.
-std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::optional<bool> train) {
-  HostCall call("aten::native_dropout");
-  const auto x = call.argument(input);
-  Tensor mask;
-  Tensor result;
-  {
-    const KernelsOnly kernels;
-    mask = at::ones_like(x, x.options().dtype(at::kBool));
-    result = x.clone();
-    if (train.value_or(true)) {
-      mask.bernoulli_(1 - p, host_generator(default_generator(call.device())));
-      result.mul_(mask).mul_(p == 1 ? 0 : 1 / (1 - p));
-    }
-  }
-  const std::tuple<Tensor, Tensor> results{call.result(result), call.result(mask)};
-  call.launch();
-  return results;
+std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::optional<bool>) {
+  const KernelsOnly kernels;
+  const auto mask = at::empty_like(input, at::kBool).bernoulli_(1 - p);
+  return {input * mask * (1 / (1 - p)), mask};
 }
 
 bool same_kind(const Tensor&, const Tensor&) { return true; }
@@ -244,13 +281,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", TORCH_FN(empty));
   library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("_copy_from", TORCH_FN(copy_from));
-  library.impl("_copy_from_and_resize", TORCH_FN(copy_and_resize));
   library.impl("resize_", TORCH_FN(resize_memory));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("_local_scalar_dense", TORCH_FN(item));
   library.impl("record_stream", TORCH_FN(record_stream));
-  library.impl("convolution_overrideable", TORCH_FN(convolution));
-  library.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   library.impl("native_dropout", TORCH_FN(dropout));
   library.impl("_has_compatible_shallow_copy_type", TORCH_FN(same_kind));  // for Module::to
 }

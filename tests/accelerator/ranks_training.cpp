@@ -1,11 +1,11 @@
 #include "tests/accelerator/ranks_training.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -24,7 +24,7 @@ namespace {
 
 struct Sent {
   std::vector<at::Tensor> values;  // on the host
-  Event event;
+  Clock event;
 };
 
 bool alike(const at::Tensor& one, const at::Tensor& other) {
@@ -69,13 +69,10 @@ class CheckedWires::Wire : public DeviceWire {
     queue.pop_front();
     stream_order().wait(stream, sent.event);
     stream_order().launch(stream, "receive", accesses);
-    bool same = sent.values.size() == tensors.size();
-    for (std::size_t i = 0; same && i < tensors.size(); ++i) {
-      const auto to = alias_on_host(tensors[i]);
-      same = alike(to, sent.values[i]);
-      if (same) to.copy_(sent.values[i]);
+    if (!std::ranges::equal(sent.values, tensors, alike)) {
+      return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
     }
-    if (!same) stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
+    for (std::size_t i = 0; i < tensors.size(); ++i) alias_on_host(tensors[i]).copy_(sent.values[i]);
   }
 
  private:
@@ -165,8 +162,8 @@ void evaluate(const std::vector<torch::Device>& devices, const std::shared_ptr<R
 
 RanksOptions patient_ranks() { return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience); }
 
-std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
-                                   const RanksOptions& options, accelerator::CheckedWires* wires, int without_wires) {
+std::vector<std::string> run_ranks(int size, const RanksOptions& options, accelerator::CheckedWires* wires,
+                                   const std::function<void(const std::shared_ptr<Ranks>&)>& run, int without_wires) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(size);
   std::vector<std::thread> threads;
@@ -213,10 +210,9 @@ std::vector<Results> train_over_ranks(const std::string& schedule, Checkpoint ch
   constexpr int kRanks = 2;
   accelerator::CheckedWires wires;
   std::vector<Results> results(kRanks);
-  const auto errors = run_ranks(
-      kRanks,
-      [&](const auto& ranks) { results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks); },
-      patient_ranks(), way == Way::kWires ? &wires : nullptr);
+  const auto errors = run_ranks(kRanks, patient_ranks(), way == Way::kWires ? &wires : nullptr, [&](const auto& ranks) {
+    results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks);
+  });
   EXPECT_THAT(errors, ::testing::Each(::testing::IsEmpty()));
   return results;
 }

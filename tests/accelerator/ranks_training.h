@@ -43,8 +43,8 @@ enum class Way { kHost, kWires };
 
 /// Calls `run` for each rank of a job on a thread of its own. The errors' texts, by rank; empty if there was none.
 /// The rank `without_wires` gets none.
-std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
-                                   const RanksOptions& options, accelerator::CheckedWires* wires,
+std::vector<std::string> run_ranks(int size, const RanksOptions& options, accelerator::CheckedWires* wires,
+                                   const std::function<void(const std::shared_ptr<Ranks>&)>& run,
                                    int without_wires = -1);
 
 /// Options with time-outs that are long enough for a busy machine.

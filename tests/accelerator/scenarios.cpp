@@ -80,193 +80,182 @@ void train(Subject& it, const Tensor& input) {
 
 void expect_error(const std::function<void()>& call) { EXPECT_THAT(call, ::testing::Throws<std::runtime_error>()); }
 
+std::vector<Scenario> make_scenarios() {
+  std::vector<Scenario> all;
+  const auto add = [&](const char* name, std::function<void(Subject&)> run) { all.push_back({name, std::move(run)}); };
+  add("step", [](Subject& it) {
+    const auto target = torch::zeros({8, 5}, it.x.options());
+    for (int i = 0; i < 3; ++i) {
+      train(it, it.x);
+      it.adam.zero_grad();
+      it.pipe->step(it.x, target, tensor_loss(squared_error)).loss.item<float>();
+      it.adam.step();
+    }
+  });
+  add("step_with_a_target_elsewhere", [](Subject& it) {
+    for (const auto& where : {device(3), kCpu}) {
+      const auto target = torch::zeros({8, 5}).to(where) + 1;
+      const auto options = StepOptions().return_output(true);
+      it.pipe->step(it.x, target, tensor_loss(squared_error), options).output.tensor().mul_(2);
+    }
+  });
+  add("split_backward", [](Subject& it) {
+    // Stage 1 sends the gradient of its product's output on, and W reads it later. Stage 0 may add to it.
+    const auto twice = [](Tensor x) -> std::vector<Tensor> { return {x, x}; };
+    GPipe pipe(Sequential(Linear(6, 128), function_layer(twice), AddProduct(), Linear(128, 128), Linear(128, 5)),
+               Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
+    const auto x = it.x.repeat({8, 1}).requires_grad_();
+    const auto target = torch::zeros({64, 5}, it.x.options());
+    for (int i = 0; i < 3; ++i) pipe->step(x, target, tensor_loss(squared_error));
+    for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
+    x.grad().mul_(2);
+  });
+  add("tied", [](Subject& it) {
+    Linear first(6, 128);
+    Linear middle(128, 6);
+    const auto& devices = it.pipe->devices();
+    const auto product = [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); };
+    const auto make = [&] {
+      return GPipe(Sequential(first, middle, Linear(6, 128), Sharer(first->weight, product)), Balance{1, 1, 2},
+                   GPipeOptions().devices(devices).chunks(4).schedule("zb_h1"));
+    };
+    if (devices.front() != devices.back()) {
+      EXPECT_THAT(make, throws<std::invalid_argument>("share the parameter '0.weight', but are on " +
+                                                      devices.front().str() + " and " + devices.back().str()));
+      EXPECT_TRUE(first->weight.is_cpu()) << "was not moved";
+      return;
+    }
+    auto pipe = make();
+    torch::optim::SGD sgd({first->weight, middle->weight}, 0.1);
+    const auto target = torch::zeros({64, 6}, it.x.options());
+    const auto x = it.x.repeat({8, 1});
+    for (int i = 0; i < 3; ++i) {
+      sgd.zero_grad();
+      pipe->step(x, target, tensor_loss(squared_error));
+      sgd.step();
+      pipe->forward(x).sum().backward();
+    }
+  });
+  add("loss", [](Subject& it) {
+    const auto x = it.x.clone().requires_grad_();
+    const auto target = torch::zeros({8, 5}, device(1)) + 1;
+    (it.pipe->loss(x, target, tensor_loss(squared_error)) * 2).backward();
+    x.grad().mul_(2);
+  });
+  add("loss_on_side_streams", [](Subject& it) {
+    const SideStreams streams;
+    (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)) * 2).backward();
+    it.adam.step();
+  });
+  add("input_elsewhere", [](Subject& it) {
+    for (const auto& where : {device(3), kCpu}) {
+      const auto x = torch::randn({8, 6}).to(where).mul_(2).requires_grad_();
+      it.pipe->forward(x).sum().backward();
+      x.grad().mul_(2);
+    }
+  });
+  add("output_elsewhere_on_side_streams", [](Subject& it) {
+    const SideStreams streams;
+    const auto away = [](Tensor x) { return x.to(device(3)) * 2; };
+    const auto devices = it.pipe->devices();
+    for (const int chunks : {4, 1}) {
+      GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
+                 GPipeOptions().devices(devices).chunks(chunks));
+      const auto x = it.x.clone().requires_grad_();
+      const auto gradient = torch::ones({8, 5}, device(3)) * 2;
+      pipe->forward(x).backward(gradient);
+      gradient.zero_();
+      const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.square().mean(); });
+      pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
+      x.grad().mul_(2);
+    }
+  });
+  add("outputs_on_two_devices", [](Subject& it) {
+    const auto fork = [](Tensor x) -> std::vector<Tensor> { return {x * 2, x.to(device(3)) * 2}; };
+    GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(fork)), Balance{1, 1, 2},
+               GPipeOptions().devices(it.pipe->devices()).chunks(4));
+    std::vector<Tensor> outputs;
+    {
+      const SideStreams streams;
+      outputs = pipe->forward(Value(it.x * 1)).tensors();
+    }
+    const SideStreams others;
+    torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
+  });
+  add("graphs", [](Subject& it) {
+    const auto one = it.pipe->forward(it.x);
+    const auto two = it.pipe->forward(it.x * 2);
+    (one.sum() + two.sum()).backward({}, /*retain_graph=*/true);
+    one.sum().backward();
+    it.pipe->forward(it.x * 3);  // dropped
+    const auto x = it.x.clone().requires_grad_();
+    torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
+  });
+  add("evaluation", [](Subject& it) {
+    it.pipe->eval();
+    for (const bool inference : {false, true}) {
+      const torch::NoGradGuard no_grad;
+      const c10::InferenceMode mode(inference);
+      it.pipe->forward(it.x).mul_(2);
+    }
+    it.pipe->train();
+  });
+  add("side_streams", [](Subject& it) {
+    const SideStreams streams;
+    for (int i = 0; i < 2; ++i) train(it, it.x * 2);
+  });
+  add("backward_on_another_stream", [](Subject& it) {
+    it.adam.zero_grad();
+    auto loss = it.pipe->forward(it.x * 2).square().mean();
+    const SideStreams streams;
+    loss.backward();
+    it.adam.step();
+  });
+  add("errors", [](Subject& it) {
+    const auto target = torch::zeros({8, 5}, it.x.options());
+    auto loss = it.pipe->forward(it.x * 1).sum();
+    for (const auto where : {FaultPlan::kForward, FaultPlan::kBackward}) {
+      it.faults->arm(where, [] { throw std::runtime_error("stop"); });
+      if (where == FaultPlan::kForward) expect_error([&] { it.pipe->forward(it.x * 1); });
+      if (where == FaultPlan::kBackward) expect_error([&] { std::exchange(loss, Tensor()).backward(); });
+      expect_error([&] { it.pipe->step(it.x * 1, target, tensor_loss(squared_error)); });
+      it.faults->disarm();
+      train(it, it.x);
+    }
+  });
+  add("traced", [](Subject& it) {
+    const auto timeline = std::make_shared<Timeline>();
+    it.pipe->trace(timeline);
+    train(it, it.x);
+    it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
+    expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)); });
+    it.faults->disarm();
+    it.pipe->trace(nullptr);
+    EXPECT_GT(timeline->makespan(), 0);
+    EXPECT_LT(timeline->makespan(), 3600) << "times of one clock";
+  });
+  add("saved", [](Subject& it) {
+    train(it, it.x);
+    std::stringstream file;
+    torch::save(it.pipe, file);
+    torch::load(it.pipe, file);
+    train(it, it.x);
+  });
+  return all;
+}
+
 }  // namespace
+
+const std::vector<Scenario>& scenarios() {
+  static const auto all = make_scenarios();
+  return all;
+}
 
 Subject::Subject(const std::vector<Device>& devices)
     : pipe(subject_model(faults), Balance{2, 3, 4},
            GPipeOptions().devices(devices).chunks(4).deferred_batch_norm(true).intraop_threads(1)),
       adam(pipe->parameters()),
       x(torch::randn({8, 6}).to(devices.front()) * 2) {}
-
-const std::vector<Scenario>& scenarios() {
-  static const std::vector<Scenario> all = {
-      {"step",
-       [](Subject& it) {
-         const auto target = torch::zeros({8, 5}, it.x.options());
-         for (int i = 0; i < 3; ++i) {
-           train(it, it.x);
-           it.adam.zero_grad();
-           it.pipe->step(it.x, target, tensor_loss(squared_error)).loss.item<float>();
-           it.adam.step();
-         }
-       }},
-      {"step_with_a_target_elsewhere",
-       [](Subject& it) {
-         for (const auto& where : {device(3), kCpu}) {
-           const auto target = torch::zeros({8, 5}).to(where) + 1;
-           const auto options = StepOptions().return_output(true);
-           it.pipe->step(it.x, target, tensor_loss(squared_error), options).output.tensor().mul_(2);
-         }
-       }},
-      {"split_backward",
-       [](Subject& it) {
-         // Stage 1 sends the gradient of its product's output on, and W reads it later. Stage 0 may add to it.
-         const auto twice = [](Tensor x) -> std::vector<Tensor> { return {x, x}; };
-         GPipe pipe(Sequential(Linear(6, 128), function_layer(twice), AddProduct(), Linear(128, 128), Linear(128, 5)),
-                    Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
-         const auto x = it.x.repeat({8, 1}).requires_grad_();
-         const auto target = torch::zeros({64, 5}, it.x.options());
-         for (int i = 0; i < 3; ++i) pipe->step(x, target, tensor_loss(squared_error));
-         for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
-         x.grad().mul_(2);
-       }},
-      {"tied",
-       [](Subject& it) {
-         Linear first(6, 128);
-         Linear middle(128, 6);
-         const auto& devices = it.pipe->devices();
-         const auto product = [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); };
-         const auto make = [&] {
-           return GPipe(Sequential(first, middle, Linear(6, 128), Sharer(first->weight, product)), Balance{1, 1, 2},
-                        GPipeOptions().devices(devices).chunks(4).schedule("zb_h1"));
-         };
-         if (devices.front() != devices.back()) {
-           EXPECT_THAT(make, throws<std::invalid_argument>("share the parameter '0.weight', but are on " +
-                                                           devices.front().str() + " and " + devices.back().str()));
-           EXPECT_TRUE(first->weight.is_cpu()) << "was not moved";
-           return;
-         }
-         auto pipe = make();
-         torch::optim::SGD sgd({first->weight, middle->weight}, 0.1);
-         const auto target = torch::zeros({64, 6}, it.x.options());
-         const auto x = it.x.repeat({8, 1});
-         for (int i = 0; i < 3; ++i) {
-           sgd.zero_grad();
-           pipe->step(x, target, tensor_loss(squared_error));
-           sgd.step();
-           pipe->forward(x).sum().backward();
-         }
-       }},
-      {"loss",
-       [](Subject& it) {
-         const auto x = it.x.clone().requires_grad_();
-         const auto target = torch::zeros({8, 5}, device(1)) + 1;
-         (it.pipe->loss(x, target, tensor_loss(squared_error)) * 2).backward();
-         x.grad().mul_(2);
-       }},
-      {"loss_on_side_streams",
-       [](Subject& it) {
-         const SideStreams streams;
-         (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)) * 2).backward();
-         it.adam.step();
-       }},
-      {"input_elsewhere",
-       [](Subject& it) {
-         for (const auto& where : {device(3), kCpu}) {
-           const auto x = torch::randn({8, 6}).to(where).mul_(2).requires_grad_();
-           it.pipe->forward(x).sum().backward();
-           x.grad().mul_(2);
-         }
-       }},
-      {"output_elsewhere_on_side_streams",
-       [](Subject& it) {
-         const SideStreams streams;
-         const auto away = [](Tensor x) { return x.to(device(3)) * 2; };
-         const auto devices = it.pipe->devices();
-         for (const int chunks : {4, 1}) {
-           GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
-                      GPipeOptions().devices(devices).chunks(chunks));
-           const auto x = it.x.clone().requires_grad_();
-           const auto gradient = torch::ones({8, 5}, device(3)) * 2;
-           pipe->forward(x).backward(gradient);
-           gradient.zero_();
-           const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.square().mean(); });
-           pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
-           x.grad().mul_(2);
-         }
-       }},
-      {"outputs_on_two_devices",
-       [](Subject& it) {
-         const auto fork = [](Tensor x) -> std::vector<Tensor> { return {x * 2, x.to(device(3)) * 2}; };
-         GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(fork)), Balance{1, 1, 2},
-                    GPipeOptions().devices(it.pipe->devices()).chunks(4));
-         std::vector<Tensor> outputs;
-         {
-           const SideStreams streams;
-           outputs = pipe->forward(Value(it.x * 1)).tensors();
-         }
-         const SideStreams others;
-         torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
-       }},
-      {"graphs",
-       [](Subject& it) {
-         const auto one = it.pipe->forward(it.x);
-         const auto two = it.pipe->forward(it.x * 2);
-         (one.sum() + two.sum()).backward({}, /*retain_graph=*/true);
-         one.sum().backward();
-         it.pipe->forward(it.x * 3);  // dropped
-         const auto x = it.x.clone().requires_grad_();
-         torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
-       }},
-      {"evaluation",
-       [](Subject& it) {
-         it.pipe->eval();
-         for (const bool inference : {false, true}) {
-           const torch::NoGradGuard no_grad;
-           const c10::InferenceMode mode(inference);
-           it.pipe->forward(it.x).mul_(2);
-         }
-         it.pipe->train();
-       }},
-      {"side_streams",
-       [](Subject& it) {
-         const SideStreams streams;
-         for (int i = 0; i < 2; ++i) train(it, it.x * 2);
-       }},
-      {"backward_on_another_stream",
-       [](Subject& it) {
-         it.adam.zero_grad();
-         auto loss = it.pipe->forward(it.x * 2).square().mean();
-         const SideStreams streams;
-         loss.backward();
-         it.adam.step();
-       }},
-      {"errors",
-       [](Subject& it) {
-         const auto target = torch::zeros({8, 5}, it.x.options());
-         auto loss = it.pipe->forward(it.x * 1).sum();
-         for (const auto where : {FaultPlan::kForward, FaultPlan::kBackward}) {
-           it.faults->arm(where, [] { throw std::runtime_error("stop"); });
-           if (where == FaultPlan::kForward) expect_error([&] { it.pipe->forward(it.x * 1); });
-           if (where == FaultPlan::kBackward) expect_error([&] { std::exchange(loss, Tensor()).backward(); });
-           expect_error([&] { it.pipe->step(it.x * 1, target, tensor_loss(squared_error)); });
-           it.faults->disarm();
-           train(it, it.x);
-         }
-       }},
-      {"traced",
-       [](Subject& it) {
-         const auto timeline = std::make_shared<Timeline>();
-         it.pipe->trace(timeline);
-         train(it, it.x);
-         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
-         expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)); });
-         it.faults->disarm();
-         it.pipe->trace(nullptr);
-         EXPECT_GT(timeline->makespan(), 0);
-         EXPECT_LT(timeline->makespan(), 3600) << "times of one clock";
-       }},
-      {"saved",
-       [](Subject& it) {
-         train(it, it.x);
-         std::stringstream file;
-         torch::save(it.pipe, file);
-         torch::load(it.pipe, file);
-         train(it, it.x);
-       }},
-  };
-  return all;
-}
 
 const std::vector<DeviceLayout>& device_layouts() {
   static const std::vector<DeviceLayout> all = {
@@ -281,7 +270,7 @@ const std::vector<DeviceLayout>& device_layouts() {
 std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
   const auto before = place_of_this_thread();
   stream_order().take_violations();
-  const accelerator::ActionListener listener;
+  const auto names = accelerator::name_actions();
   {
     Subject subject(layout.devices);
     scenario.run(subject);

@@ -15,25 +15,13 @@ int this_thread() {
   return index;
 }
 
+void join(Clock& clock, const Clock& other) {
+  for (const auto& [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+}
+
 }  // namespace
 
-std::uint64_t Clock::of(int stream) const {
-  return static_cast<std::size_t>(stream) < done_.size() ? done_[stream] : 0;
-}
-
-void Clock::advance(int stream) {
-  if (done_.size() <= static_cast<std::size_t>(stream)) done_.resize(stream + 1);
-  ++done_[stream];
-}
-
-void Clock::join(const Clock& other) {
-  if (done_.size() < other.done_.size()) done_.resize(other.done_.size());
-  for (std::size_t i = 0; i < other.done_.size(); ++i) done_[i] = std::max(done_[i], other.done_[i]);
-}
-
-ActionScope::ActionScope(std::string name) : previous_(std::exchange(current_action, std::move(name))) {}
-
-ActionScope::~ActionScope() { current_action = std::move(previous_); }
+std::string exchange_action(std::string name) { return std::exchange(current_action, std::move(name)); }
 
 int StreamOrder::index(int device, std::int64_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -43,6 +31,8 @@ int StreamOrder::index(int device, std::int64_t stream) {
 }
 
 Clock& StreamOrder::host() { return hosts_[this_thread()]; }
+
+Counts& StreamOrder::counts() { return counts_[current_action.substr(0, 2)]; }
 
 std::string StreamOrder::name(int stream) const {
   for (const auto& [key, index] : indices_) {
@@ -57,8 +47,8 @@ void StreamOrder::add_violation(std::string text) {
 
 void StreamOrder::check(int stream, std::string_view operation, const Access& access) {
   auto& it = *access.allocation;
-  const auto& now = streams_[stream];
-  const auto unordered = [&](int other, const Use& use) { return now.of(other) < use.time; };
+  auto& now = streams_[stream];
+  const auto unordered = [&](int other, const Use& use) { return now[other] < use.time; };
   const auto add = [&](int other, const Use& use) {
     std::ostringstream text;
     text << operation << (access.writes ? " writes" : " reads") << " a tensor of shape [";
@@ -73,7 +63,7 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
         std::find_if(it.uses.begin(), it.uses.end(), [&](const auto& use) { return unordered(use.first, use.second); });
     if (found != it.uses.end()) add(found->first, found->second);
   }
-  const Use use{now.of(stream), operation};
+  const Use use{now[stream], operation};
   if (access.writes) {
     it.uses.clear();
     it.writer = stream;
@@ -84,46 +74,46 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
 
 void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses) {
   std::lock_guard<std::mutex> lock(mutex_);
-  streams_[stream].join(host());
-  streams_[stream].advance(stream);
+  join(streams_[stream], host());
+  ++streams_[stream][stream];
   for (const auto& access : accesses) check(stream, operation, access);
 }
 
 void StreamOrder::order(int first, int then) {
   std::lock_guard<std::mutex> lock(mutex_);
-  streams_[then].join(streams_[first]);
+  join(streams_[then], streams_[first]);
 }
 
-void StreamOrder::record(Event& event, int stream) {
+void StreamOrder::record(Clock& event, int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].events;
-  streams_[stream].join(host());
-  event.clock = streams_[stream];
+  ++counts().events;
+  join(streams_[stream], host());
+  event = streams_[stream];
 }
 
-void StreamOrder::wait(int stream, const Event& event) {
+void StreamOrder::wait(int stream, const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].waits;
-  streams_[stream].join(event.clock);
+  ++counts().waits;
+  join(streams_[stream], event);
 }
 
 void StreamOrder::synchronize(int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
-  host().join(streams_[stream]);
+  ++counts().host_waits;
+  join(host(), streams_[stream]);
 }
 
-void StreamOrder::synchronize(const Event& event) {
+void StreamOrder::synchronize(const Clock& event) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
-  host().join(event.clock);
+  ++counts().host_waits;
+  join(host(), event);
 }
 
 void StreamOrder::synchronize_device(int device) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].host_waits;
+  ++counts().host_waits;
   for (const auto& [key, stream] : indices_) {
-    if (key.first == device) host().join(streams_[stream]);
+    if (key.first == device) join(host(), streams_[stream]);
   }
 }
 
@@ -135,10 +125,10 @@ void StreamOrder::used(Allocation& allocation, int stream) {
 void StreamOrder::freed(const Allocation& allocation) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto known = streams_[allocation.home];
-  known.join(host());
-  for (const int stream : allocation.recorded) known.join(streams_[stream]);
+  join(known, host());
+  for (const int stream : allocation.recorded) join(known, streams_[stream]);
   for (const auto& [stream, use] : allocation.uses) {
-    if (known.of(stream) >= use.time) continue;
+    if (known[stream] >= use.time) continue;
     std::ostringstream text;
     text << "memory returns to " << name(allocation.home) << " while " << use.operation << " on " << name(stream)
          << " may still use it; the allocator was not told of that stream";
@@ -148,7 +138,7 @@ void StreamOrder::freed(const Allocation& allocation) {
 
 void StreamOrder::count(int Counts::*what) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++(counts_[current_action].*what);
+  ++(counts().*what);
 }
 
 void StreamOrder::report(std::string violation) {

@@ -12,21 +12,9 @@
 
 namespace gpipe::accelerator {
 
-/// A vector clock: how much of each stream's work is known to be done, by the stream's index.
-class Clock {
- public:
-  std::uint64_t of(int stream) const;
-  void advance(int stream);
-  void join(const Clock& other);
-
- private:
-  std::vector<std::uint64_t> done_;
-};
-
-/// The work that an event waits for.
-struct Event {
-  Clock clock;
-};
+/// A vector clock: how much of each stream's work is known to be done, by the stream's index. An event is the clock of
+/// the work that it waits for.
+using Clock = std::map<int, std::uint64_t>;
 
 /// The last use of an allocation by a stream.
 struct Use {
@@ -56,7 +44,6 @@ struct Counts {
   int events = 0;
   int waits = 0;  // of a stream for an event
   int host_waits = 0;
-  bool operator==(const Counts&) const = default;
 };
 
 /// Checks that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only
@@ -76,11 +63,11 @@ class StreamOrder {
   /// Makes a stream's later work come after the present work of another.
   void order(int first, int then);
 
-  void record(Event& event, int stream);
-  void wait(int stream, const Event& event);
+  void record(Clock& event, int stream);
+  void wait(int stream, const Clock& event);
   /// Makes this thread wait.
   void synchronize(int stream);
-  void synchronize(const Event& event);
+  void synchronize(const Clock& event);
   void synchronize_device(int device);
 
   /// Tells the allocator that a stream uses an allocation.
@@ -94,11 +81,12 @@ class StreamOrder {
 
   /// Returns what was reported since the last call.
   std::vector<std::string> take_violations();
-  /// Returns what was counted since the last call, by action (see ActionScope).
+  /// Returns what was counted since the last call, by the first two characters of the action (see exchange_action()).
   std::map<std::string, Counts> take_counts();
 
  private:
   Clock& host();
+  Counts& counts();
   void check(int stream, std::string_view operation, const Access& access);
   void add_violation(std::string text);
   std::string name(int stream) const;
@@ -111,16 +99,7 @@ class StreamOrder {
   std::map<std::string, Counts> counts_;
 };
 
-/// Names what this thread does, for its lifetime.
-class ActionScope {
- public:
-  explicit ActionScope(std::string name);
-  ~ActionScope();
-  ActionScope(const ActionScope&) = delete;
-  ActionScope& operator=(const ActionScope&) = delete;
-
- private:
-  std::string previous_;
-};
+/// Names what this thread does from now on. Returns the name before.
+std::string exchange_action(std::string name);
 
 }  // namespace gpipe::accelerator

@@ -2,12 +2,10 @@
 #include "balance/cluster.h"
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -25,8 +23,6 @@ using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::StartsWith;
-using Json = nlohmann::json;
 
 /// A profile of equal layers for micro-batches of `samples`. Per sample a layer takes 1 s forward and 2 s backward, and
 /// its output has 10 bytes. Its parameters have as many bytes as their gradients.
@@ -288,74 +284,6 @@ TEST(ClusterPlan, RefusesWhatCannotBePlanned) {
   EXPECT_THAT(refusal(cluster, profiles, {.samples = 9}),
               AllOf(HasSubstr("no number of replicas suits 8 devices and 9 samples"), HasSubstr("at most 4 devices"),
                     HasSubstr("whole micro-batches of 1 samples")));
-}
-
-class ClusterJson : public ::testing::Test {
- protected:
-  static Json good() {
-    return {{"hosts", 128},
-            {"devices_per_host", 8},
-            {"memory", 80'000'000'000},
-            {"inside", {{"bandwidth", 3e11}, {"latency", 5e-6}}},
-            {"between", {{"bandwidth", 25'000'000'000}, {"latency", 0}}}};
-  }
-  static std::string refusal(const std::string& text) {
-    return error_of<std::invalid_argument>([&] { cluster_from_json(text); });
-  }
-  static void expect_refused(const std::string& place, const std::vector<Json>& values) {
-    for (const auto& value : values) {
-      auto json = good();
-      json.at(Json::json_pointer(place)) = value;
-      EXPECT_THAT(refusal(json.dump()), StartsWith("[cluster] not a cluster: " + place + " is ")) << value;
-    }
-  }
-};
-
-TEST_F(ClusterJson, ReadsACluster) {
-  const auto cluster = cluster_from_json(good().dump());
-  EXPECT_EQ(cluster.hosts, 128);
-  EXPECT_EQ(cluster.devices_per_host, 8);
-  EXPECT_EQ(cluster.devices(), 1024);
-  EXPECT_EQ(cluster.memory, 80'000'000'000);
-  EXPECT_EQ(cluster.inside.bandwidth, 3e11);
-  EXPECT_EQ(cluster.inside.latency, 5e-6);
-  EXPECT_EQ(cluster.between.bandwidth, 25e9);
-  EXPECT_EQ(cluster.between.latency, 0);
-}
-
-TEST_F(ClusterJson, RefusesNumbersOutOfRange) {
-  const auto wraps = (std::int64_t{1} << 32) + 1;
-  const auto huge = std::numeric_limits<std::uint64_t>::max();
-  expect_refused("/hosts", {0, -1, 0.5, "8", true, nullptr, wraps, huge});
-  expect_refused("/devices_per_host", {0, -1, 0.5, Json::array(), wraps, huge, kMostDevices / 128 + 1});
-  expect_refused("/memory", {-1, 0.5, 1e10, "80GB", huge});
-  expect_refused("/inside", {3e11, nullptr, Json::array()});
-  expect_refused("/inside/bandwidth", {0, -1, 0.5, 1e30, "3e11", true, nullptr});
-  expect_refused("/between/latency", {-1, -1e-9, 1e30, "0", Json::object()});
-}
-
-TEST_F(ClusterJson, NamesWhatIsMissingOrUnknown) {
-  for (const char* name : {"hosts", "devices_per_host", "memory", "inside", "between"}) {
-    auto json = good();
-    json.erase(name);
-    EXPECT_THAT(refusal(json.dump()), HasSubstr("/" + std::string(name) + " is missing"));
-  }
-  auto json = good();
-  json["between"].erase("latency");
-  EXPECT_THAT(refusal(json.dump()), HasSubstr("/between/latency is missing"));
-  json["between"]["delay"] = json["between"]["latency"] = 1;
-  EXPECT_THAT(refusal(json.dump()), HasSubstr("/between/delay is unknown"));
-}
-
-TEST_F(ClusterJson, RefusesTextThatIsNotACluster) {
-  const auto text = good().dump();
-  EXPECT_THAT(refusal(text.substr(0, text.size() / 2)),
-              AllOf(HasSubstr("not a cluster: "), HasSubstr("parse error at")));
-  EXPECT_THAT(refusal(""), HasSubstr("not a cluster: "));
-  EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
-  EXPECT_THAT(refusal(std::string(kMaxClusterJson, '[')), HasSubstr("nests deeper than 8 levels"));
-  EXPECT_THAT(refusal(std::string(kMaxClusterJson + 1, ' ')), HasSubstr("65537 bytes, but the limit is 65536"));
-  EXPECT_LT(refusal("{\"" + std::string(10000, 'x') + "\":1}").size(), 300U);
 }
 
 }  // namespace

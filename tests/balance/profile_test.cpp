@@ -1,6 +1,5 @@
 // Profiles, suggestions and predictions of real models. Compares bytes, never times.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <mutex>
@@ -15,6 +14,7 @@
 #include "gpipe/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
+#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/support/support.h"
@@ -23,36 +23,42 @@ namespace gpipe {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Gt;
 using ::testing::HasSubstr;
 namespace nn = torch::nn;
 
 ProfileOptions brief() { return ProfileOptions().seconds(0).repeats(1); }
 
-TEST(Profiler, RestoresTheModel) {
-  auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
+torch::Tensor rows(std::int64_t count = 4) { return torch::randn({count, 6}); }
+
+const std::vector<torch::Device> kTwoCpus(2, torch::kCPU);
+
+nn::Sequential four_layers() { return nn::Sequential(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh()); }
+
+TEST(Profiler, RestoresTheModelAndTheSample) {
+  nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)));
+  model->extend(*models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1)));
   model->eval();
   model[3]->train();
-  const auto x = torch::rand({4, 3, 16, 16});
-  const auto state = at::detail::getDefaultCPUGenerator().get_state();
-  std::vector<torch::Tensor> before;
-  for (const auto& tensor : model->parameters()) before.push_back(tensor.clone());
-  for (const auto& tensor : model->buffers()) before.push_back(tensor.clone());
+  const auto x = torch::randn({4, 3, 16, 16});
+  const auto x_before = x.clone();
+  const auto state = generator_state();
+  const auto parameters = copies(model->parameters());
+  const auto buffers = copies(model->buffers());
   int hooks = 0;
   for (auto& parameter : model->parameters()) parameter.register_hook([&](torch::Tensor) { ++hooks; });
   model->parameters()[0].mutable_grad() = torch::ones_like(model->parameters()[0]);
 
   const auto profiled = profile(model, x.narrow(0, 0, 2), brief().workers(2));
-  const auto suggestion = suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({2}).profile(brief()));
-  refine(model, x, {torch::kCPU, torch::kCPU}, suggestion, 2, 1);
+  const auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks({2}).profile(brief()));
+  refine(model, x, kTwoCpus, suggestion, 2, 1);
 
-  auto was = before.begin();
-  for (const auto& tensor : model->parameters()) EXPECT_TRUE(torch::equal(tensor, *was++));
-  for (const auto& tensor : model->buffers()) EXPECT_TRUE(torch::equal(tensor, *was++));
+  EXPECT_TRUE(same(x, x_before));
+  EXPECT_TRUE(same(model->parameters(), parameters));
+  EXPECT_TRUE(same(model->buffers(), buffers));
   EXPECT_TRUE(torch::equal(model->parameters()[0].grad(), torch::ones_like(model->parameters()[0])));
   for (std::size_t i = 1; i < model->parameters().size(); ++i) EXPECT_FALSE(model->parameters()[i].grad().defined());
   for (std::size_t i = 0; i < model->size(); ++i) EXPECT_EQ(model[i]->is_training(), i == 3);
-  EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+  EXPECT_TRUE(same(generator_state(), state));
   EXPECT_EQ(hooks, 0);
 }
 
@@ -70,7 +76,7 @@ TEST(Profiler, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   nn::Sequential model(nn::Linear(6, 6), Lazy(), nn::Linear(6, 6));
   model->eval();
   const torch::NoGradGuard no_grad;
-  const auto of = profile(model, torch::randn({4, 6}), brief());
+  const auto of = profile(model, rows(), brief());
   EXPECT_GT(of.layers[2].backward, 0);
   EXPECT_EQ(of.layers[2].saved, 0);
   EXPECT_EQ(of.layers[1].saved, 4 * 6 * 4);
@@ -79,18 +85,21 @@ TEST(Profiler, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
 
 TEST(Profiler, MeasuresEachLayer) {
   auto model = models::unet(models::UNetOptions().depth(1).base_channels(4));
-  std::vector<double> progress;
-  const auto of = profile(model, torch::rand({2, 3, 16, 16}),
-                          brief().workers(2).param_scale(4).progress([&](double part) { progress.push_back(part); }));
+  auto x = torch::rand({2, 3, 16, 16});
+  const auto of = profile(model, x, brief().workers(2).param_scale(4));
   ASSERT_EQ(of.layers.size(), model->size());
   EXPECT_EQ(of.samples, 2);
   EXPECT_EQ(of.workers, 2);
   EXPECT_EQ(of.device, "cpu");
   for (const auto& layer : of.layers) {
-    EXPECT_THAT(layer.forward, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.stored, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.recompute, Gt(0)) << layer.name;
-    EXPECT_THAT(layer.backward, Gt(0)) << layer.name;
+    EXPECT_GT(layer.forward, 0) << layer.name;
+    EXPECT_GT(layer.stored, 0) << layer.name;
+    EXPECT_GT(layer.recompute, 0) << layer.name;
+    EXPECT_GT(layer.backward, 0) << layer.name;
+  }
+  for (std::size_t i = 0; i + 1 < model->size(); ++i) {
+    x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
+    EXPECT_EQ(of.layers[i].output, static_cast<std::int64_t>(x.nbytes())) << of.layers[i].name;
   }
   const std::int64_t image = 2 * 4 * 16 * 16 * 4;  // bytes; 4 channels
   const auto& conv = of.layers[0];
@@ -111,27 +120,13 @@ TEST(Profiler, MeasuresEachLayer) {
   EXPECT_EQ(of.skips[0].bytes, image);
   EXPECT_EQ(of.layers[of.skips[0].from].name, "down1_stash");
   EXPECT_EQ(of.layers[of.skips[0].to].name, "up1_join");
-  EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
-  EXPECT_EQ(progress.back(), 1);
-}
-
-TEST(Cut, SendsFewerBytesAtLowBandwidth) {
-  auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
-  auto of = profile(model, torch::rand({2, 3, 32, 32}), brief());
-  for (auto& layer : of.layers) layer.forward = layer.stored = layer.recompute = layer.backward = 1;
-  const auto moved = [&](const std::vector<std::int64_t>& balance) {
-    return StageCost(of).bytes_in(static_cast<int>(balance[0]), static_cast<int>(of.layers.size()));
-  };
-  const auto by_time = balance_by_time(of, 2, {.chunks = 4});
-  const auto by_time_and_transfer = balance_by_time(of, 2, {.chunks = 4, .network = {.inside = {.bandwidth = 4000}}});
-  EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
 }
 
 TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
-  const auto tuple = Value(std::make_tuple(torch::randn({4, 6}), torch::randint(0, 5, {4})));
+  const auto tuple = Value(std::make_tuple(rows(), torch::randint(0, 5, {4})));
   const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
   EXPECT_TRUE(of_tuples.layers[1].changes_input);
-  const auto of_skips = profile(skip_model(), torch::randn({4, 6}), brief().workers(3));
+  const auto of_skips = profile(skip_model(), rows(), brief().workers(3));
   EXPECT_EQ(of_skips.skips.size(), 5U);
 }
 
@@ -143,21 +138,21 @@ nn::Sequential model_with_a_tie() {
 TEST(Profiler, FindsParametersThatLayersShare) {
   const auto model = model_with_a_tie();
   for (const int workers : {1, 3}) {
-    const auto of = profile(model, torch::randn({4, 6}), brief().workers(workers));
+    const auto of = profile(model, rows(), brief().workers(workers));
     const std::vector<TieProfile> ties = {{"1.0.weight", {1, 3}, 6 * 6 * 4}, {"1.0.bias", {1, 3}, 6 * 4}};
     EXPECT_EQ(of.ties, ties);
     EXPECT_EQ(of.layers[1].parameters, (6 * 6 + 6) * 4);
     EXPECT_EQ(of.layers[3].parameters, 0) << "counted once";
     for (int i = 0; i < 5; ++i) EXPECT_EQ(of.layers[i].shares_with, i);
   }
-  EXPECT_EQ(balance_by_time(5, model, torch::randn({4, 6}), brief()), std::vector<std::int64_t>(5, 1));
+  EXPECT_EQ(balance_by_time(5, model, rows(), brief()), std::vector<std::int64_t>(5, 1));
 }
 
 TEST(Profiler, KeepsLayersTogetherThatShareABuffer) {
   auto model = model_with_a_tie();
   const auto table = torch::ones({6});
   for (const int layer : {1, 3}) model[layer]->as<NestedSequentialImpl>()->register_buffer("table", table);
-  EXPECT_EQ(profile(model, torch::randn({4, 6}), brief()).layers[3].shares_with, 1);
+  EXPECT_EQ(profile(model, rows(), brief()).layers[3].shares_with, 1);
 }
 
 TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
@@ -172,31 +167,23 @@ TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
 TEST(Profiler, AcceptsFrozenModels) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   for (auto& parameter : model[0]->parameters()) parameter.set_requires_grad(false);
-  const auto half = profile(model, torch::randn({4, 6}), brief());
+  const auto half = profile(model, rows(), brief());
   EXPECT_EQ(half.layers[0].gradients, 0);
   EXPECT_EQ(half.layers[0].backward, 0);
   EXPECT_GT(half.layers[2].backward, 0);
   for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);
-  EXPECT_EQ(profile(model, torch::randn({4, 6}), brief()).layers[2].backward, 0);
+  EXPECT_EQ(profile(model, rows(), brief()).layers[2].backward, 0);
 }
-
-struct ThrowsBackwardImpl : nn::Module {
-  torch::Tensor forward(torch::Tensor x) { return OnBackward::apply(x, &act); }
-  std::function<void()> act = [] { throw std::runtime_error("tired"); };
-};
-TORCH_MODULE(ThrowsBackward);
 
 TEST(Profiler, NamesAFailingLayer) {
   nn::Sequential model({{"first", nn::Linear(6, 6)}, {"second", nn::Linear(5, 6)}, {"third", nn::Linear(6, 6)}});
-  EXPECT_THAT(error_of([&] {
-                profile(model, torch::randn({4, 6}), brief().workers(2));
-              }),
+  EXPECT_THAT(error_of([&] { profile(model, rows(), brief().workers(2)); }),
               AllOf(HasSubstr("layer 'second' failed in its forward"), HasSubstr("cannot be multiplied")));
-  nn::Sequential backward({{"first", nn::Linear(6, 6)}, {"bad", ThrowsBackward()}, {"third", nn::Linear(6, 6)}});
+  const auto faults = std::make_shared<FaultPlan>();
+  faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("tired"); });
+  nn::Sequential backward({{"first", nn::Linear(6, 6)}, {"bad", Faulty(faults)}, {"third", nn::Linear(6, 6)}});
   for (const int workers : {1, 2, 3}) {
-    EXPECT_THAT(error_of([&] {
-                  profile(backward, torch::randn({4, 6}), brief().workers(workers));
-                }),
+    EXPECT_THAT(error_of([&] { profile(backward, rows(), brief().workers(workers)); }),
                 HasSubstr("layer 'bad' failed in its backward: tired"));
   }
   for (const auto& parameter : backward->parameters()) EXPECT_FALSE(parameter.grad().defined());
@@ -204,7 +191,7 @@ TEST(Profiler, NamesAFailingLayer) {
 
 TEST(Profiler, RefusesInvalidArguments) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU());
-  const auto x = torch::randn({4, 6});
+  const auto x = rows();
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] { profile(nn::Sequential(), x); }), HasSubstr("no layers"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().workers(0)); }), HasSubstr("workers must be positive"));
@@ -240,22 +227,15 @@ struct LargeImpl : nn::Module {
 TORCH_MODULE(Large);
 
 nn::Sequential large_model(const std::shared_ptr<Live>& live) {
-  nn::Sequential model;
-  model->push_back(Large(live));
-  model->push_back(Stash("a"));
-  for (int i = 0; i < 3; ++i) model->push_back(Large(live));
-  model->push_back(StashOdd());
-  model->push_back(Pop("a"));
-  model->push_back(PopOdd());
-  model->push_back(nn::Dropout());
-  return model;
+  return nn::Sequential(Large(live), Stash("a"), Large(live), Large(live), Large(live), StashOdd(), Pop("a"), PopOdd(),
+                        nn::Dropout());
 }
 
 TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto live = std::make_shared<Live>();
   auto model = large_model(live);
   model->eval();
-  const auto x = torch::randn({4, 6});
+  const auto x = rows();
   const auto before = x.clone();
   const auto of = profile(model, x, brief().workers(2));
   EXPECT_TRUE(torch::equal(x, before));
@@ -273,7 +253,7 @@ TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto unlimited = std::make_shared<Live>();
   unlimited->now = -1000;
   const auto same = large_model(unlimited);
-  const auto whole = profile(same, torch::randn({4, 6}), brief().workers(2));
+  const auto whole = profile(same, rows(), brief().workers(2));
   const StageCost of_lone(of);
   const StageCost of_whole(whole);
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
@@ -291,29 +271,21 @@ TEST(Profiler, NamesALayerThatIsTooLarge) {
   const auto live = std::make_shared<Live>();
   live->now = 4;
   nn::Sequential model(nn::Linear(6, 6), Large(live));
-  EXPECT_THAT(error_of([&] {
-                profile(model, torch::randn({4, 6}), brief());
-              }),
+  EXPECT_THAT(error_of([&] { profile(model, rows(), brief()); }),
               HasSubstr("layer '1' alone does not fit its device for 4 samples"));
 }
 
-/// Runs out of memory once, in the first measured run.
-struct OnceImpl : nn::Module {
-  torch::Tensor forward(torch::Tensor x) {
-    if (++calls == 7) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");
-    return x * 2;
-  }
-  int calls = 0;
-};
-TORCH_MODULE(Once);
-
 TEST(Profiler, ProgressNeverFallsBack) {
-  Once once;
-  nn::Sequential model(nn::Linear(6, 6), once);
+  int calls = 0;
+  const auto runs_out_once = [&](torch::Tensor x) {
+    if (++calls == 7) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");  // in the first measured run
+    return x * 2;
+  };
+  nn::Sequential model(nn::Linear(6, 6), nn::Functional(runs_out_once));
   std::vector<double> progress;
   const auto options = ProfileOptions().repeats(1).progress([&](double part) { progress.push_back(part); });
-  profile(model, torch::randn({4, 6}), options);
-  EXPECT_GT(once->calls, 7);
+  profile(model, rows(), options);
+  EXPECT_GT(calls, 7);
   EXPECT_LT(progress.front(), 0.5);
   EXPECT_EQ(progress.back(), 1);
   EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
@@ -328,28 +300,17 @@ TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
   EXPECT_FALSE(first.tensors()[1].requires_grad());
 }
 
-/// Fails for more than `most` samples.
-struct RefusesMoreThanImpl : nn::Module {
-  explicit RefusesMoreThanImpl(std::int64_t most) : most(most) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    if (x.size(0) > most) throw std::runtime_error("too many samples");
-    return x * 2;
-  }
-  const std::int64_t most;
-};
-TORCH_MODULE(RefusesMoreThan);
-
 TEST(Suggest, ComparesWithTheUnpartitionedModel) {
-  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
-  const auto x = torch::randn({8, 6});
+  const auto model = four_layers();
+  const auto x = rows(8);
   for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
-    for (const auto& devices : {std::vector<torch::Device>{torch::kCPU}, {torch::kCPU, torch::kCPU}}) {
+    for (const auto& devices : {std::vector<torch::Device>{torch::kCPU}, kTwoCpus}) {
       std::vector<double> progress;
       const auto profiling = brief().progress([&](double part) { progress.push_back(part); });
       const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks(chunks).profile(profiling));
       EXPECT_EQ(suggestion.profiles.size(), chunks.size());
       ASSERT_TRUE(suggestion.unpartitioned);
-      EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{3});
+      EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{4});
       EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
       EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
       EXPECT_EQ(suggestion.unpartitioned->bytes.size(), 1U);
@@ -361,163 +322,151 @@ TEST(Suggest, ComparesWithTheUnpartitionedModel) {
 }
 
 TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
-  nn::Sequential model(nn::Linear(6, 6), RefusesMoreThan(4), nn::Linear(6, 6));
-  const auto suggestion =
-      suggest(model, torch::randn({8, 6}), {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({4}).profile(brief()));
+  const auto refuses_more_than_4 = [](torch::Tensor x) {
+    if (x.size(0) > 4) throw std::runtime_error("too many samples");
+    return x * 2;
+  };
+  nn::Sequential model(nn::Linear(6, 6), nn::Functional(refuses_more_than_4), nn::Linear(6, 6));
+  const auto suggestion = suggest(model, rows(8), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   EXPECT_TRUE(suggestion.fits());
   EXPECT_FALSE(suggestion.unpartitioned);
 }
 
 TEST(Suggest, TriesEverySchedule) {
-  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh());
-  const auto x = torch::randn({8, 6});
-  const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
-  auto suggestion = suggest(model, x, devices, SuggestOptions().chunks({4}).profile(brief()));
+  const auto model = four_layers();
+  const auto x = rows(8);
+  auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   std::set<std::string> schedules;
   for (const auto& candidate : suggestion.candidates) schedules.insert(candidate.schedule);
   EXPECT_EQ(schedules.size(), schedule_rules().size() - 1) << "gpipe in loops is looped_bfs";
-  EXPECT_EQ(refine(model, x, devices, suggestion, /*candidates=*/100, /*repeats=*/1).size(),
+  EXPECT_EQ(refine(model, x, kTwoCpus, suggestion, /*candidates=*/100, /*repeats=*/1).size(),
             suggestion.candidates.size());
-  suggestion = suggest(model, x, devices,
+  suggestion = suggest(model, x, kTwoCpus,
                        SuggestOptions().chunks({4}).scheduling({kAnySchedule, 1, v_placement(4)}).profile(brief()));
   for (const auto& candidate : suggestion.candidates) EXPECT_EQ(candidate.placement, v_placement(4));
-  EXPECT_THAT(error_of<std::invalid_argument>([&] {
-                suggest(model, x, devices, SuggestOptions().scheduling({kAnySchedule, 3}));
-              }),
+  const auto looped = SuggestOptions().scheduling({kAnySchedule, 3});
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { suggest(model, x, kTwoCpus, looped); }),
               HasSubstr("no schedule fits 2 devices, 4 layers"));
 }
 
-TEST(Suggest, RefinesWithTheSchedule) {
-  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh());
-  const auto x = torch::randn({8, 6});
-  const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
-  for (const auto& scheduling : {Scheduling{"1f1b"}, Scheduling{"interleaved_1f1b", 2}}) {
-    const auto suggestion =
-        suggest(model, x, devices, SuggestOptions().chunks({4}).scheduling(scheduling).profile(brief()));
-    EXPECT_EQ(suggestion.best().schedule, scheduling.schedule);
-    const auto measured = refine(model, x, devices, suggestion, /*candidates=*/1, /*repeats=*/1);
-    EXPECT_GT(measured.front().seconds, 0);
-    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
-  }
-  EXPECT_THAT(error_of<std::invalid_argument>([&] {
-                suggest(model, x, devices, SuggestOptions().scheduling({"gpipe", 0}));
-              }),
+TEST(Suggest, KeepsTheSchedule) {
+  const auto suggested = [](const char* schedule, int stages_per_worker) {
+    const auto options = SuggestOptions().chunks({4}).scheduling({schedule, stages_per_worker}).profile(brief());
+    return suggest(four_layers(), rows(8), kTwoCpus, options).best().schedule;
+  };
+  EXPECT_EQ(suggested("1f1b", 1), "1f1b");
+  EXPECT_EQ(suggested("interleaved_1f1b", 2), "interleaved_1f1b");
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { suggested("gpipe", 0); }),
               HasSubstr("stages_per_worker must be positive, but is 0"));
 }
 
 TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
-  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
-  const auto x = torch::randn({8, 6});
   for (const double last : {0.0, 0.3, 0.9}) {  // in the first profile, in a later one, in the unpartitioned model's
     const auto profiling = brief().progress([&](double part) {
       if (part >= last) throw std::runtime_error("enough");
     });
-    EXPECT_EQ(error_of([&] {
-                suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().profile(profiling));
-              }),
+    EXPECT_EQ(error_of([&] { suggest(four_layers(), rows(8), kTwoCpus, SuggestOptions().profile(profiling)); }),
               "enough");
   }
 }
 
-class BytesOfSchedules : public testing::Test {
- protected:
-  /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
-  /// step: they are at least `least` of these. The profile's model ends in the loss.
-  static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
-                           const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
-                           double least = 0.93) {
-    nn::Sequential whole;
-    whole->extend(*model);
-    whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
-    const auto of_whole = profile(whole, micro_batch, brief().intraop_threads(1));
-    auto with_loss = balance;
-    ++with_loss.back();
-    const auto bytes = StageCost(of_whole).costs(with_loss, {}).bytes;
-    const int chunks = 4;
-    auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
-    batch.set_requires_grad(micro_batch.requires_grad());
-    for (const auto& schedule : schedules) {
-      for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-        SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
-        auto options = GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
-        if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
-        GPipe pipe(model, balance, options);
-        for (int i = 0; i < 2; ++i) trial_schedule(pipe, batch);
-        const auto timeline = std::make_shared<Timeline>();
-        pipe->trace(timeline);
-        trial_schedule(pipe, batch);
-        auto accounted = *timeline;
-        account(accounted, bytes);
-        for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
-          const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
-          const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
-          EXPECT_GT(ratio, least) << "worker " << w;
-          // Workers free each other's memory during their actions. The account frees it at their ends.
-          if (balance.size() == 1) EXPECT_LT(ratio, 1.05);
-        }
-        for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
-          const auto& span = timeline->spans[i];
-          if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
-          // What the action itself allocates and frees. Another worker may free memory of this one meanwhile.
-          const auto counted = span.bytes.after - span.bytes.before;
-          const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
-          if (balance.size() == 1) EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
-        }
+/// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
+/// step: they are at least `least` of these. The profile's model ends in the loss.
+void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
+                        const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
+                        double least = 0.93) {
+  nn::Sequential whole;
+  whole->extend(*model);
+  whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
+  const auto of_whole = profile(whole, micro_batch, brief().intraop_threads(1));
+  auto with_loss = balance;
+  ++with_loss.back();
+  const auto bytes = StageCost(of_whole).costs(with_loss, {}).bytes;
+  const int chunks = 4;
+  auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
+  batch.set_requires_grad(micro_batch.requires_grad());
+  for (const auto& schedule : schedules) {
+    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+      SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
+      auto options = GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
+      if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
+      GPipe pipe(model, balance, options);
+      for (int i = 0; i < 2; ++i) trial_schedule(pipe, batch);
+      const auto timeline = std::make_shared<Timeline>();
+      pipe->trace(timeline);
+      trial_schedule(pipe, batch);
+      auto accounted = *timeline;
+      account(accounted, bytes);
+      for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
+        const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
+        const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
+        EXPECT_GT(ratio, least) << "worker " << w;
+        // Workers free each other's memory during their actions. The account frees it at their ends.
+        if (balance.size() == 1) EXPECT_LT(ratio, 1.05);
+      }
+      for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
+        const auto& span = timeline->spans[i];
+        if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
+        // What the action itself allocates and frees. Another worker may free memory of this one meanwhile.
+        const auto counted = span.bytes.after - span.bytes.before;
+        const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
+        if (balance.size() == 1) EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
       }
     }
   }
-};
+}
 
-TEST_F(BytesOfSchedules, UNet) {
+TEST(BytesOfSchedules, UNet) {
   const auto model = models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1));
-  expect_close(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe", "1f1b"});
-  expect_close(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v", "dualpipe_v"});
-  expect_close(model, torch::rand({2, 3, 32, 32}), {44}, {"gpipe", "zb_h1"});
+  expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe", "1f1b"});
+  expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v", "dualpipe_v"});
+  expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {44}, {"gpipe", "zb_h1"});
 }
 
-TEST_F(BytesOfSchedules, ResNet) {
-  expect_close(models::resnet18(models::ResNetOptions().num_classes(10)), torch::rand({2, 3, 32, 32}), {46, 25},
-               {"zb_h2"});
+TEST(BytesOfSchedules, ResNet) {
+  expect_close_bytes(models::resnet18(models::ResNetOptions().num_classes(10)), torch::rand({2, 3, 32, 32}), {46, 25},
+                     {"zb_h2"});
 }
 
-TEST_F(BytesOfSchedules, TokensThenLinearLayers) {
+TEST(BytesOfSchedules, TokensThenLinearLayers) {
   nn::Sequential model(nn::Embedding(50, 128));
   for (int i = 0; i < 6; ++i) {
     model->push_back(nn::Linear(128, 128));
     model->push_back(nn::GELU());
   }
   const auto ids = torch::randint(0, 50, {64}, torch::kLong);
-  expect_close(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
-  expect_close(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
+  expect_close_bytes(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
+  expect_close_bytes(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
 }
 
 // The output of a layer is saved for its own backward and for the next layer's W.
-TEST_F(BytesOfSchedules, LayersThatEndInReLU) {
+TEST(BytesOfSchedules, LayersThatEndInReLU) {
   nn::Sequential model;
   for (int i = 0; i < 8; ++i) {
     model->push_back(NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}));
   }
   const auto x = torch::randn({64, 256});
-  expect_close(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
-  expect_close(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
-  expect_close(model, x, {8}, {"zb_h1"});
+  expect_close_bytes(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
+  expect_close_bytes(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
+  expect_close_bytes(model, x, {8}, {"zb_h1"});
 }
 
-TEST_F(BytesOfSchedules, AnInputThatRequiresGrad) {
+TEST(BytesOfSchedules, AnInputThatRequiresGrad) {
   nn::Sequential model;
   for (int i = 0; i < 4; ++i) {
     model->push_back(nn::Linear(256, 256));
     model->push_back(nn::GELU());
   }
-  expect_close(model, torch::randn({16, 256}).requires_grad_(), {4, 4}, {"zb_h1"});
-  expect_close(model, torch::randn({16, 256}).requires_grad_(), {8}, {"zb_h1"});
+  for (const auto& balance : {Balance{4, 4}, {8}}) {
+    expect_close_bytes(model, torch::randn({16, 256}).requires_grad_(), balance, {"zb_h1"});
+  }
 }
 
 TEST(Profiler, AcceptsLossesOfAnyOutput) {
   const auto complex = [](torch::Tensor x) { return torch::view_as_complex(x.view({-1, 3, 2})); };
-  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(complex)), torch::randn({4, 6}), brief());
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(complex)), rows(), brief());
   const auto best = [](torch::Tensor x) { return x.argmax(1); };
-  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), torch::randn({4, 6}), brief());
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), rows(), brief());
 }
 
 // W's of layers before the first parameters, and of layers without large ones, take no time.

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/utils.h>
 
 #include <map>
@@ -26,18 +25,15 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-at::Tensor bytes_of(const std::vector<int>& values, at::IntArrayRef shape) {
-  return at::tensor(values).to(at::kByte).view(shape);
-}
-
 // --- IDX
 
-using mnist::LabelledImages;
 using mnist::read_idx;
 
 class IdxTest : public ::testing::Test {
  protected:
-  IdxTest() { write_idx(files_, {(at::arange(18) * 14).to(at::kByte).view({3, 3, 2}), bytes_of({7, 0, 9}, {3})}); }
+  IdxTest() {
+    write_idx(files_, {(at::arange(18) * 14).to(at::kByte).view({3, 3, 2}), at::tensor({7, 0, 9}, at::kByte)});
+  }
 
   // Returns why the set is refused after a change of a file, which it undoes.
   template <class Change>
@@ -65,7 +61,7 @@ TEST_F(IdxTest, FormatIsThatOfMnist) {
             std::string("\0\0\x8\x3\0\0\0\x3\0\0\0\x3\0\0\0\x2\0\xe", 18));
   const auto set = read_idx(files_);
   EXPECT_TRUE(at::equal(set.images, (at::arange(18) * 14).to(at::kByte).view({3, 3, 2})));
-  EXPECT_TRUE(at::equal(set.labels, bytes_of({7, 0, 9}, {3})));
+  EXPECT_TRUE(at::equal(set.labels, at::tensor({7, 0, 9}, at::kByte)));
 }
 
 TEST_F(IdxTest, DamagedFilesAreNamed) {
@@ -117,9 +113,9 @@ TEST(DrawingTest, TableHasEnlargedTilesSideBySide) {
   const auto table = draw_table({{"image", images}, {"prediction", at::full({2, 3, 4, 5}, 0.5)}}).image();
   EXPECT_EQ(table.sizes(), at::IntArrayRef({3, 36 + 2 * 208 + 4, 2 * 260 + 4}));
   const auto pixel = [&](int x, int y) { return table.select(2, x).select(1, y); };
-  EXPECT_TRUE(at::equal(pixel(0, 36), bytes_of({0, 0, 0}, {3})));
-  EXPECT_TRUE(at::equal(pixel(259, 36 + 415), bytes_of({0, 0, 255}, {3})));
-  EXPECT_TRUE(at::equal(pixel(264, 36), bytes_of({128, 128, 128}, {3})));
+  EXPECT_TRUE(at::equal(pixel(0, 36), at::tensor({0, 0, 0}, at::kByte)));
+  EXPECT_TRUE(at::equal(pixel(259, 36 + 415), at::tensor({0, 0, 255}, at::kByte)));
+  EXPECT_TRUE(at::equal(pixel(264, 36), at::tensor({128, 128, 128}, at::kByte)));
   EXPECT_GT(table.narrow(1, 0, 36).max().item<int>(), 200) << "no title";
 }
 
@@ -171,14 +167,15 @@ TEST(MaskTest, PaintedLabelsAreReadBack) {
     write_png(directory / "mask.png", unet::paint_labels(labels, classes));
     EXPECT_TRUE(at::equal(unet::read_labels(directory / "mask.png", classes), labels)) << classes;
   }
-  write_png(directory / "grey.png", bytes_of({0, 4, 2}, {1, 3}));
-  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 5), bytes_of({0, 4, 2}, {1, 3})));
-  EXPECT_THAT(error_of([&] { unet::read_labels(directory / "grey.png", 4); }),
-              AllOf(HasSubstr("grey.png"), HasSubstr("4,4,4")));
-  write_png(directory / "grey.png", bytes_of({127, 128, 255}, {1, 3}));
-  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 2), bytes_of({0, 1, 1}, {1, 3})));
-  write_png(directory / "grey.png", bytes_of({0, 1, 0}, {1, 3}));
-  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 2), bytes_of({0, 1, 0}, {1, 3})));
+  const auto read_grey = [&](const at::Tensor& levels, int classes) {
+    write_png(directory / "grey.png", levels.view({1, 3}));
+    return unet::read_labels(directory / "grey.png", classes).view(3);
+  };
+  const auto levels = at::tensor({0, 4, 2}, at::kByte);
+  EXPECT_TRUE(at::equal(read_grey(levels, 5), levels));
+  EXPECT_THAT(error_of([&] { read_grey(levels, 4); }), AllOf(HasSubstr("grey.png"), HasSubstr("4,4,4")));
+  EXPECT_TRUE(at::equal(read_grey(at::tensor({127, 128, 255}, at::kByte), 2), at::tensor({0, 1, 1}, at::kByte)));
+  EXPECT_TRUE(at::equal(read_grey(at::tensor({0, 1, 0}, at::kByte), 2), at::tensor({0, 1, 0}, at::kByte)));
 }
 
 class LoaderTest : public ::testing::Test {
@@ -218,23 +215,17 @@ TEST_F(LoaderTest, BatchesHoldTheFiles) {
 }
 
 TEST_F(LoaderTest, BatchesDependOnSeedAndEpochAlone) {
-  const LoaderOptions options{.batch_size = 2, .workers = 1, .augment = true, .seed = 5, .epoch = 1};
-  const auto first = all(options);
-  for (const int workers : {0, 4}) {
-    auto others = options;
-    others.workers = workers;
-    EXPECT_TRUE(equal(all(others), first)) << workers;
-  }
-  auto later = options;
-  later.first_batch = 4;
-  EXPECT_TRUE(equal(all(later), {first.begin() + 4, first.end()}));
-  for (auto change : std::vector<void (*)(LoaderOptions&)>{[](LoaderOptions& of) { of.epoch = 2; },
-                                                           [](LoaderOptions& of) { of.seed = 6; },
-                                                           [](LoaderOptions& of) { of.augment = false; }}) {
-    auto other = options;
-    change(other);
-    EXPECT_FALSE(equal(all(other), first));
-  }
+  const auto batches = [&](int workers, bool augment, std::uint64_t seed, int epoch, std::int64_t first = 0) {
+    return all(
+        {.batch_size = 2, .workers = workers, .augment = augment, .seed = seed, .epoch = epoch, .first_batch = first});
+  };
+  const auto first = batches(1, true, 5, 1);
+  EXPECT_TRUE(equal(batches(0, true, 5, 1), first));
+  EXPECT_TRUE(equal(batches(4, true, 5, 1), first));
+  EXPECT_TRUE(equal(batches(1, true, 5, 1, 4), {first.begin() + 4, first.end()}));
+  EXPECT_FALSE(equal(batches(1, false, 5, 1), first));
+  EXPECT_FALSE(equal(batches(1, true, 6, 1), first));
+  EXPECT_FALSE(equal(batches(1, true, 5, 2), first));
 }
 
 TEST_F(LoaderTest, MaskMovesWithTheImage) {
@@ -314,8 +305,8 @@ TEST(SegmentationTest, LossDecomposesOverUnequalMicroBatches) {
 }
 
 TEST(SegmentationTest, ScoresCountPixels) {
-  const auto predicted = bytes_of({1, 2, 2, 0, 2, 2, 0, 0}, {8});
-  const auto truth = bytes_of({1, 2, 1, 0, 2, 2, 2, 0}, {8});
+  const auto predicted = at::tensor({1, 2, 2, 0, 2, 2, 0, 0}, at::kByte);
+  const auto truth = at::tensor({1, 2, 1, 0, 2, 2, 2, 0}, at::kByte);
   const auto scores = unet::to_scores(unet::count_pairs(predicted, truth, 4));
   ASSERT_EQ(scores.size(), 4u);
   EXPECT_DOUBLE_EQ(scores[1].dice, 2.0 / 3);

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
@@ -19,10 +18,6 @@ using ::testing::HasSubstr;
 
 // Pictures of 11 x 9 pixels in each format.
 const std::filesystem::path kImages = std::filesystem::path(__FILE__).parent_path() / "images";
-
-at::Tensor pixels_of(const std::vector<int>& values, at::IntArrayRef shape) {
-  return at::tensor(values).to(at::kByte).view(shape);
-}
 
 class ImageTest : public ::testing::Test {
  protected:
@@ -52,8 +47,8 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
 // Transparent pixels keep their colour, as with Pillow's convert("RGB"), which made the file: (10, 20, 30) opaque,
 // (200, 100, 50) transparent, (200, 100, 50) half transparent.
 TEST_F(ImageTest, AlphaChannelOfPngIsIgnored) {
-  EXPECT_TRUE(
-      at::equal(read_image(kImages / "alpha.png"), pixels_of({10, 200, 200, 20, 100, 100, 30, 50, 50}, {3, 1, 3})));
+  EXPECT_TRUE(at::equal(read_image(kImages / "alpha.png"),
+                        at::tensor({10, 200, 200, 20, 100, 100, 30, 50, 50}, at::kByte).view({3, 1, 3})));
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
@@ -74,7 +69,7 @@ TEST_F(ImageTest, ShrinkingAveragesAllPixelsAndNearestKeepsClasses) {
   auto mask = at::zeros({4, 4}, at::kByte);
   mask[3][3] = 1;
   mask[1][1] = 2;
-  EXPECT_TRUE(at::equal(resize_nearest(mask, {2, 2}), pixels_of({2, 0, 0, 1}, {2, 2})));
+  EXPECT_TRUE(at::equal(resize_nearest(mask, {2, 2}), at::tensor({2, 0, 0, 1}, at::kByte).view({2, 2})));
   EXPECT_EQ(resize_nearest(mask, {8, 4}).sum().item<int>(), 2 * mask.sum().item<int>());
 }
 
@@ -95,10 +90,8 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),
               AllOf(HasSubstr("absent: "), HasSubstr("No such file")));
   EXPECT_THAT(error_of([&] { read_image(directory_.path()); }), HasSubstr("directory"));
-  EXPECT_THAT(error_of([&] {
-                write_png(directory_ / "none" / "a", at::zeros({2, 2}, at::kByte));
-              }),
-              HasSubstr("No such file"));
+  const auto image = at::zeros({2, 2}, at::kByte);
+  EXPECT_THAT(error_of([&] { write_png(directory_ / "none" / "a", image); }), HasSubstr("No such file"));
 }
 
 TEST_F(ImageTest, TruncatedFilesAreNamed) {

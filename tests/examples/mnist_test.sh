@@ -13,6 +13,7 @@ run two --balance 21,50
 same one two
 run resumed --learning-rate-schedule constant
 run resumed --learning-rate-schedule constant --epochs 2 --resume auto
+says resumed '^resume: resumed/latest.snapshot$'
 run whole --learning-rate-schedule constant --epochs 2
 same whole resumed
 

@@ -6,7 +6,6 @@
 #   rarely COMMAND...          runs it only with GPIPE_ALL_EXAMPLES, as in `tests/long examples`
 #   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
 #   same NAME NAME             two runs must have the same histories, except images/s, and the same bits in latest.snapshot
-#   same_weights NAME NAME     the same weights in latest.snapshot
 #   close NAME NAME            the same losses and scores, up to rounding
 #   damage NAME TEXT COMMAND...
 #                              a copy of the folder $data, changed by the command, must be refused
@@ -50,33 +49,25 @@ rarely() { [[ -z ${GPIPE_ALL_EXAMPLES:-} ]] || "$@"; }
 
 column() { tail -n +2 "$1/history.csv" | cut -d, -f"$2"; }
 
-# compare ENTRIES A B: compares the entries of two snapshots whose names match a regular expression. A snapshot is a
-# safetensors file.
-compare() {
-  "$python" - "$@" <<'END' || fail "other $1: $2 $3"
-import json, re, sys
+same() {
+  diff <(sed 's/,[^,]*$//' "$1/history.csv") <(sed 's/,[^,]*$//' "$2/history.csv") || fail "$* have other losses or scores"
+  "$python" - "$@" <<'END' || fail "other snapshots: $*"
+import json, sys
 
 def entries(path):
-    data = open(path, "rb").read()
+    data = open(path, "rb").read()  # a safetensors file
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     metadata = header.pop("__metadata__")
-    places = {name: at["data_offsets"] for name, at in header.items() if re.match(sys.argv[1], name)}
-    return {name: data[end + begin : end + stop] for name, (begin, stop) in places.items()} | {
-        name: metadata[name] for name in metadata if name != "checksum" and re.match(sys.argv[1], name)}
+    del header[".history.images_per_second"], metadata["checksum"]
+    places = {name: at["data_offsets"] for name, at in header.items()}
+    return metadata | {name: data[end + begin : end + stop] for name, (begin, stop) in places.items()}
 
-one, other = (entries(f"{run}/latest.snapshot") for run in sys.argv[2:])
+one, other = (entries(f"{run}/latest.snapshot") for run in sys.argv[1:])
 assert one.keys() == other.keys() and len(one) > 20, (one.keys(), other.keys())
 for name in one:
     assert one[name] == other[name], name
 END
-}
-
-same_weights() { compare '[^.]' "$@"; }
-
-same() {
-  diff <(sed 's/,[^,]*$//' "$1/history.csv") <(sed 's/,[^,]*$//' "$2/history.csv") || fail "$* have other losses or scores"
-  compare '(?!\.history\.images_per_second)' "$@"
 }
 
 close() {

@@ -26,29 +26,21 @@ together four 4 --stages 2 --chunks 1 --replicas 2
 close alone four
 says four '^training: 2 epochs, mini-batches of 4 as 1 micro-batches on each of 2 replicas'
 
-# Stopped by the terminal, which signals to all processes. Rarely also by a signal to torchrun, which passes it on, as in
-# recovery_test.sh.
+# Stopped by the terminal, which signals to all processes.
 common+=(--chunks 2 --epochs 8 --stages 3)
 run whole
-for how in terminal ${GPIPE_ALL_EXAMPLES:+launcher}; do
-  rm -rf parts
-  # A group of processes of its own. A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
-  (trap - INT && torchrun 2 --output parts) >parts.log 2>&1 &
-  launcher=$!
-  until [[ -e parts/history.csv && $(wc -l <parts/history.csv) -ge 3 ]]; do
-    kill -0 $launcher || { cat parts.log >&2; fail "it ended before it was stopped"; }
-    sleep 0.01
-  done
-  if [[ $how == terminal ]]; then
-    kill -INT $launcher $(pgrep -P $launcher)
-  else
-    kill -TERM $launcher
-  fi
-  ! wait $launcher || fail "a stopped training succeeds"
-  says parts '--resume parts/latest.snapshot'
-  run parts --resume auto
-  same whole parts
+# A group of processes of its own. A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
+(trap - INT && torchrun 2 --output parts) >parts.log 2>&1 &
+launcher=$!
+until [[ -e parts/history.csv && $(wc -l <parts/history.csv) -ge 3 ]]; do
+  kill -0 $launcher || { cat parts.log >&2; fail "it ended before it was stopped"; }
+  sleep 0.01
 done
+kill -INT $launcher $(pgrep -P $launcher)
+! wait $launcher || fail "a stopped training succeeds"
+says parts '--resume parts/latest.snapshot'
+run parts --resume auto
+same whole parts
 
 # An error of one rank ends all.
 if (torchrun 2 --output /proc/output) >error.log 2>&1; then fail "an error is no error"; fi

@@ -27,31 +27,10 @@ for signal in TERM ${GPIPE_ALL_EXAMPLES:+INT}; do
   same whole halves
 done
 
-# A killed run goes on from its latest snapshot.
-rm -rf halves
-"$program" "${common[@]}" --output halves --snapshot-every 3 >first.log &
-pid=$!
-until [[ -e halves/history.csv && $(wc -l <halves/history.csv) -ge 3 ]]; do sleep 0.01; done
-kill -KILL $pid
-wait $pid || true
-run halves --resume auto
-says halves '^resume: halves/latest.snapshot$'
-same whole halves
-run halves --resume auto
-says halves '^nothing is left to train: halves/latest.snapshot has 10 epochs'
-
-# More epochs than the first run had. Only a constant learning rate does not depend on their number.
-run more --epochs 2 --learning-rate-schedule constant
-run more --epochs 3 --learning-rate-schedule constant --resume auto
-run three --epochs 3 --learning-rate-schedule constant
-same three more
-
 # Snapshots that do not fit.
 run new --epochs 1 --resume auto
 says new '^resume: new has no snapshot, so a new training begins$'
-rarely refuse batch '--batch-size 4, not 5' --batch-size 5 --resume whole/latest.snapshot
 refuse model '--channels 4, not 5' --channels 5 --resume whole/latest.snapshot
-refuse weights 'down1_conv1.weight' --channels 5 --load whole/best.snapshot
 rarely refuse missing 'no-such-file' --resume no-such-file
 head -c 3000 whole/latest.snapshot >half
 refuse half 'half' --resume half

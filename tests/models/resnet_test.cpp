@@ -1,7 +1,6 @@
 #include "models/resnet.h"
 
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -11,15 +10,14 @@
 #include <filesystem>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "balance/model.h"
 #include "gpipe/snapshot/safetensors.h"
-#include "skip/layout.h"
 #include "tests/gpipe/helpers.h"
+#include "tests/support/support.h"
 
 namespace gpipe::models {
 namespace {
@@ -81,10 +79,11 @@ void warm_up(Sequential& model, const std::vector<std::int64_t>& shape) {
   model->eval();
 }
 
-std::vector<std::string> state_keys(const Sequential& model) {
-  auto keys = model->named_parameters().keys();
-  for (const auto& key : model->named_buffers().keys()) keys.push_back(key);
-  return keys;
+/// The parameters and buffers by name.
+auto state_of(const torch::nn::Module& model) {
+  auto state = model.named_parameters();
+  state.update(model.named_buffers());
+  return state;
 }
 
 TEST(ResNet, HasTheParameterCountsAndStateKeysOfTorchvision) {
@@ -95,7 +94,7 @@ TEST(ResNet, HasTheParameterCountsAndStateKeysOfTorchvision) {
     verify_skippables(model);
     std::vector<std::string> expected;
     for (const auto& key : torchvision_keys(architecture)) expected.push_back(from_torchvision(key));
-    EXPECT_THAT(state_keys(model), ::testing::UnorderedElementsAreArray(expected));
+    EXPECT_THAT(state_of(*model).keys(), ::testing::UnorderedElementsAreArray(expected));
   }
 }
 
@@ -115,8 +114,7 @@ TEST(ResNet, LayerNamesAreAsDocumented) {
 
 TEST(ResNet, SkipsConnectTheBeginningAndEndOfEachBlock) {
   const auto model = resnet50(small());
-  std::vector<NamedLayer> layers;
-  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  const auto layers = Model(model).named_layers();
   const auto links = skip_links(layers);
   EXPECT_EQ(links.size(), 16);
   for (const auto& link : links) {
@@ -125,31 +123,6 @@ TEST(ResNet, SkipsConnectTheBeginningAndEndOfEachBlock) {
     EXPECT_EQ(layers[link.from].name, block + "stash");
     EXPECT_EQ(layers[link.to].name, block + "join");
   }
-}
-
-TEST(ResNet, ProjectsAShortcutWhereTheSkipIsSmaller) {
-  struct Sizes : SkipContext {
-    void stash(const SkipKey& key, at::Tensor tensor) override {
-      sizes[key.name] = tensor.sizes().vec();
-      tensors[key] = std::move(tensor);
-    }
-    at::Tensor pop(const SkipKey& key) override { return tensors.extract(key).mapped(); }
-    std::map<SkipKey, at::Tensor> tensors;
-    std::map<std::string, std::vector<std::int64_t>> sizes;
-  };
-  auto model = resnet50(small());
-  model->eval();
-  const torch::NoGradGuard no_grad;
-  Sizes context;
-  {
-    SkipContextGuard guard(context);
-    model->forward(torch::rand({1, 3, 16, 16}));
-  }
-  using Shape = std::vector<std::int64_t>;
-  EXPECT_EQ(context.sizes["layer1_0_identity"], (Shape{1, 64, 16, 16}));
-  EXPECT_EQ(context.sizes["layer1_1_identity"], (Shape{1, 256, 16, 16}));
-  EXPECT_EQ(context.sizes["layer2_0_identity"], (Shape{1, 512, 8, 8}));
-  EXPECT_EQ(context.sizes["layer4_0_identity"], (Shape{1, 2048, 2, 2}));
 }
 
 TEST(ResNet, InitialValuesHaveTheDistributionsOfTorchvision) {
@@ -217,9 +190,7 @@ TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
   const auto x = torch::randn({4, 3, 8, 8}, torch::kFloat64);
   const auto expected = model->forward(x);
   expected.square().sum().backward();
-  std::vector<Tensor> gradients;
-  for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
-  model->zero_grad();
+  const auto gradients = take_gradients(*model);
   // Cuts after every fifth layer fall on every kind of layer.
   const std::vector<std::int64_t> balance(model->size() / 5, 5);
   GPipe pipe(model, balance, GPipeOptions().chunks(2).devices(cpus(balance.size())));
@@ -227,38 +198,22 @@ TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
   const auto y = pipe->forward(x);
   EXPECT_TRUE(torch::allclose(y, expected, 1e-10, 1e-12));
   y.square().sum().backward();
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    ASSERT_TRUE(torch::allclose(model->parameters()[i].grad(), gradients[i], 1e-8, 1e-10))
-        << model->named_parameters().keys()[i];
-  }
+  expect_close(take_gradients(*model), gradients, 1e-8, 1e-10);
 }
 
-// Cuts before each kind of layer that changes its input in place. Recomputes must still start from the original inputs.
+// Cuts before layer1_0_relu1, layer1_0_join and layer2_0_relu2: each kind of layer that changes its input in place.
+// Recomputes must still start from the original inputs.
 TEST(ResNet, RecomputingPipelineHasTheSameGradients) {
   auto model = resnet18(small());
-  const auto names = layer_names(model);
-  std::vector<std::int64_t> balance{0};
-  for (const auto& name : names) {
-    const bool cut = name == "layer1_0_relu1" || name == "layer1_0_join" || name == "layer2_0_relu2";
-    if (cut) balance.push_back(0);
-    ++balance.back();
-  }
   const auto x = torch::randn({4, 3, 8, 8});
   const auto gradients = [&](Checkpoint checkpoint) {
-    GPipe pipe(model, balance, GPipeOptions().chunks(2).checkpoint(checkpoint).devices(cpus(balance.size())));
-    model->zero_grad();
+    GPipe pipe(model, {6, 3, 17, 44}, GPipeOptions().chunks(2).checkpoint(checkpoint).devices(cpus(4)));
     pipe->train();
     pipe->forward(x).square().sum().backward();
-    std::vector<Tensor> result;
-    for (const auto& parameter : model->parameters()) result.push_back(parameter.grad().clone());
-    return result;
+    return take_gradients(*model);
   };
   const auto never = gradients(Checkpoint::kNever);
-  const auto always = gradients(Checkpoint::kAlways);
-  ASSERT_EQ(balance.size(), 4);
-  for (std::size_t i = 0; i < never.size(); ++i) {
-    EXPECT_TRUE(torch::equal(never[i], always[i])) << model->named_parameters().keys()[i];
-  }
+  EXPECT_TRUE(same(never, gradients(Checkpoint::kAlways)));
 }
 
 TEST(ResNet, ErrorsNameTheOptionAndItsValue) {
@@ -270,8 +225,7 @@ using State = std::map<std::string, Tensor>;
 
 /// Random values for torchvision's keys, in the shapes of the model.
 State random_state(const Sequential& model, const Architecture& architecture) {
-  auto ours = model->named_parameters();
-  ours.update(model->named_buffers());
+  const auto ours = state_of(*model);
   State state;
   for (const auto& key : torchvision_keys(architecture)) {
     const auto& like = ours[from_torchvision(key)];
@@ -282,8 +236,7 @@ State random_state(const Sequential& model, const Architecture& architecture) {
 }
 
 bool holds(const torch::nn::Module& model, const State& state) {
-  auto ours = model.named_parameters();
-  ours.update(model.named_buffers());
+  const auto ours = state_of(model);
   for (const auto& [key, value] : state) {
     if (!torch::equal(ours[from_torchvision(key)].detach().cpu(), value)) return false;
   }
@@ -309,7 +262,6 @@ TEST(FromTorchvision, ConvertsKeysAsDocumented) {
 class LoadTorchvision : public ::testing::Test {
  protected:
   LoadTorchvision() : state_(random_state(model_, architectures()[0])) {}
-  ~LoadTorchvision() override { std::filesystem::remove(path_); }
 
   /// Expects loading to fail with a message that contains both texts, and to leave the model unchanged.
   template <typename Error, typename Source>
@@ -322,9 +274,6 @@ class LoadTorchvision : public ::testing::Test {
 
   Sequential model_ = resnet18(small());
   State state_;
-  const std::filesystem::path path_ =
-      std::filesystem::path(::testing::TempDir()) /
-      (std::string("resnet_") + ::testing::UnitTest::GetInstance()->current_test_info()->name() + ".safetensors");
 };
 
 TEST_F(LoadTorchvision, LoadsIntoAModelAndAPipeline) {
@@ -368,11 +317,13 @@ TEST_F(LoadTorchvision, ErrorsNameTheFirstKeyThatDoesNotFit) {
 }
 
 TEST_F(LoadTorchvision, ReadsAFile) {
-  write_safetensors(path_, {.tensors = state_, .training = ""});
-  load_torchvision(*model_, path_);
+  const TemporaryDirectory directory;
+  const auto path = directory / "weights.safetensors";
+  write_safetensors(path, {.tensors = state_, .training = ""});
+  load_torchvision(*model_, path);
   EXPECT_TRUE(holds(*model_, state_));
-  std::filesystem::resize_file(path_, std::filesystem::file_size(path_) - 1);
-  refuses<std::runtime_error>(path_, "cannot read '" + path_.string() + "': ");
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);
+  refuses<std::runtime_error>(path, "cannot read '" + path.string() + "': ");
 }
 
 }  // namespace

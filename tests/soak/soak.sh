@@ -55,7 +55,7 @@ resume() {
 # Checks that the history is a prefix of the undisturbed one, and that the training resumes and ends like that one.
 check_recovery() {
   local lines
-  if [[ -e run/history.csv && $event != *disk* && $event != *size* ]]; then
+  if [[ -e run/history.csv && $event != *disk* ]]; then
     lines=$(wc -l <run/history.csv)
     diff <(history run) <(history whole | head -n "$lines") || fail "the history is damaged"
   fi
@@ -72,6 +72,7 @@ check_recovery() {
 prepare() {
   rm -rf run
   if (($(random 4) == 0)); then mkdir run; else cp -r begun run; fi
+  chmod -R a+rwX . # for another user
   resume
 }
 
@@ -92,49 +93,40 @@ killed() {
   wait $pid 2>/dev/null || true
 }
 
-# limited COMMAND...: runs the training in a shell that the command has limited.
-limited() {
+# disturbed EVENT COMMAND...: the command gets the training as further arguments, and runs it.
+disturbed() {
   local status=0
-  event="$*"
+  event=$1
   prepare
-  (ulimit -c unlimited && "$@" && exec "${train[@]}" --epochs $epochs --output run "${start[@]}") >out.log 2>err.log ||
-    status=$?
+  "${@:2}" "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log || status=$?
   check_end $status
 }
 
-file_size() { limited ulimit -f $(($(random $((snapshot_bytes / 1024 + 8))) + 1)); }
-open_files() { limited ulimit -n $(($(random 40) + 4)); }
-memory() { limited ulimit -v $((needed_kib + $(random 400000))); }
+limited() { disturbed "prlimit $1" prlimit --core=unlimited "$1"; }
+file_size() { limited --fsize=$((1024 * ($(random $((snapshot_bytes / 1024 + 8))) + 1))); }
+open_files() { limited --nofile=$(($(random 40) + 4)); }
+memory() { limited --as=$((1024 * (needed_kib + $(random 400000)))); }
 
 # Limits the number of threads. Root has no such limit, so it runs the training as a user without other threads.
 threads() {
-  local status=0 count=$(($(random 6) + 1))
+  local count=$(($(random 6) + 1))
   if ((EUID != 0)); then
-    limited ulimit -u $(($(ps -L -u "$USER" --no-headers | wc -l) + count))
-    return
+    limited --nproc=$(($(ps -L -u "$USER" --no-headers | wc -l) + count))
+  else
+    disturbed "$count threads" setpriv --reuid=$other --regid=$other --clear-groups prlimit --nproc=$count
   fi
-  event="$count threads"
-  prepare
-  chmod -R a+rwX "$work"
-  (setpriv --reuid=$other --regid=$other --clear-groups prlimit --nproc=$count \
-    "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log) || status=$?
-  check_end $status
 }
 
 full_disk() {
-  local status=0 free=$(random $((2 * snapshot_bytes / 1024)))
-  event="disk with $free KiB free"
-  prepare
-  unshare -m bash -c '
+  local free=$(random $((2 * snapshot_bytes / 1024)))
+  disturbed "disk with $free KiB free" unshare -m bash -c '
     mount -t tmpfs -o size=$(($(du -sk run | cut -f1) + $1 + 16))k tmpfs /mnt && cp -r run/. /mnt && mount --move /mnt run || exit 99
     shift
     status=0
     "$@" || status=$?
     mkdir -p after && rm -rf after/* && cp -r run/. after
-    exit $status' full "$free" "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log || status=$?
-  ((status != 99)) || fail "the small disk could not be mounted"
+    exit $status' full "$free"
   rm -rf run && mv after run
-  check_end $status
 }
 
 # --- The undisturbed run.

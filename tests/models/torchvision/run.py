@@ -30,10 +30,6 @@ def make(name):
     return model.eval()
 
 
-def compare(*arguments):
-    return subprocess.run([program, *arguments], capture_output=True, text=True)
-
-
 program = sys.argv[1]
 folder = pathlib.Path(sys.argv[2])
 folder.mkdir(exist_ok=True)
@@ -47,7 +43,7 @@ with torch.no_grad():
         assert 0.1 < y.std() < 10, f"{name}: outputs of {y.std()} are of the wrong size for a tolerance of 1e-5"
         torch.save({"x": x, "y": y}, sample)
         save_file(model.state_dict(), state)
-        result = compare(name, state, sample)
+        result = subprocess.run([program, name, state, sample], capture_output=True, text=True)
         assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
         print(f"{name}: {result.stdout.strip()}")
 state.unlink()

@@ -1,12 +1,15 @@
+// Profiles and clusters in JSON. One reader reads both.
 #include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "balance/cluster.h"
 #include "balance/profile.h"
 #include "tests/support/support.h"
 
@@ -31,22 +34,27 @@ Profile two_layers() {
           .ties = {{.name = "l0.weight", .layers = {0, 1}, .bytes = 7}}};
 }
 
+/// `good` with another value at a place.
+Json with(Json good, const std::string& place, const Json& value) {
+  good.at(Json::json_pointer(place)) = value;
+  return good;
+}
+
 class ProfileJson : public ::testing::Test {
  protected:
   static std::string refusal(const std::string& text) {
     return error_of<std::invalid_argument>([&] { profile_from_json(text); });
   }
-  /// The error for a profile with another value at a place.
-  static std::string refusal(const std::string& place, const Json& value) {
-    auto json = Json::parse(profile_to_json(two_layers()));
-    json.at(Json::json_pointer(place)) = value;
-    return refusal(json.dump());
+  std::string refusal(const std::string& place, const Json& value) const {
+    return refusal(with(good_, place, value).dump());
   }
-  static void expect_refused(const std::string& place, const std::vector<Json>& values) {
+  void expect_refused(const std::string& place, const std::vector<Json>& values) const {
     for (const auto& value : values) {
       EXPECT_THAT(refusal(place, value), StartsWith("[profile] not a profile: " + place + " is ")) << value;
     }
   }
+
+  const Json good_ = Json::parse(profile_to_json(two_layers()));
 };
 
 TEST_F(ProfileJson, RoundTrips) { EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers()); }
@@ -58,15 +66,13 @@ TEST_F(ProfileJson, NamesMayContainAnyBytes) {
 }
 
 TEST_F(ProfileJson, SecondsMayBeIntegers) {
-  auto json = Json::parse(profile_to_json(two_layers()));
-  json["layers"][0]["forward"] = 3;
-  EXPECT_EQ(profile_from_json(json.dump()).layers[0].forward, 3);
+  EXPECT_EQ(profile_from_json(with(good_, "/layers/0/forward", 3).dump()).layers[0].forward, 3);
 }
 
 TEST_F(ProfileJson, RefusesTextThatIsNotJson) {
-  const auto good = profile_to_json(two_layers());
+  const auto good = good_.dump();
   EXPECT_THAT(refusal(good.substr(0, good.size() / 2)),
-              AllOf(HasSubstr("not a profile: "), HasSubstr("parse error at line")));
+              AllOf(HasSubstr("not a profile: "), HasSubstr("parse error at")));
   EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
   EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
   EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
@@ -78,7 +84,7 @@ TEST_F(ProfileJson, ErrorsDoNotRepeatLongText) {
 }
 
 TEST_F(ProfileJson, NamesAMissingField) {
-  auto json = Json::parse(profile_to_json(two_layers()));
+  auto json = good_;
   json["layers"][1].erase("forward");
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/layers/1/forward is missing"));
   json.erase("version");
@@ -110,10 +116,8 @@ TEST_F(ProfileJson, TiesHaveAscendingLayers) {
 }
 
 TEST_F(ProfileJson, SkipsLeadForward) {
-  auto json = Json::parse(profile_to_json(two_layers()));
-  json["skips"][0]["from"] = 1;
-  json["skips"][0]["to"] = 0;
-  EXPECT_THAT(refusal(json.dump()), HasSubstr("/skips/0/to is 0, but must be from 1 to 1"));
+  EXPECT_THAT(refusal(with(with(good_, "/skips/0/from", 1), "/skips/0/to", 0).dump()),
+              HasSubstr("/skips/0/to is 0, but must be from 1 to 1"));
 }
 
 TEST_F(ProfileJson, BytesAreIntegersInRange) {
@@ -128,20 +132,17 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
   expect_refused("/skips/0/bytes", wrong);
   expect_refused("/samples", wrong);
   expect_refused("/samples", {0});
-}
-
-TEST_F(ProfileJson, SumOfBytesIsLimited) {
-  const auto most = std::int64_t{1} << 53;
-  EXPECT_THAT(refusal("/blocks/0/bytes", most), HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
+  EXPECT_THAT(refusal("/blocks/0/bytes", std::int64_t{1} << 53),
+              HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
 }
 
 TEST_F(ProfileJson, SecondsAreFiniteAndNotNegative) {
   for (const auto* name : {"forward", "stored", "recompute", "backward", "input_gradient", "weight_gradient"}) {
     expect_refused(std::string("/layers/0/") + name, {-1, -1e-9, 2e9, 1e308, true, "1", nullptr});
   }
-  auto text = profile_to_json(two_layers());
-  const std::string seconds = "\"backward\": 2.0";
-  text.replace(text.find(seconds), seconds.size(), "\"backward\": 1e999");
+  auto text = good_.dump();
+  const std::string seconds = "\"backward\":2.0";
+  text.replace(text.find(seconds), seconds.size(), "\"backward\":1e999");
   EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
 }
 
@@ -153,15 +154,68 @@ TEST_F(ProfileJson, TypesAreNotConverted) {
   expect_refused("/blocks/0/until", {"R", ""});
   expect_refused("/layers", {"l0", 2, Json::object()});
   expect_refused("/layers/1", {"l0", 2, Json::array()});
-}
-
-TEST_F(ProfileJson, RefusesAnEmptyProfile) {
   EXPECT_THAT(refusal("/layers", Json::array()), HasSubstr("/layers is empty"));
 }
 
 TEST_F(ProfileJson, RefusesDeepAndLongTexts) {
   EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("the text nests deeper than 8 levels"));
   EXPECT_THAT(refusal(std::string(kMaxProfileJson + 1, ' ')), HasSubstr("16777217 bytes, but the limit is 16777216"));
+}
+
+const Json kCluster = {{"hosts", 128},
+                       {"devices_per_host", 8},
+                       {"memory", 80'000'000'000},
+                       {"inside", {{"bandwidth", 3e11}, {"latency", 5e-6}}},
+                       {"between", {{"bandwidth", 25'000'000'000}, {"latency", 0}}}};
+
+std::string refusal_of_cluster(const Json& json) {
+  return error_of<std::invalid_argument>([&] { cluster_from_json(json.dump()); });
+}
+
+TEST(ClusterJson, ReadsACluster) {
+  const auto cluster = cluster_from_json(kCluster.dump());
+  EXPECT_EQ(cluster.hosts, 128);
+  EXPECT_EQ(cluster.devices_per_host, 8);
+  EXPECT_EQ(cluster.devices(), 1024);
+  EXPECT_EQ(cluster.memory, 80'000'000'000);
+  EXPECT_EQ(cluster.inside.bandwidth, 3e11);
+  EXPECT_EQ(cluster.inside.latency, 5e-6);
+  EXPECT_EQ(cluster.between.bandwidth, 25e9);
+  EXPECT_EQ(cluster.between.latency, 0);
+}
+
+TEST(ClusterJson, RefusesNumbersOutOfRange) {
+  const std::map<std::string, std::vector<Json>> wrong = {
+      {"/hosts", {0, -1}},
+      {"/devices_per_host", {0, -1, kMostDevices / 128 + 1}},
+      {"/memory", {-1, 1e10, "80GB"}},
+      {"/inside", {3e11, nullptr, Json::array()}},
+      {"/inside/bandwidth", {0, -1, 0.5, 1e30, "3e11"}},
+      {"/between/latency", {-1, -1e-9, 1e30, Json::object()}},
+  };
+  for (const auto& [place, values] : wrong) {
+    for (const auto& value : values) {
+      EXPECT_THAT(refusal_of_cluster(with(kCluster, place, value)),
+                  StartsWith("[cluster] not a cluster: " + place + " is "))
+          << value;
+    }
+  }
+}
+
+TEST(ClusterJson, NamesWhatIsMissingOrUnknown) {
+  auto json = kCluster;
+  json["between"].erase("latency");
+  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/latency is missing"));
+  json["between"]["delay"] = json["between"]["latency"] = 1;
+  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/delay is unknown"));
+  json = kCluster;
+  json["host"] = 1;
+  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/host is unknown"));
+}
+
+TEST(ClusterJson, RefusesLongTexts) {
+  EXPECT_THAT(error_of<std::invalid_argument>([] { cluster_from_json(std::string(kMaxClusterJson + 1, ' ')); }),
+              HasSubstr("65537 bytes, but the limit is 65536"));
 }
 
 }  // namespace
