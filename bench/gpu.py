@@ -35,6 +35,7 @@ sys.path.append(str(Path(__file__).parent / "peers"))
 
 import models  # noqa: E402
 import pipe_steps  # noqa: E402
+import run  # noqa: E402
 import steps  # noqa: E402
 
 CHUNKS = 8
@@ -80,9 +81,7 @@ class Bench:
         torch.manual_seed(0)
         if name == "mlp":
             width, rows = (64, 64) if self.short else (4096, 8192)
-            layers: models.Layers = [
-                nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(16)
-            ]
+            layers: models.Layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(16)]
             x = torch.randn(rows, width)
         elif name == "unet":
             layers = models.flat(gpipe.models.unet(base_channels=4 if self.short else 64))
@@ -112,7 +111,7 @@ class Bench:
             for stages, schedule in itertools.product((1, 2, 4), (None, "1f1b")):
                 options = {"schedule": schedule} if schedule else {}
                 pipe = self.pipe(layers, stages, checkpoint, **options)
-                functions[f"{stages} {schedule or 'forward, backward'}"] = step_of(pipe, x, schedule)
+                functions[f"{stages} {schedule or 'forward, backward'}"] = pipe_steps.step_of(pipe, x, schedule)
             seconds = self.times(functions)
             row: Row = {"model": name, "checkpoint": checkpoint}
             row["plain, ms"] = 1e3 * statistics.median(seconds["plain"])
@@ -128,11 +127,8 @@ class Bench:
             layers = [layer.to(self.device) for layer in models.subject("tiny", CHUNKS)[0]]
             x = torch.randn(8 * CHUNKS, 8, device=self.device)
             plain = models.Stage(layers)
-            step = step_of(self.pipe(layers, stages, checkpoint), x, None)
-            functions = {
-                "plain": lambda: steps.plain_step(plain, x, CHUNKS, checkpoint == "always"),
-                "pipe": step,
-            }
+            step = pipe_steps.step_of(self.pipe(layers, stages, checkpoint), x)
+            functions = {"plain": lambda: steps.plain_step(plain, x, CHUNKS, checkpoint == "always"), "pipe": step}
             seconds = self.times(functions)
             cells = stages * CHUNKS
             more = [1e6 * (a - b) / cells for a, b in zip(seconds["pipe"], seconds["plain"])]
@@ -163,10 +159,8 @@ class Bench:
             costs = gpipe.balance.profile(model, x[: len(x) // CHUNKS], device=self.device, seconds=5)
             balance = costs.balance_by_time(2)
             for checkpoint in MODES:
-                pipe = gpipe.GPipe(
-                    model, balance, devices=[self.device] * 2, chunks=CHUNKS, checkpoint=checkpoint
-                )
-                step = step_of(pipe, x, None)
+                pipe = gpipe.GPipe(model, balance, devices=[self.device] * 2, chunks=CHUNKS, checkpoint=checkpoint)
+                step = pipe_steps.step_of(pipe, x)
                 step()
                 timeline = gpipe.Timeline()
                 pipe.trace(timeline)
@@ -183,19 +177,6 @@ class Bench:
                     row[f"worker {worker} / simulated"] = counted / simulated
                 rows.append(row)
         return rows
-
-
-def step_of(pipe: gpipe.GPipe, x: Tensor, schedule: str | None) -> Callable[[], None]:
-    """Returns a function that clears the gradients and trains on the sum of the output."""
-
-    def step() -> None:
-        steps.clear_gradients(pipe)
-        if schedule:
-            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
-        else:
-            pipe(x).sum().backward()
-
-    return step
 
 
 def median_ratio(values: Sequence[float], divisors: Sequence[float]) -> float:
@@ -237,8 +218,7 @@ def table(rows: Sequence[Row]) -> str:
     def text(value: object) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *([text(v) for v in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return run.markdown(list(rows[0]), ([text(value) for value in row.values()] for row in rows))
 
 
 def write(folder: Path, result: dict[str, list[Row]]) -> None:
@@ -248,9 +228,7 @@ def write(folder: Path, result: dict[str, list[Row]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for gpu.json and gpu.md")
     parser.add_argument("--build", type=Path, help="a build folder whose tests to run first")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
