@@ -1,13 +1,11 @@
 #include "balance/search.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
@@ -38,12 +36,7 @@ std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& by
   for (std::size_t w = 0; w < bytes.size(); ++w) {
     of_device[options.devices.empty() ? StrFormat("device %d", w) : options.devices[w]] += bytes[w];
   }
-  return *std::max_element(of_device.begin(), of_device.end(),
-                           [](const auto& a, const auto& b) { return a.second < b.second; });
-}
-
-std::int64_t limit_of(const SearchOptions& options) {
-  return options.memory_limit > 0 ? options.memory_limit : std::numeric_limits<std::int64_t>::max();
+  return *std::ranges::max_element(of_device, {}, [](const auto& each) { return each.second; });
 }
 
 /// Whether `a` is better than `b`, also if neither fits.
@@ -55,29 +48,19 @@ bool better(const Candidate& a, const Candidate& b, const SearchOptions& options
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
-/// Whether each stage fits alone on a device.
-bool fits(const StageCost& cost, const std::vector<std::int64_t>& balance, const RunOptions& run, std::int64_t limit) {
-  int first = 0;
-  for (const int end : cost.ends(balance)) {
-    if (cost.bytes(first, end, run) > limit) return false;
-    first = end;
-  }
-  return true;
-}
-
 std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages, const RunOptions& run,
                                               const SearchOptions& options) {
   std::vector<std::vector<std::int64_t>> balances = {balance_by_time(profile, stages, run)};
-  if (options.memory_limit == 0 || fits(StageCost(profile), balances.front(), run, options.memory_limit))
-    return balances;
-  auto within = balance_within(options.memory_limit, profile, stages, run);
+  const auto limit = options.memory_limit;
+  if (limit == 0 || StageCost(profile).most_bytes(balances.front(), run) <= limit) return balances;
+  auto within = balance_within(limit, profile, stages, run);
   balances.push_back(within.empty() ? balance_by_size(profile, stages, run) : std::move(within));
   return balances;
 }
 
 Candidate candidate_of(Prediction prediction, const RunOptions& run, const SearchOptions& options) {
   check_devices(options, prediction.bytes.size());
-  const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
+  const bool fits = options.memory_limit <= 0 || fullest(prediction.bytes, options).second <= options.memory_limit;
   return {std::move(prediction.balance),
           run.chunks,
           run.checkpoint,
@@ -242,9 +225,8 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   if (profiles.empty()) throw invalid("[suggest] give at least one profile");
   if (options.schedulings.empty()) throw invalid("[suggest] give at least one schedule");
   if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
-  if (options.memory_limit < 0) {
+  if (options.memory_limit < 0)
     throw invalid("[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
-  }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
     const int most_stages = StageCost(profile).most_stages();
