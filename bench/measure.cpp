@@ -5,12 +5,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "balance/trial.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe::bench {
@@ -122,9 +122,9 @@ std::vector<std::vector<double>> interleave(const std::vector<std::function<void
   for (const auto& function : functions) function();
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (std::size_t i = 0; i < functions.size(); ++i) {
-      const auto start = std::chrono::steady_clock::now();
+      const double start = now();
       functions[i]();
-      seconds[i].push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+      seconds[i].push_back(now() - start);
     }
   }
   return seconds;

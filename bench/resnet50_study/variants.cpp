@@ -4,10 +4,9 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
-#include <exception>
+#include <future>
 #include <map>
 #include <memory>
-#include <thread>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
@@ -18,6 +17,7 @@
 #include "balance/trial.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/intraop.h"
+#include "gpipe/snapshot.h"
 #include "models/resnet.h"
 
 namespace gpipe::study {
@@ -32,15 +32,9 @@ std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& rank
 
 using Step = std::function<void(const torch::Tensor&, const torch::Tensor&)>;
 
-void copy_weights(const torch::nn::Module& from, const torch::nn::Module& to) {
-  const torch::NoGradGuard no_grad;
-  const auto sources = from.named_parameters();
-  for (auto& parameter : to.named_parameters()) parameter.value().copy_(sources[parameter.key()]);
-}
-
 torch::nn::Sequential model_like(const torch::nn::Sequential& original) {
   auto model = models::resnet50();
-  copy_weights(*original, *model);
+  restore_model(*model, capture_model(*original));
   return model;
 }
 
@@ -79,23 +73,15 @@ class Replicas {
     const auto inputs = input.chunk(count);
     const auto targets = target.chunk(count);
     const int threads = std::max<int>(1, torch::get_num_threads());
-    std::vector<std::exception_ptr> errors(devices_.size());
-    std::vector<std::jthread> workers;
+    std::vector<std::future<void>> workers;
     for (std::size_t r = 0; r < devices_.size(); ++r) {
-      workers.emplace_back([&, r] {
-        try {
-          set_intraop_threads_of_this_thread(threads);
-          optimizers_[r]->zero_grad();
-          forward_backward(models_[r], inputs[r].to(devices_[r]), targets[r].to(devices_[r]));
-        } catch (...) {
-          errors[r] = std::current_exception();
-        }
-      });
+      workers.push_back(std::async(std::launch::async, [&, r] {
+        set_intraop_threads_of_this_thread(threads);
+        optimizers_[r]->zero_grad();
+        forward_backward(models_[r], inputs[r].to(devices_[r]), targets[r].to(devices_[r]));
+      }));
     }
-    workers.clear();  // joins
-    for (const auto& error : errors) {
-      if (error) std::rethrow_exception(error);
-    }
+    for (auto& worker : workers) worker.get();
     average_gradients();
     for (const auto& optimizer : optimizers_) optimizer->step();
   }
