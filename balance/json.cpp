@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
