@@ -126,12 +126,6 @@ void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, co
   }
 }
 
-/// Whether `a` is better than `b`: as is_better(), but if neither fits, the one that needs fewer bytes on a device.
-bool is_better_plan(const Candidate& a, const Candidate& b) {
-  if (a.fits || b.fits) return is_better(a, b);
-  return std::ranges::max(a.bytes) < std::ranges::max(b.bytes);
-}
-
 /// Whether the parameters and gradients alone have more bytes than the workers have memory.
 bool is_too_large(const Profile& profile, std::int64_t memory, int workers) {
   const StageCost cost(profile);
@@ -168,7 +162,7 @@ std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares,
         });
       }
       next.best = candidates.front();
-      if (!best || is_better_plan(next.best, best->best)) best = std::move(next);
+      if (!best || is_better(next.best, best->best)) best = std::move(next);
     }
   }
   return best;
@@ -215,7 +209,7 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
     plans.emplace_back(std::move(suggestion.candidates.front()), std::move(suggestion.reason));
   }
   std::stable_sort(plans.begin(), plans.end(),
-                   [](const auto& a, const auto& b) { return is_better_plan(a.first, b.first); });
+                   [](const auto& a, const auto& b) { return is_better(a.first, b.first); });
   ClusterPlan plan{.reason = plans.front().second};
   for (auto& [candidate, reason] : plans) plan.candidates.push_back(std::move(candidate));
   return plan;

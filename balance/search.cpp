@@ -39,12 +39,6 @@ std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& by
   return *std::ranges::max_element(of_device, {}, [](const auto& each) { return each.second; });
 }
 
-/// Whether `a` is better than `b`, also if neither fits.
-bool better(const Candidate& a, const Candidate& b, const SearchOptions& options) {
-  if (a.fits || b.fits) return is_better(a, b);
-  return fullest(a.bytes, options).second < fullest(b.bytes, options).second;
-}
-
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
@@ -99,7 +93,7 @@ void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
     for (const auto& balance : stage.near(entry.best.balance, 1)) {
       if ((budget -= actions) < 0) return;
       auto moved = entry.with(balance, options);
-      if (!better(moved, entry.best, options)) continue;
+      if (!is_better(moved, entry.best, options)) continue;
       entry.best = std::move(moved);
       improved = true;
     }
@@ -198,7 +192,10 @@ PlacedBy placed_by(const Candidate& candidate) {
   return stages == 2 * workers && candidate.placement == v_placement(stages) ? PlacedBy::kV : PlacedBy::kPlacement;
 }
 
-bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
+bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options) {
+  if (a.fits != b.fits) return a.fits;
+  return a.fits ? a.seconds < b.seconds : fullest(a.bytes, options).second < fullest(b.bytes, options).second;
+}
 
 std::vector<Scheduling> all_schedulings(int workers, int layers) {
   std::vector<Scheduling> found;
@@ -242,14 +239,14 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         entry.best = entry.with(balances.front(), options);
         for (std::size_t i = 1; i < balances.size(); ++i) {
           auto other = entry.with(balances[i], options);
-          if (better(other, entry.best, options)) entry.best = std::move(other);
+          if (is_better(other, entry.best, options)) entry.best = std::move(other);
         }
         entries.push_back(std::move(entry));
       }
     }
   }
   if (entries.empty()) throw invalid("[suggest] every schedule has more stages than the model allows");
-  const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
+  const auto before = [&](const Entry& a, const Entry& b) { return is_better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
   auto budget = options.most_actions;
   for (auto& entry : entries) {
