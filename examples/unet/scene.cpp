@@ -79,18 +79,7 @@ class Painter {
     return {value + between(-0.02, 0.02), value + between(-0.02, 0.02), value + between(-0.02, 0.02)};
   }
 
-  Color paint_color() {
-    static constexpr std::array<Color, 8> kPaints = {{{.09, .09, .11},
-                                                      {.93, .93, .93},
-                                                      {.71, .72, .74},
-                                                      {.70, .10, .13},
-                                                      {.13, .24, .59},
-                                                      {.47, .65, .82},
-                                                      {.13, .36, .20},
-                                                      {.90, .75, .14}}};
-    const Color base = kPaints[below(kPaints.size())];
-    return {base.red + between(-0.05, 0.05), base.green + between(-0.05, 0.05), base.blue + between(-0.05, 0.05)};
-  }
+  Color paint_color() { return {between(0.05, 0.95), between(0.05, 0.95), between(0.05, 0.95)}; }
 
   // Fills the path of the image's context, in the mask too.
   void fill(Color color, int label = 0) {
