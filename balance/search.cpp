@@ -222,8 +222,9 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   if (profiles.empty()) throw invalid("[suggest] give at least one profile");
   if (options.schedulings.empty()) throw invalid("[suggest] give at least one schedule");
   if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
-  if (options.memory_limit < 0)
+  if (options.memory_limit < 0) {
     throw invalid("[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
+  }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
     const int most_stages = StageCost(profile).most_stages();
