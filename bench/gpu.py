@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,11 @@ CALLS = {
 Row = dict[str, Any]
 
 
+@dataclass
 class Bench:
-    def __init__(self, device: torch.device, repeats: int, short: bool):
-        self.device = device
-        self.repeats = repeats
-        self.short = short
+    device: torch.device
+    repeats: int
+    short: bool
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -116,7 +117,7 @@ class Bench:
             row: Row = {"model": name, "checkpoint": checkpoint}
             row["plain, ms"] = 1e3 * statistics.median(seconds["plain"])
             for function in list(functions)[1:]:
-                row[function] = median_ratio(seconds[function], seconds["plain"])
+                row[function] = statistics.median(a / b for a, b in zip(seconds[function], seconds["plain"]))
             rows.append(row)
         return rows
 
@@ -166,33 +167,20 @@ class Bench:
                 pipe.trace(timeline)
                 steps.clear_gradients(pipe)
                 self.synchronize()
-                before = allocated(self.device)
+                row: Row = {"model": name, "checkpoint": checkpoint, "allocator, MiB": 0.0}
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self.device)
+                    before = torch.cuda.memory_allocated(self.device)
                 step()
                 self.synchronize()
-                row: Row = {"model": name, "checkpoint": checkpoint}
-                row["allocator, MiB"] = (peak_allocated(self.device) - before) / 2**20
+                if self.device.type == "cuda":
+                    row["allocator, MiB"] = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
                 expected = gpipe.balance.predict(costs, balance, CHUNKS, checkpoint).timeline.peak_bytes()
                 for worker, (counted, simulated) in enumerate(zip(timeline.peak_bytes(), expected)):
                     row[f"worker {worker}, MiB"] = counted / 2**20
                     row[f"worker {worker} / simulated"] = counted / simulated
                 rows.append(row)
         return rows
-
-
-def median_ratio(values: Sequence[float], divisors: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(values, divisors, strict=True))
-
-
-def allocated(device: torch.device) -> int:
-    """Resets the peak. Returns the bytes in use, 0 if the device does not tell."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def peak_allocated(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def machine(device: torch.device) -> Row:
@@ -221,12 +209,6 @@ def table(rows: Sequence[Row]) -> str:
     return run.markdown(list(rows[0]), ([text(value) for value in row.values()] for row in rows))
 
 
-def write(folder: Path, result: dict[str, list[Row]]) -> None:
-    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    sections = [f"**{name.capitalize()}**\n\n{table(rows)}\n" for name, rows in result.items()]
-    (folder / "gpu.md").write_text("\n".join(sections))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for gpu.json and gpu.md")
@@ -246,7 +228,10 @@ def main() -> None:
     for name, measure in sections.items():
         print(name, file=sys.stderr)
         result[name] = measure()
-        write(args.out, result)  # after each section, so that a later error loses nothing
+        # Written after each section, so that a later error loses nothing.
+        (args.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        text = [f"**{name.capitalize()}**\n\n{table(rows)}\n" for name, rows in result.items()]
+        (args.out / "gpu.md").write_text("\n".join(text))
 
 
 if __name__ == "__main__":
