@@ -200,14 +200,15 @@ class StageCost::Cell {
   const bool splits_ = cost_.splits(first_);
   std::int64_t buffers_ = 0;
   Pass forward_{first_, end_};
-  Pass stored_ = forward_;  // a forward without graph
-  Pass recompute_ = forward_;
-  Pass backward_ = forward_;  // whole; or in two parts:
-  Pass input_gradient_ = forward_;
-  Pass weight_gradient_ = forward_;
-  Pass first_backward_ = forward_;
-  Pass first_weight_gradient_ = forward_;
-  Pass shared_ = forward_;  // bytes that a layer saves for its backward, and a later stage for a W
+  Pass stored_{first_, end_};    // a forward without graph
+  Pass backward_{first_, end_};  // whole; or in two parts:
+  Pass input_gradient_{first_, end_};
+  Pass weight_gradient_{first_, end_};
+  Pass shared_{first_, end_};  // bytes that a layer saves for its backward, and a later stage for a W
+  // Without changes by layer:
+  Pass recompute_{first_, first_};
+  Pass first_backward_{first_, first_};
+  Pass first_weight_gradient_{first_, first_};
 };
 
 bool StageCost::copies_inputs(int first, int end) const {
