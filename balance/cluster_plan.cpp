@@ -39,9 +39,7 @@ double Network::reduction(int worker, std::int64_t bytes) const {
 }
 
 void check(const Network& network) {
-  if (network.replicas < 1) {
-    throw invalid("[balance] replicas must be positive, but is %d", network.replicas);
-  }
+  if (network.replicas < 1) throw invalid("[balance] replicas must be positive, but is %d", network.replicas);
   if (network.devices_per_host < 0) {
     throw invalid("[balance] devices_per_host must not be negative, but is %d", network.devices_per_host);
   }
@@ -113,14 +111,10 @@ void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, co
                   cluster.hosts, cluster.devices_per_host);
   }
   check(cluster.network(1));
-  if (cluster.memory < 0) {
-    throw invalid("[suggest] memory must not be negative, but is %d", cluster.memory);
-  }
+  if (cluster.memory < 0) throw invalid("[suggest] memory must not be negative, but is %d", cluster.memory);
   if (profiles.empty()) throw invalid("[suggest] give at least one profile");
   if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
-  if (options.samples < 1) {
-    throw invalid("[suggest] samples must be positive, but is %d", options.samples);
-  }
+  if (options.samples < 1) throw invalid("[suggest] samples must be positive, but is %d", options.samples);
   if (!options.schedule.empty() && options.schedule != kAnySchedule) schedule_rule(options.schedule);
   for (const auto& profile : profiles) {
     if (profile.samples < 1) {
@@ -130,12 +124,6 @@ void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, co
     throw invalid("[suggest] profiles have %d and %d layers; give profiles of one model",
                   profiles.front().layers.size(), profile.layers.size());
   }
-}
-
-/// Whether `a` is better than `b`: as is_better(), but if neither fits, the one that needs fewer bytes on a device.
-bool is_better_plan(const Candidate& a, const Candidate& b) {
-  if (a.fits || b.fits) return is_better(a, b);
-  return std::ranges::max(a.bytes) < std::ranges::max(b.bytes);
 }
 
 /// Whether the parameters and gradients alone have more bytes than the workers have memory.
@@ -174,7 +162,7 @@ std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares,
         });
       }
       next.best = candidates.front();
-      if (!best || is_better_plan(next.best, best->best)) best = std::move(next);
+      if (!best || is_better(next.best, best->best)) best = std::move(next);
     }
   }
   return best;
@@ -209,8 +197,8 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
     const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
     throw invalid(
         "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
-        "devices "
-        "per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d cells "
+        "devices per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d "
+        "cells "
         "(devices x micro-batches); change the samples or the profiles",
         devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells);
   }
@@ -221,7 +209,7 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
     plans.emplace_back(std::move(suggestion.candidates.front()), std::move(suggestion.reason));
   }
   std::stable_sort(plans.begin(), plans.end(),
-                   [](const auto& a, const auto& b) { return is_better_plan(a.first, b.first); });
+                   [](const auto& a, const auto& b) { return is_better(a.first, b.first); });
   ClusterPlan plan{.reason = plans.front().second};
   for (auto& [candidate, reason] : plans) plan.candidates.push_back(std::move(candidate));
   return plan;

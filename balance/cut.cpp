@@ -3,21 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
-#include <string>
 
-#include "absl/functional/function_ref.h"
-#include "absl/strings/str_format.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 
 std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int, int)> cost) {
-  if (parts < 1)
-    throw std::invalid_argument("[best_partition] parts must be positive, but is " + std::to_string(parts));
+  if (parts < 1) throw invalid("[best_partition] parts must be positive, but is %d", parts);
   if (count < parts) {
-    throw std::invalid_argument("[best_partition] " + std::to_string(count) + " layers cannot be cut into " +
-                                std::to_string(parts) + " parts; each needs at least one");
+    throw invalid("[best_partition] %d layers cannot be cut into %d parts; each needs at least one", count, parts);
   }
   // of_part[end][first]: cost of the part first..end-1; infinite for all first < earliest[end].
   // worst[end]: cost of the most expensive part in the best cut of 0..end-1 into the parts so far.
@@ -28,8 +22,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
     for (int first = 0; first < end; ++first) {
       const double value = of_part[end].emplace_back(cost(first, end));
       if (std::isnan(value)) {
-        throw std::invalid_argument("[best_partition] the cost of layers " + std::to_string(first) + " to " +
-                                    std::to_string(end - 1) + " is not a number");
+        throw invalid("[best_partition] the cost of layers %d to %d is not a number", first, end - 1);
       }
       if (value == infinity && earliest[end] == first) earliest[end] = first + 1;
     }
@@ -64,8 +57,7 @@ std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int p
   std::vector<double> sum_to = {0};
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
-      throw std::invalid_argument("[best_partition] cost " + std::to_string(i) + " is " + std::to_string(costs[i]) +
-                                  "; costs must be finite and not negative");
+      throw invalid("[best_partition] cost %d is %f; costs must be finite and not negative", i, costs[i]);
     }
     sum_to.push_back(sum_to.back() + costs[i]);
   }
@@ -87,19 +79,10 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 
 [[noreturn]] void refuse(int partitions) {
   throw invalid(
-      "[balance] %d stages would separate layers that share a buffer or parameter; use fewer "
-      "stages, or give each layer its own",
+      "[balance] %d stages would separate layers that share a buffer or parameter; use fewer stages, or give each "
+      "layer "
+      "its own",
       partitions);
-}
-
-std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
-  std::int64_t most = 0;
-  int first = 0;
-  for (const int end : stage.ends(balance)) {
-    most = std::max(most, stage.bytes(first, end, options));
-    first = end;
-  }
-  return most;
 }
 
 }  // namespace
@@ -136,7 +119,7 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
       limit = 2 * limit + 1;
       continue;
     }
-    const auto worst = most_bytes(stage, balance, options);
+    const auto worst = stage.most_bytes(balance, options);
     if (all_considered || worst <= limit) return balance;
     limit = worst;
   }

@@ -2,7 +2,6 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -30,11 +29,10 @@ constexpr int kDepth = 8;
 
 // Defines visit(of, f), which calls f(name, member) for each of the members. A name in JSON is the member's.
 #define GPIPE_VISIT_MEMBER(member) f(#member, of.member);
-#define GPIPE_VISIT(Of, ...)                                                   \
-  template <class F>                                                           \
-  void visit(Of& of, F f) {                                                    \
-    NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(GPIPE_VISIT_MEMBER, __VA_ARGS__)) \
-  }
+#define GPIPE_VISIT(Of, ...)                 \
+  template <class T, class F>                \
+  requires std::is_same_v<const T, const Of> \
+  void visit(T& of, F f) { NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(GPIPE_VISIT_MEMBER, __VA_ARGS__)) }
 GPIPE_VISIT(LayerProfile, name, forward, stored, recompute, backward, input_gradient, weight_gradient, parameters,
             gradients, late_gradients, optimizer, buffers, output, saved, forward_extra, stored_extra, backward_extra,
             input_gradient_extra, last_backward_extra, last_input_gradient_extra, changes_input, shares_with)
@@ -49,29 +47,6 @@ template <class Of>
 concept Record = requires(Of& of) {
   visit(of, [](const char*, auto&) {});
 };
-
-template <class T>
-Json write(std::vector<T>& items);
-
-template <class T>
-Json write(T& value) {
-  if constexpr (Record<T>) {
-    Json json;
-    visit(value, [&](const char* name, auto& member) { json[name] = write(member); });
-    return json;
-  } else if constexpr (std::is_same_v<T, Kind>) {
-    return std::string(1, to_char(value));
-  } else {
-    return value;
-  }
-}
-
-template <class T>
-Json write(std::vector<T>& items) {
-  auto json = Json::array();
-  for (auto& item : items) json.push_back(write(item));
-  return json;
-}
 
 /// Reads values without converting types. `path` is the place of a value in the document, e.g. "/layers/3/forward".
 class Reader {
@@ -238,9 +213,15 @@ void check(const Reader& reader, const Profile& profile) {
 
 }  // namespace
 
+// Found by nlohmann::json, so not in a namespace without name.
+static void to_json(Json& json, Kind kind) { json = std::string(1, to_char(kind)); }
+template <Record Of>
+static void to_json(Json& json, const Of& of) {
+  visit(of, [&](const char* name, const auto& member) { json[name] = member; });
+}
+
 std::string profile_to_json(const Profile& profile) {
-  auto copy = profile;
-  auto json = write(copy);
+  Json json = profile;
   json["version"] = kVersion;
   // Names may contain any bytes.
   return json.dump(1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <exception>
 #include <memory>
 #include <numeric>
@@ -16,10 +15,10 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
-#include "balance/measurement.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/binding.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/run/micro_batch.h"
@@ -29,13 +28,6 @@ namespace {
 
 using absl::StrFormat;
 
-constexpr int kKinds = 5;
-enum : int { kForward, kStored, kRecompute, kBackward, kInputGradient };
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
 /// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
 enum class Mode { kWhole, kRecomputes, kSplits };
 
@@ -44,15 +36,20 @@ struct Watched {
   Mode mode = Mode::kWhole;
   std::shared_ptr<LayerTrace> trace;
   GPipe pipe{nullptr};
+  std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();  ///< of the steps that the pipeline traces
 };
 
-/// Seconds, by layer and kind.
-using Times = std::vector<std::array<std::vector<double>, kKinds>>;
+/// The times that the marks of a trace tell.
+constexpr std::array kTimes = {&LayerProfile::forward, &LayerProfile::stored, &LayerProfile::recompute,
+                               &LayerProfile::backward, &LayerProfile::input_gradient};
 
-int kind_of(const LayerTrace::Part& part, Kind action) {
-  if (part.kind == Kind::F) return part.graph ? kForward : kStored;
-  if (part.kind == Kind::R) return kRecompute;
-  return action == Kind::I ? kInputGradient : kBackward;
+/// Seconds, by layer and index in kTimes.
+using Times = std::vector<std::array<std::vector<double>, kTimes.size()>>;
+
+std::size_t index_of(const LayerTrace::Part& part, Kind action) {
+  if (part.kind == Kind::F) return part.graph ? 0 : 1;
+  if (part.kind == Kind::R) return 2;
+  return action == Kind::I ? 4 : 3;
 }
 
 /// All forwards, then the I of each micro-batch and the W of the one before it. The last micro-batch comes first.
@@ -69,12 +66,6 @@ Schedule split_backwards(const Layout& layout, Checkpoint) {
   return lists;
 }
 
-/// A balance, and the worker of each stage.
-struct Cut {
-  std::vector<std::int64_t> balance;
-  std::vector<int> placement;
-};
-
 /// Adds the duration of each layer's part. The spans are one stage's actions of one kind; the marks are that stage's.
 /// Both are in order of time.
 void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
@@ -85,7 +76,7 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
     for (auto mark = first; mark != last; ++mark) {
       const double start = mark == first ? span->start : mark->start;
       const double end = mark + 1 == last ? span->end : (mark + 1)->start;
-      times[mark->part.layer][kind_of(mark->part, span->action.kind)].push_back(end - start);
+      times[mark->part.layer][index_of(mark->part, span->action.kind)].push_back(end - start);
     }
   }
 }
@@ -176,17 +167,34 @@ class Measurement {
     return profile;
   }
 
-  Watched watch(const Cut& cut, Mode mode) const {
+  /// A pipeline with one stage per worker. If it splits backwards, the first layers that have parameters, and those
+  /// before them, are a stage of their own on the first worker: the backward of a stage whose inputs need no gradient
+  /// does not split.
+  Watched watch(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
+    std::vector<int> placement(balance.size());
+    std::iota(placement.begin(), placement.end(), 0);
+    if (mode == Mode::kSplits && !profile.input_requires_grad) {
+      const auto has_gradients = [](const LayerProfile& layer) { return layer.gradients > 0; };
+      const auto found = std::find_if(profile.layers.begin(), profile.layers.end(), has_gradients);
+      auto first = found - profile.layers.begin() + 1;
+      const StageCost stage(profile);
+      while (first < balance.front() && !stage.can_cut_before(static_cast<int>(first))) ++first;
+      if (first < balance.front()) {
+        balance.front() -= first;
+        balance.insert(balance.begin(), first);
+        placement.insert(placement.begin(), 0);
+      }
+    }
     const bool recomputes = mode == Mode::kRecomputes;
     Watched watched{mode, std::make_shared<LayerTrace>(layers_, recomputes, device_)};
     auto options = GPipeOptions()
-                       .devices(std::vector<torch::Device>(cut.placement.back() + 1, device_))
-                       .placement(cut.placement)
+                       .devices(std::vector<torch::Device>(placement.back() + 1, device_))
+                       .placement(placement)
                        .split_size(samples_)
                        .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
-    watched.pipe = GPipe(watched.trace->watch(make_()), cut.balance, options, LanguageBinding());
+    watched.pipe = GPipe(watched.trace->watch(make_()), balance, options, LanguageBinding());
     watched.pipe->train();
     return watched;
   }
@@ -232,7 +240,7 @@ class Measurement {
   }
 
   void measure_times(Profile& profile) {
-    const auto start = Clock::now();
+    const double start = now();
     std::vector<std::int64_t> balance = {layers_};
     if (workers_ > 1) {
       for (auto& layer : profile.layers) layer.forward = 1;  // any equal cost, for a first cut
@@ -248,87 +256,50 @@ class Measurement {
     return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});
   }
 
-  /// One stage per worker. If `splits`, the first layers that have parameters, and those before them, are a stage of
-  /// their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
-  Cut cut_for(Mode mode, const Profile& profile, std::vector<std::int64_t> balance) const {
-    std::vector<int> placement(balance.size());
-    std::iota(placement.begin(), placement.end(), 0);
-    if (mode != Mode::kSplits || profile.input_requires_grad) return {std::move(balance), std::move(placement)};
-    const auto has_gradients = [](const LayerProfile& layer) { return layer.gradients > 0; };
-    const auto found = std::find_if(profile.layers.begin(), profile.layers.end(), has_gradients);
-    auto first = found - profile.layers.begin() + 1;
-    const StageCost stage(profile);
-    while (first < balance.front() && !stage.can_cut_before(static_cast<int>(first))) ++first;
-    if (first < balance.front()) {
-      balance.front() -= first;
-      balance.insert(balance.begin(), first);
-      placement.insert(placement.begin(), 0);
+  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, int repeats, double start, double done) {
+    std::vector<Watched> pipes;
+    for (const auto mode : {Mode::kWhole, Mode::kRecomputes, Mode::kSplits}) {
+      pipes.push_back(watch(profile, balance, mode));
     }
-    return {std::move(balance), std::move(placement)};
-  }
-
-  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, int repeats, Clock::time_point start,
-                 double done) {
-    std::array<Watched, 3> modes;
-    std::array<Cut, 3> cuts;
-    std::array<std::shared_ptr<Timeline>, 3> timelines;
-    for (std::size_t i = 0; i < modes.size(); ++i) {
-      const auto mode = std::array{Mode::kWhole, Mode::kRecomputes, Mode::kSplits}[i];
-      cuts[i] = cut_for(mode, profile, balance);
-      modes[i] = watch(cuts[i], mode);
-    }
-    for (std::size_t i = 0; i < modes.size(); ++i) {
-      step(modes[i], batch_);
-      modes[i].trace->take_marks();
-      timelines[i] = std::make_shared<Timeline>();
-      modes[i].pipe->trace(timelines[i]);
+    for (auto& each : pipes) {
+      step(each, batch_);
+      each.trace->take_marks();
+      each.pipe->trace(each.timeline);
     }
     for (int repeat = 0; repeat < repeats; ++repeat) {
-      const double used = std::min(1.0, seconds_since(start) / options_.seconds());
+      const double used = std::min(1.0, (now() - start) / options_.seconds());
       if (repeat > 0 && used >= 1) break;
       report(done + (0.9 - done) * std::max(1.0 * repeat / options_.repeats(), used));
-      for (auto& mode : modes) step(mode, batch_);
+      for (auto& each : pipes) step(each, batch_);
     }
     Times times(layers_);
-    for (std::size_t i = 0; i < modes.size(); ++i) {
-      add(times, *timelines[i], modes[i].trace->take_marks(), cuts[i].balance);
+    for (const auto& each : pipes) add(times, *each.timeline, each.trace->take_marks(), each.pipe->balance());
+    for (int i = 0; i < layers_; ++i) {
+      for (std::size_t k = 0; k < kTimes.size(); ++k) profile.layers[i].*kTimes[k] = median(times[i][k]);
     }
-    fill_in(profile, times);
-    const auto& [split, placement] = cuts.back();
-    share_weights(profile, split, seconds_of_weights(*timelines.back(), split.size()));
+    const auto& split = pipes.back().pipe->balance();
+    share_weights(profile, split, seconds_of_weights(*pipes.back().timeline, split.size()));
   }
 
   /// Runs a step with one worker, and listens to its allocations.
-  Watched listen(const Profile& profile, Mode mode, const std::shared_ptr<Timeline>& timeline) const {
-    auto watched = watch(cut_for(mode, profile, {layers_}), mode);
+  Watched listen(const Profile& profile, Mode mode) const {
+    auto watched = watch(profile, {layers_}, mode);
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
-    watched.pipe->trace(timeline);
+    if (mode == Mode::kSplits) watched.pipe->trace(watched.timeline);
     step(watched, batch_of_three_);
     return watched;
   }
 
   void read_memory(Profile& profile) const {
-    const auto timeline = std::make_shared<Timeline>();
-    const auto splits = listen(profile, Mode::kSplits, timeline);
-    const auto whole = listen(profile, Mode::kWhole, nullptr);
-    whole.trace->read_memory(profile, splits.trace->saved_for_weights(*timeline));
-    listen(profile, Mode::kRecomputes, nullptr).trace->read_memory(profile, {});
-    splits.trace->read_split_memory(profile, *timeline);
+    const auto splits = listen(profile, Mode::kSplits);
+    const auto whole = listen(profile, Mode::kWhole);
+    whole.trace->read_memory(profile, splits.trace->saved_for_weights(*splits.timeline));
+    listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
+    splits.trace->read_split_memory(profile, *splits.timeline);
     auto skips = whole.trace->skips();
     for (const auto& link : skip_links(named_)) {
       const auto& [bytes, changed] = skips[link.key];
       profile.skips.push_back({link.key.name, link.from, link.to, bytes, changed});
-    }
-  }
-
-  void fill_in(Profile& profile, const Times& times) const {
-    for (int i = 0; i < layers_; ++i) {
-      auto& layer = profile.layers[i];
-      layer.forward = median(times[i][kForward]);
-      layer.stored = median(times[i][kStored]);
-      layer.recompute = median(times[i][kRecompute]);
-      layer.backward = median(times[i][kBackward]);
-      layer.input_gradient = median(times[i][kInputGradient]);
     }
   }
 
@@ -338,16 +309,14 @@ class Measurement {
     auto layer = profile.layers.begin();
     for (std::size_t stage = 0; stage < balance.size(); ++stage) {
       const auto end = layer + static_cast<std::ptrdiff_t>(balance[stage]);
-      const auto saved = [](const LayerProfile& of) { return std::max(0.0, of.backward - of.input_gradient); };
-      const auto sum_of = [&](auto part) {
-        return std::accumulate(layer, end, 0.0, [&](double sum, const auto& of) { return sum + part(of); });
-      };
-      const auto backward = [](const LayerProfile& of) { return of.backward; };
       const auto share = [&](auto part) {
-        const double all = sum_of(part);
+        double all = 0;
+        for (auto of = layer; of != end; ++of) all += part(*of);
         for (auto of = layer; of != end; ++of) of->weight_gradient = all > 0 ? seconds[stage] * part(*of) / all : 0;
+        return all > 0;
       };
-      sum_of(saved) > 0 ? share(saved) : share(backward);
+      const bool known = share([](const auto& of) { return std::max(0.0, of.backward - of.input_gradient); });
+      if (!known) share([](const auto& of) { return of.backward; });
       layer = end;
     }
   }

@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
-#include <string>
 #include <utility>
 
-#include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
@@ -15,8 +12,7 @@ namespace {
 
 // In a step, the loss of a micro-batch takes the output. Its graph is taken to keep bytes of the output's size.
 void give_outputs_to_loss(std::vector<CellBytes>& stages) {
-  for (int stage = 0; stage < static_cast<int>(stages.size()); ++stage) {
-    auto& cell = stages[stage];
+  for (int stage = 0; auto& cell : stages) {
     for (auto& held : cell.stored.held) {
       if (held.stage == HeldBytes::kUntilForwardsEnd) held = {held.bytes, Kind::F, stage};
     }
@@ -25,12 +21,8 @@ void give_outputs_to_loss(std::vector<CellBytes>& stages) {
       held = {held.bytes, Kind::W, stage};
       cell.recompute.held.push_back(held);
     }
+    ++stage;
   }
-}
-
-const std::string& schedule_of(const RunOptions& options) {
-  static const auto* const fill_and_drain = new std::string(kFillAndDrain);
-  return options.scheduling.schedule.empty() ? *fill_and_drain : options.scheduling.schedule;
 }
 
 bool connect_the_same(const std::vector<Edge>& a, const std::vector<Edge>& b) {
@@ -44,8 +36,8 @@ bool connect_the_same(const std::vector<Edge>& a, const std::vector<Edge>& b) {
 Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
     : stage_(profile),
       options_(std::move(options)),
-      source_(schedule_source(schedule_of(options_), stages, options_.scheduling.stages_per_worker,
-                              options_.scheduling.placement)) {
+      source_(schedule_source(options_.scheduling.schedule.empty() ? kFillAndDrain : options_.scheduling.schedule,
+                              stages, options_.scheduling.stages_per_worker, options_.scheduling.placement)) {
   stage_.check(options_);
 }
 

@@ -6,18 +6,16 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <exception>
 #include <map>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "balance/balance.h"
 #include "balance/layer_trace.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/assembly/stages.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
@@ -59,25 +57,22 @@ void find_sharing(Profile& profile, const std::vector<NamedLayer>& layers, bool 
 
 namespace {
 
-using absl::StrFormat;
-
 constexpr double kMostParamScale = 1000;
 
 void check(const Model& model, const Value& sample, const ProfileOptions& options) {
-  const auto refuse = [](const std::string& what) { throw std::invalid_argument("[profile] " + what); };
-  if (model.named_layers().empty()) refuse("the model has no layers");
-  if (options.workers() < 1) refuse(StrFormat("workers must be positive, but is %d", options.workers()));
-  if (options.repeats() < 1) refuse(StrFormat("repeats must be positive, but is %d", options.repeats()));
+  if (model.named_layers().empty()) throw invalid("[profile] the model has no layers");
+  if (options.workers() < 1) throw invalid("[profile] workers must be positive, but is %d", options.workers());
+  if (options.repeats() < 1) throw invalid("[profile] repeats must be positive, but is %d", options.repeats());
   if (options.intraop_threads() < 0) {
-    refuse(
-        StrFormat("intraop_threads must not be negative (0 is an equal share), but is %d", options.intraop_threads()));
+    throw invalid("[profile] intraop_threads must not be negative (0 is an equal share), but is %d",
+                  options.intraop_threads());
   }
-  if (!(options.seconds() >= 0)) refuse(StrFormat("seconds must not be negative, but is %g", options.seconds()));
+  if (!(options.seconds() >= 0)) throw invalid("[profile] seconds must not be negative, but is %g", options.seconds());
   if (!(options.param_scale() >= 2 && options.param_scale() <= kMostParamScale)) {
-    refuse(StrFormat("param_scale must be from 2 (parameter and gradient) to %g, but is %g", kMostParamScale,
-                     options.param_scale()));
+    throw invalid("[profile] param_scale must be from 2 (parameter and gradient) to %g, but is %g", kMostParamScale,
+                  options.param_scale());
   }
-  if (batch_size(sample) < 1) refuse("the sample is empty; give one micro-batch");
+  if (batch_size(sample) < 1) throw invalid("[profile] the sample is empty; give one micro-batch");
 }
 
 }  // namespace
@@ -114,7 +109,7 @@ std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, co
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
                                           double param_scale, Checkpoint checkpoint) {
   check_stages(partitions, static_cast<int>(model.named_layers().size()));
-  if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
+  if (chunks < 1) throw invalid("[balance] chunks must be positive, but is %d", chunks);
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
   // The bytes that operators allocate depend on their number of threads, so measure with the number of a stage.
   const int threads = std::max(1, at::get_num_threads() / partitions);

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstddef>
 #include <set>
-#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -49,18 +48,6 @@ class Table {
 /// Formats three significant digits.
 std::string number(double value) { return absl::StrFormat("%.*f", value < 9.995 ? 2 : value < 99.95 ? 1 : 0, value); }
 
-LayerProfile sum(const std::vector<LayerProfile>& layers, int first, int end) {
-  LayerProfile sum;
-  for (int i = first; i < end; ++i) {
-    sum.forward += layers[i].forward;
-    sum.recompute += layers[i].recompute;
-    sum.backward += layers[i].backward;
-    sum.saved += layers[i].saved;
-    sum.parameters += layers[i].parameters;
-  }
-  return sum;
-}
-
 std::vector<std::string> row(std::string index, std::string name, const LayerProfile& layer,
                              const std::string& output) {
   return {std::move(index),
@@ -82,14 +69,20 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
   int first = 0;
   int stage = 0;
   for (const int end : balance.empty() ? std::vector<int>{layers} : StageCost(profile).ends(balance)) {
+    LayerProfile sum;
     for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
+      sum.forward += layer.forward;
+      sum.recompute += layer.recompute;
+      sum.backward += layer.backward;
+      sum.saved += layer.saved;
+      sum.parameters += layer.parameters;
       auto cells = row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output));
       if (i + 1 < layers) cells.push_back(cuts[i] ? bytes_to_text(*cuts[i]) : "-");
       if (i + 1 == end && end < layers) cells.emplace_back("<- cut here");
       table.add(std::move(cells));
     }
-    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum(profile.layers, first, end), ""));
+    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum, ""));
     first = end;
   }
   return absl::StrFormat(
@@ -148,20 +141,16 @@ std::string schedule_of(const Candidate& candidate) {
   return name;
 }
 
-// The first candidate of each schedule.
-std::vector<Candidate> first_of_schedules(const std::vector<Candidate>& candidates) {
-  std::set<std::string> seen;
-  std::vector<Candidate> first;
-  for (const auto& candidate : candidates) {
-    if (seen.insert(schedule_of(candidate)).second) first.push_back(candidate);
-  }
-  return first;
-}
+std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }
 
 }  // namespace
 
 std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
-  const auto first = first_of_schedules(candidates);
+  std::set<std::string> seen;
+  std::vector<Candidate> first;  // of each schedule
+  for (const auto& candidate : candidates) {
+    if (seen.insert(schedule_of(candidate)).second) first.push_back(candidate);
+  }
   const bool several = first.size() > 1;
   std::vector<std::string> head = {"balance", "checkpoint", "chunks", "step", "bubble", "memory"};
   if (several) head.insert(head.begin(), "schedule");
@@ -170,14 +159,11 @@ std::string candidate_table(const std::vector<Candidate>& candidates, const std:
   Table table(std::move(head));
   const auto add = [&](const std::string& schedule, const Candidate& candidate, const std::string& note) {
     const auto most = std::max_element(candidate.bytes.begin(), candidate.bytes.end());
-    std::vector<std::string> cells;
-    if (several) cells.push_back(schedule);
-    cells.push_back(balance_to_text(candidate.balance));
-    cells.push_back(to_string(candidate.checkpoint));
-    cells.push_back(absl::StrCat(candidate.chunks));
-    cells.push_back(seconds_to_text(candidate.seconds));
-    cells.push_back(absl::StrFormat("%.0f %%", 100 * candidate.bubble));
-    cells.push_back(bytes_to_text(most == candidate.bytes.end() ? 0 : *most));
+    std::vector<std::string> cells = {
+        balance_to_text(candidate.balance), to_string(candidate.checkpoint),
+        absl::StrCat(candidate.chunks),     seconds_to_text(candidate.seconds),
+        percent(candidate.bubble),          bytes_to_text(most == candidate.bytes.end() ? 0 : *most)};
+    if (several) cells.insert(cells.begin(), schedule);
     if (several) cells.push_back(bytes_to_text(candidate.crossing));
     if (unpartitioned) cells.push_back(absl::StrFormat("%.2f", unpartitioned->seconds / candidate.seconds));
     cells.push_back(absl::StrCat(note, candidate.fits ? "" : "too large"));
@@ -199,9 +185,8 @@ std::string plan_table(const ClusterPlan& plan) {
   for (const auto& candidate : plan.candidates) {
     table.add({absl::StrCat(candidate.replicas), schedule_of(candidate), absl::StrCat(candidate.bytes.size()),
                absl::StrCat(candidate.balance.size()), to_string(candidate.checkpoint), absl::StrCat(candidate.chunks),
-               seconds_to_text(candidate.seconds), absl::StrFormat("%.0f %%", 100 * candidate.bubble),
-               seconds_to_text(candidate.reduction), bytes_to_text(std::ranges::max(candidate.bytes)),
-               candidate.fits ? "" : "too large"});
+               seconds_to_text(candidate.seconds), percent(candidate.bubble), seconds_to_text(candidate.reduction),
+               bytes_to_text(std::ranges::max(candidate.bytes)), candidate.fits ? "" : "too large"});
   }
   const auto& first = plan.candidates.front();
   return absl::StrCat(

@@ -1,13 +1,11 @@
 #include "balance/search.h"
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <memory>
 #include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
@@ -38,46 +36,25 @@ std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& by
   for (std::size_t w = 0; w < bytes.size(); ++w) {
     of_device[options.devices.empty() ? StrFormat("device %d", w) : options.devices[w]] += bytes[w];
   }
-  return *std::max_element(of_device.begin(), of_device.end(),
-                           [](const auto& a, const auto& b) { return a.second < b.second; });
-}
-
-std::int64_t limit_of(const SearchOptions& options) {
-  return options.memory_limit > 0 ? options.memory_limit : std::numeric_limits<std::int64_t>::max();
-}
-
-/// Whether `a` is better than `b`, also if neither fits.
-bool better(const Candidate& a, const Candidate& b, const SearchOptions& options) {
-  if (a.fits || b.fits) return is_better(a, b);
-  return fullest(a.bytes, options).second < fullest(b.bytes, options).second;
+  return *std::ranges::max_element(of_device, {}, [](const auto& each) { return each.second; });
 }
 
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
-/// Whether each stage fits alone on a device.
-bool fits(const StageCost& cost, const std::vector<std::int64_t>& balance, const RunOptions& run, std::int64_t limit) {
-  int first = 0;
-  for (const int end : cost.ends(balance)) {
-    if (cost.bytes(first, end, run) > limit) return false;
-    first = end;
-  }
-  return true;
-}
-
 std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages, const RunOptions& run,
                                               const SearchOptions& options) {
   std::vector<std::vector<std::int64_t>> balances = {balance_by_time(profile, stages, run)};
-  if (options.memory_limit == 0 || fits(StageCost(profile), balances.front(), run, options.memory_limit))
-    return balances;
-  auto within = balance_within(options.memory_limit, profile, stages, run);
+  const auto limit = options.memory_limit;
+  if (limit == 0 || StageCost(profile).most_bytes(balances.front(), run) <= limit) return balances;
+  auto within = balance_within(limit, profile, stages, run);
   balances.push_back(within.empty() ? balance_by_size(profile, stages, run) : std::move(within));
   return balances;
 }
 
 Candidate candidate_of(Prediction prediction, const RunOptions& run, const SearchOptions& options) {
   check_devices(options, prediction.bytes.size());
-  const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
+  const bool fits = options.memory_limit <= 0 || fullest(prediction.bytes, options).second <= options.memory_limit;
   return {std::move(prediction.balance),
           run.chunks,
           run.checkpoint,
@@ -116,7 +93,7 @@ void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
     for (const auto& balance : stage.near(entry.best.balance, 1)) {
       if ((budget -= actions) < 0) return;
       auto moved = entry.with(balance, options);
-      if (!better(moved, entry.best, options)) continue;
+      if (!is_better(moved, entry.best, options)) continue;
       entry.best = std::move(moved);
       improved = true;
     }
@@ -215,7 +192,10 @@ PlacedBy placed_by(const Candidate& candidate) {
   return stages == 2 * workers && candidate.placement == v_placement(stages) ? PlacedBy::kV : PlacedBy::kPlacement;
 }
 
-bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
+bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options) {
+  if (a.fits != b.fits) return a.fits;
+  return a.fits ? a.seconds < b.seconds : fullest(a.bytes, options).second < fullest(b.bytes, options).second;
+}
 
 std::vector<Scheduling> all_schedulings(int workers, int layers) {
   std::vector<Scheduling> found;
@@ -260,14 +240,14 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         entry.best = entry.with(balances.front(), options);
         for (std::size_t i = 1; i < balances.size(); ++i) {
           auto other = entry.with(balances[i], options);
-          if (better(other, entry.best, options)) entry.best = std::move(other);
+          if (is_better(other, entry.best, options)) entry.best = std::move(other);
         }
         entries.push_back(std::move(entry));
       }
     }
   }
   if (entries.empty()) throw invalid("[suggest] every schedule has more stages than the model allows");
-  const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
+  const auto before = [&](const Entry& a, const Entry& b) { return is_better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
   auto budget = options.most_actions;
   for (auto& entry : entries) {

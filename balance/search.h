@@ -105,7 +105,8 @@ std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const 
 enum class PlacedBy { kSchedule, kStagesPerWorker, kV, kPlacement };
 PlacedBy placed_by(const Candidate& candidate);
 
-/// Whether `a` is better than `b`: only `a` fits, or both do or do not and `a` is faster.
-bool is_better(const Candidate& a, const Candidate& b);
+/// Whether `a` is better than `b`: only `a` fits, both fit and `a` is faster, or neither fits and the fullest of the
+/// options' devices needs fewer bytes for `a`.
+bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
 
 }  // namespace gpipe

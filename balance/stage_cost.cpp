@@ -4,10 +4,8 @@
 #include <cmath>
 #include <initializer_list>
 #include <numeric>
-#include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/gradient_reduction.h"
@@ -37,15 +35,8 @@ double all_bytes(const Profile& profile) {
 }
 
 double share_recomputed(const RunOptions& options) {
-  switch (options.checkpoint) {
-    case Checkpoint::kNever:
-      return 0;
-    case Checkpoint::kExceptLast:
-      return (options.chunks - 1.0) / options.chunks;
-    case Checkpoint::kAlways:
-      break;
-  }
-  return 1;
+  if (options.checkpoint == Checkpoint::kNever) return 0;
+  return options.checkpoint == Checkpoint::kAlways ? 1 : (options.chunks - 1.0) / options.chunks;
 }
 
 }  // namespace
@@ -55,9 +46,7 @@ int stage_of(int layer, const std::vector<int>& ends) {
 }
 
 void StageCost::check(const RunOptions& options) const {
-  if (options.chunks < 1) {
-    throw invalid("[balance] chunks must be positive, but is %d", options.chunks);
-  }
+  if (options.chunks < 1) throw invalid("[balance] chunks must be positive, but is %d", options.chunks);
   if (options.chunks * all_bytes_ > kMaxBytes) {
     throw invalid("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
                   options.chunks, all_bytes_);
@@ -74,9 +63,7 @@ StageCost::StageCost(const Profile& profile)
       saved_by_(layers_ + 1),
       saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
-  if (all_bytes_ > kMaxBytes) {
-    throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
-  }
+  if (all_bytes_ > kMaxBytes) throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
     auto& sum = sums_[i + 1] = sums_[i];
@@ -175,6 +162,16 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
                               backward(others_are, cell.backward.extra));
   }
   return static_bytes(begin, end) + reduction_bytes(begin, end, options.network) + peak;
+}
+
+std::int64_t StageCost::most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
+  std::int64_t most = 0;
+  int first = 0;
+  for (const int end : ends(balance)) {
+    most = std::max(most, bytes(first, end, options));
+    first = end;
+  }
+  return most;
 }
 
 // After the first of several backwards, all gradients and the other micro-batches' cells are live. Each backward begins

@@ -67,6 +67,8 @@ class StageCost {
   /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all
   /// timings. Other schedules usually need less; those that split backwards can need more.
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
+  /// bytes() of the stage of a balance that has most. Errors: those of ends().
+  std::int64_t most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   /// Bytes of the gradients of the stage's parameters.
   std::int64_t gradients(int first, int end) const { return sums_[end].gradients - sums_[first].gradients; }
   /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
@@ -101,6 +103,7 @@ class StageCost {
                      absl::FunctionRef<void(const TieProfile& tie, int from, int to)> call) const;
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
+  class Cell;
   /// Defined in cell_bytes.cpp. `ends` is as ends() returns it.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;
 

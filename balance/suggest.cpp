@@ -4,7 +4,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <functional>
 #include <optional>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/binding.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/schedule_source.h"
@@ -23,8 +23,6 @@
 
 namespace gpipe {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 Value on(const Value& sample, torch::Device device) {
   auto tensors = sample.tensors();
@@ -55,9 +53,7 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   const auto& name = scheduling.schedule.empty() ? kFillAndDrain : scheduling.schedule;
   if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
   const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
-  if (per_worker < 1) {
-    throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
-  }
+  if (per_worker < 1) throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
   if (const auto layers = model.named_layers().size(); stages > layers) {
     throw invalid("[suggest] %d stages need as many layers, but the model has %d", stages, layers);
@@ -246,16 +242,15 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
     for (int repeat = -1; repeat < repeats; ++repeat) {  // the first is a warm-up
       const auto batch = copy_of(sample);                // the first layer may change it in place
       synchronize(devices);
-      const auto start = Clock::now();
+      const double start = now();
       candidate.schedule.empty() ? trial_step(pipe, batch) : trial_schedule(pipe, batch);
       synchronize(devices);
-      if (repeat >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+      if (repeat >= 0) seconds.push_back(now() - start);
     }
     measured.push_back({candidate, median(seconds)});
   }
   restore.check();
-  std::stable_sort(measured.begin(), measured.end(),
-                   [](const Measured& a, const Measured& b) { return a.seconds < b.seconds; });
+  std::ranges::stable_sort(measured, {}, &Measured::seconds);
   return measured;
 }
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/tensors/parcel.h"
@@ -128,40 +129,7 @@ struct RestoreModule::State {
   std::vector<std::array<bool, 2>> watched;               // by layer: without and with autograd graph
 };
 
-/// Copies of a layer's parameters during one of its first forwards.
-class RestoreModule::Copies {
- public:
-  Copies(State& state, const torch::nn::Module& module) {
-    const at::NoGradGuard no_grad;
-    for (const auto& parameter : module.parameters()) {
-      const auto found = state.indices.find(parameter.unsafeGetTensorImpl());
-      if (found == state.indices.end()) continue;
-      auto& saved = state.saved[found->second];
-      if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
-      if (saved.version.changed()) continue;  // already changed
-      copies_.push_back({&saved, copy_of(saved.memory)});
-    }
-  }
-
-  /// Keeps the copies of changed parameters, also if the forward has thrown.
-  ~Copies() {
-    const at::NoGradGuard no_grad;
-    for (auto& [saved, copy] : copies_) {
-      bool same = false;
-      // The version detects changes between equal values, e.g. from 0 to -0. The values detect writes that bypass the
-      // version counter.
-      attempt([&, saved = saved, copy = copy] { same = !saved->version.changed() && at::equal(saved->memory, copy); });
-      if (!same) saved->copy = std::move(copy);
-    }
-  }
-
-  Copies(const Copies&) = delete;
-  Copies& operator=(const Copies&) = delete;
-
- private:
-  std::vector<std::pair<Saved*, at::Tensor>> copies_;
-};
-
+/// Copies a layer's parameters during its first forwards. Keeps the copies of those that change.
 class RestoreModule::WatchedLayer : public LayerDecorator {
  public:
   WatchedLayer(std::unique_ptr<Layer> layer, int index, std::shared_ptr<State> state)
@@ -171,11 +139,38 @@ class RestoreModule::WatchedLayer : public LayerDecorator {
     bool& watched = state_->watched[index_][at::GradMode::is_enabled() ? 1 : 0];
     if (watched) return layer().forward(std::move(input));
     watched = true;
-    const Copies copies(*state_, *module());
+    const auto copies = copy_parameters();
+    const absl::Cleanup keep = [&] { keep_changed(copies); };  // also if the forward throws
     return layer().forward(std::move(input));
   }
 
  private:
+  using Copies = std::vector<std::pair<Saved*, at::Tensor>>;
+
+  Copies copy_parameters() const {
+    const at::NoGradGuard no_grad;
+    Copies copies;
+    for (const auto& parameter : module()->parameters()) {
+      const auto found = state_->indices.find(parameter.unsafeGetTensorImpl());
+      if (found == state_->indices.end()) continue;
+      auto& saved = state_->saved[found->second];
+      if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory) || saved.version.changed()) continue;
+      copies.emplace_back(&saved, copy_of(saved.memory));
+    }
+    return copies;
+  }
+
+  static void keep_changed(const Copies& copies) {
+    const at::NoGradGuard no_grad;
+    for (const auto& [saved, copy] : copies) {
+      bool same = false;
+      // The version detects changes between equal values, e.g. from 0 to -0. The values detect writes that bypass the
+      // version counter.
+      attempt([&, saved = saved, copy = copy] { same = !saved->version.changed() && at::equal(saved->memory, copy); });
+      if (!same) saved->copy = copy;
+    }
+  }
+
   const int index_;
   const std::shared_ptr<State> state_;
 };

@@ -74,7 +74,6 @@ class RestoreModule {
 
  private:
   class WatchedLayer;
-  class Copies;
   struct Saved;
   struct State;
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ sys.path.append(str(Path(__file__).parent / "peers"))
 
 import models  # noqa: E402
 import pipe_steps  # noqa: E402
+import run  # noqa: E402
 import steps  # noqa: E402
 
 CHUNKS = 8
@@ -52,11 +54,11 @@ CALLS = {
 Row = dict[str, Any]
 
 
+@dataclass
 class Bench:
-    def __init__(self, device: torch.device, repeats: int, short: bool):
-        self.device = device
-        self.repeats = repeats
-        self.short = short
+    device: torch.device
+    repeats: int
+    short: bool
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -80,9 +82,7 @@ class Bench:
         torch.manual_seed(0)
         if name == "mlp":
             width, rows = (64, 64) if self.short else (4096, 8192)
-            layers: models.Layers = [
-                nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(16)
-            ]
+            layers: models.Layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(16)]
             x = torch.randn(rows, width)
         elif name == "unet":
             layers = models.flat(gpipe.models.unet(base_channels=4 if self.short else 64))
@@ -112,12 +112,12 @@ class Bench:
             for stages, schedule in itertools.product((1, 2, 4), (None, "1f1b")):
                 options = {"schedule": schedule} if schedule else {}
                 pipe = self.pipe(layers, stages, checkpoint, **options)
-                functions[f"{stages} {schedule or 'forward, backward'}"] = step_of(pipe, x, schedule)
+                functions[f"{stages} {schedule or 'forward, backward'}"] = pipe_steps.step_of(pipe, x, schedule)
             seconds = self.times(functions)
             row: Row = {"model": name, "checkpoint": checkpoint}
             row["plain, ms"] = 1e3 * statistics.median(seconds["plain"])
             for function in list(functions)[1:]:
-                row[function] = median_ratio(seconds[function], seconds["plain"])
+                row[function] = statistics.median(a / b for a, b in zip(seconds[function], seconds["plain"]))
             rows.append(row)
         return rows
 
@@ -128,11 +128,8 @@ class Bench:
             layers = [layer.to(self.device) for layer in models.subject("tiny", CHUNKS)[0]]
             x = torch.randn(8 * CHUNKS, 8, device=self.device)
             plain = models.Stage(layers)
-            step = step_of(self.pipe(layers, stages, checkpoint), x, None)
-            functions = {
-                "plain": lambda: steps.plain_step(plain, x, CHUNKS, checkpoint == "always"),
-                "pipe": step,
-            }
+            step = pipe_steps.step_of(self.pipe(layers, stages, checkpoint), x)
+            functions = {"plain": lambda: steps.plain_step(plain, x, CHUNKS, checkpoint == "always"), "pipe": step}
             seconds = self.times(functions)
             cells = stages * CHUNKS
             more = [1e6 * (a - b) / cells for a, b in zip(seconds["pipe"], seconds["plain"])]
@@ -163,55 +160,27 @@ class Bench:
             costs = gpipe.balance.profile(model, x[: len(x) // CHUNKS], device=self.device, seconds=5)
             balance = costs.balance_by_time(2)
             for checkpoint in MODES:
-                pipe = gpipe.GPipe(
-                    model, balance, devices=[self.device] * 2, chunks=CHUNKS, checkpoint=checkpoint
-                )
-                step = step_of(pipe, x, None)
+                pipe = gpipe.GPipe(model, balance, devices=[self.device] * 2, chunks=CHUNKS, checkpoint=checkpoint)
+                step = pipe_steps.step_of(pipe, x)
                 step()
                 timeline = gpipe.Timeline()
                 pipe.trace(timeline)
                 steps.clear_gradients(pipe)
                 self.synchronize()
-                before = allocated(self.device)
+                row: Row = {"model": name, "checkpoint": checkpoint, "allocator, MiB": 0.0}
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self.device)
+                    before = torch.cuda.memory_allocated(self.device)
                 step()
                 self.synchronize()
-                row: Row = {"model": name, "checkpoint": checkpoint}
-                row["allocator, MiB"] = (peak_allocated(self.device) - before) / 2**20
+                if self.device.type == "cuda":
+                    row["allocator, MiB"] = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
                 expected = gpipe.balance.predict(costs, balance, CHUNKS, checkpoint).timeline.peak_bytes()
                 for worker, (counted, simulated) in enumerate(zip(timeline.peak_bytes(), expected)):
                     row[f"worker {worker}, MiB"] = counted / 2**20
                     row[f"worker {worker} / simulated"] = counted / simulated
                 rows.append(row)
         return rows
-
-
-def step_of(pipe: gpipe.GPipe, x: Tensor, schedule: str | None) -> Callable[[], None]:
-    """Returns a function that clears the gradients and trains on the sum of the output."""
-
-    def step() -> None:
-        steps.clear_gradients(pipe)
-        if schedule:
-            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
-        else:
-            pipe(x).sum().backward()
-
-    return step
-
-
-def median_ratio(values: Sequence[float], divisors: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(values, divisors, strict=True))
-
-
-def allocated(device: torch.device) -> int:
-    """Resets the peak. Returns the bytes in use, 0 if the device does not tell."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def peak_allocated(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def machine(device: torch.device) -> Row:
@@ -237,20 +206,11 @@ def table(rows: Sequence[Row]) -> str:
     def text(value: object) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    cells = [list(rows[0]), ["---"] * len(rows[0]), *([text(v) for v in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-def write(folder: Path, result: dict[str, list[Row]]) -> None:
-    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    sections = [f"**{name.capitalize()}**\n\n{table(rows)}\n" for name, rows in result.items()]
-    (folder / "gpu.md").write_text("\n".join(sections))
+    return run.markdown(list(rows[0]), ([text(value) for value in row.values()] for row in rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder for gpu.json and gpu.md")
     parser.add_argument("--build", type=Path, help="a build folder whose tests to run first")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda", 0))
@@ -268,7 +228,10 @@ def main() -> None:
     for name, measure in sections.items():
         print(name, file=sys.stderr)
         result[name] = measure()
-        write(args.out, result)  # after each section, so that a later error loses nothing
+        # Written after each section, so that a later error loses nothing.
+        (args.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        text = [f"**{name.capitalize()}**\n\n{table(rows)}\n" for name, rows in result.items()]
+        (args.out / "gpu.md").write_text("\n".join(text))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@
 #include <array>
 #include <cstdint>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>

@@ -14,7 +14,6 @@
 
 #include "balance/trial.h"
 #include "bench/measure.h"
-#include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/run/step_loss.h"
 

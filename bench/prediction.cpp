@@ -16,7 +16,6 @@
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
-#include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/schedules.h"
 
@@ -65,18 +64,16 @@ class Contender {
     row_.schedule = scheduling.schedule;
     row_.stages = static_cast<int>(scheduling.placement.size());
     if (row_.schedule == kForward) run_.scheduling.schedule.clear();
-    Candidate way;
-    way.balance = options.balance;
-    if (way.balance.empty()) {
-      way.balance = balance_by_time(of_whole, row_.stages, run_);
-      --way.balance.back();  // the loss
+    balance_ = options.balance;
+    if (balance_.empty()) {
+      balance_ = balance_by_time(of_whole, row_.stages, run_);
+      --balance_.back();  // the loss
     }
-    way.chunks = row_.chunks;
-    way.checkpoint = row_.checkpoint;
-    way.schedule = row_.schedule;
-    way.placement = scheduling.placement;
-    pipe_ = pipe_of(it.model, way);
-    balance_ = way.balance;
+    pipe_ = pipe_of(it.model, {.balance = balance_,
+                               .chunks = row_.chunks,
+                               .checkpoint = row_.checkpoint,
+                               .schedule = row_.schedule,
+                               .placement = scheduling.placement});
     ++balance_.back();
   }
 
@@ -185,14 +182,13 @@ void sweep(const std::string& model, int workers, const Options& options) {
       ways.push_back({way, median(interleave({step_function(way)}, kSteps)[0])});
     }
   }
-  std::sort(ways.begin(), ways.end(), [](const Measured& a, const Measured& b) { return a.seconds < b.seconds; });
+  std::ranges::sort(ways, {}, &Measured::seconds);
   ways.resize(std::min(ways.size(), kFinalists));
   const auto& choice = suggestion.best();
   std::vector<std::function<void()>> steps = {step_function(choice)};
   for (const auto& [way, seconds] : ways) steps.push_back(step_function(way));
   const auto times = interleave(steps, options.repeats);
-  const auto best =
-      *std::min_element(times.begin(), times.end(), [](const auto& a, const auto& b) { return median(a) < median(b); });
+  const auto best = *std::ranges::min_element(times, {}, median);
   const Row row{model, static_cast<int>(choice.placement.size()), choice.chunks, choice.checkpoint, choice.schedule};
   print({"suggestion", row, "times the best", quotients(times[0], best)});
 }

@@ -12,7 +12,6 @@
 #include "balance/balance.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
-#include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/simulator.h"
 #include "gpipe/tensors/byte_counter.h"

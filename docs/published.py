@@ -12,10 +12,10 @@ FLOPS = 11.76e12  # per second, single precision
 BYTES = 346e9  # of memory, read or written per second
 PCIE = 12e9  # bytes per second that a PCIe 3.0 link of 16 lanes carries in practice
 
-# No bytes are known except those that cross cuts.
-NO_BYTES = dict.fromkeys(
-    "parameters gradients late_gradients optimizer buffers saved forward_extra stored_extra backward_extra "
-    "input_gradient_extra last_backward_extra last_input_gradient_extra".split(),
+# Bytes that are not known, and times of split backwards, which the runs do not have.
+ZEROS = dict.fromkeys(
+    "input_gradient weight_gradient parameters gradients late_gradients optimizer buffers saved forward_extra stored_extra "
+    "backward_extra input_gradient_extra last_backward_extra last_input_gradient_extra".split(),
     0,
 )
 
@@ -30,7 +30,6 @@ class Layer(NamedTuple):
 
 
 class Run(NamedTuple):
-    gpus: str
     speed: float  # samples/s
     samples: int
     chunks: int
@@ -38,10 +37,10 @@ class Run(NamedTuple):
 
 
 RUNS = [  # the first calibrates the times
-    Run("1", 24.456, 80, 2, [241]),
-    Run("2", 35.502, 512, 32, [104, 137]),
-    Run("4", 67.042, 512, 16, [30, 66, 84, 61]),
-    Run("8", 88.497, 640, 40, [16, 27, 31, 44, 22, 57, 27, 17]),
+    Run(24.456, 80, 2, [241]),
+    Run(35.502, 512, 32, [104, 137]),
+    Run(67.042, 512, 16, [30, 66, 84, 61]),
+    Run(88.497, 640, 40, [16, 27, 31, 44, 22, 57, 27, 17]),
 ]
 
 
@@ -93,10 +92,9 @@ class UNet:
         """Returns a profile of micro-batches of `samples`, whose times are `scale` times those of the layers."""
         layers = []
         for i, layer in enumerate(self.layers):
-            forward, backward = samples * scale * layer.forward, samples * scale * layer.backward
-            times = {"forward": forward, "stored": forward, "recompute": forward, "backward": backward}
+            times = dict.fromkeys(("forward", "stored", "recompute"), samples * scale * layer.forward)
             size = {"output": int(samples * layer.output), "changes_input": False, "shares_with": i}
-            layers.append({"name": layer.name, "input_gradient": 0, "weight_gradient": 0, **times, **NO_BYTES, **size})
+            layers.append(ZEROS | times | size | {"name": layer.name, "backward": samples * scale * layer.backward})
         skips = [
             {"name": name, "from": first, "to": last, "bytes": int(samples * size), "changed": False}
             for name, first, last, size in self.skips

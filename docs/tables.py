@@ -150,7 +150,7 @@ def unet() -> str:
     rows: list[list[str]] = []
     for run, speed in UNet().predict():
         error = f"{100 * (speed / run.speed - 1):+.0f} %" if rows else "calibrated"
-        rows.append([run.gpus, f"{run.speed:.1f}", f"{speed:.1f}", error])
+        rows.append([str(len(run.balance)), f"{run.speed:.1f}", f"{speed:.1f}", error])
     return table(["GPUs", "published samples/s", "predicted samples/s", "error"], rows)
 
 

@@ -58,6 +58,19 @@ def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
     return nn.Sequential(*map(convert, layers))
 
 
+def step_of(pipe: nn.Module, x: Tensor, schedule: str | None = None) -> Callable[[], None]:
+    """Returns a function that clears the gradients and trains on the sum of the output."""
+
+    def step() -> None:
+        steps.clear_gradients(pipe)
+        if schedule:
+            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
+        else:
+            pipe(x).sum().backward()
+
+    return step
+
+
 def counted_threads() -> None:
     """Makes the running profiler count the allocations of threads that start later.
 
@@ -109,13 +122,7 @@ def main() -> None:
         **scheduling,
     )
     plain = nn.Sequential(*layers)
-
-    def step() -> None:
-        steps.clear_gradients(pipe)
-        if args.schedule:
-            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
-        else:
-            pipe(x).sum().backward()
+    step = step_of(pipe, x, args.schedule)
 
     def plain_step() -> None:
         steps.plain_step(plain, x, args.chunks, args.checkpoint == "always")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import models
-from run import CUTS, HERE, output_of
+from run import CUTS, HERE, markdown, output_of, spread
 
 
 class Mesh(NamedTuple):
@@ -35,10 +35,7 @@ def contestants(mesh: Mesh, model: str, ours: Path, repeats: int) -> dict[str, l
     flags += ["--schedule", mesh.schedule, "--replicas", mesh.replicas, "--repeats", repeats]
     job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--master-port", 29511]
     job += ["--nproc-per-node", mesh.replicas * mesh.stages, ours / "bench" / "speed", "--over-ranks", "--steps-only"]
-    return {
-        "gpipe": [*job, *flags],
-        "distributed": [sys.executable, HERE / "distributed_steps.py", *flags],
-    }
+    return {"gpipe": [*job, *flags], "distributed": [sys.executable, HERE / "distributed_steps.py", *flags]}
 
 
 def sent_bytes() -> int:
@@ -77,17 +74,15 @@ def main() -> None:
                     seconds.setdefault(name, []).append(run(command)[0])
             for name, command in contestants(mesh, model, args.ours, 1).items():
                 longer = contestants(mesh, model, args.ours, 5)[name]
-                sent = (run(longer)[1] - run(command)[1]) / 4
-                of = seconds[name]
-                row = {"model": model, **mesh._asdict(), "peer": name, "bytes": sent, "gradients": gradient_bytes(mesh, model)}
-                spread = {"value": statistics.median(of), "min": min(of), "max": max(of), "repeats": len(of)}
-                print(json.dumps({"bench": "replicas", **row, "unit": "s", **spread}), flush=True)
-                times = " | ".join(f"{1e3 * spread[key]:.0f}" for key in ("value", "min", "max"))
-                mib = f"{sent / 2**20:.1f} | {row['gradients'] / 2**20:.1f}"
-                lines.append(f"| {model} | {mesh.replicas} x {mesh.stages} | {name} | {times} | {mib} |")
-    print("| model | replicas x stages | contestant | ms | min | max | MiB sent per step | of gradients, in theory |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    print("\n".join(lines))
+                sent, gradients = (run(longer)[1] - run(command)[1]) / 4, gradient_bytes(mesh, model)
+                of = spread(seconds[name], "s")
+                row = {"model": model, **mesh._asdict(), "peer": name, "bytes": sent, "gradients": gradients}
+                print(json.dumps({"bench": "replicas", **row, **of}), flush=True)
+                cells = [model, f"{mesh.replicas} x {mesh.stages}", name]
+                cells += [f"{1e3 * of[key]:.0f}" for key in ("value", "min", "max")]
+                lines.append([*cells, *(f"{each / 2**20:.1f}" for each in (sent, gradients))])
+    head = ["model", "replicas x stages", "contestant", "ms", "min", "max", "MiB sent per step", "of gradients, in theory"]
+    print(markdown(head, lines))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,12 +142,8 @@ def figure(bench: Bench, command: list[object]) -> float:
     return statistics.median(value) if isinstance(value, list) else value
 
 
-def measure(
-    row: Row, names: list[str], ours: Path, steps: int, repeats: int
-) -> dict[str, list[float]]:
-    commands = {
-        name: command for name, command in contestants(row, ours, steps).items() if name in names
-    }
+def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
+    commands = {name: command for name, command in contestants(row, ours, steps).items() if name in names}
     values: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -155,12 +152,19 @@ def measure(
     return values
 
 
+def spread(values: list[float], unit: str) -> dict[str, object]:
+    """Returns what a JSON line tells of repeated measurements."""
+    return {"value": statistics.median(values), "unit": unit, "min": min(values), "max": max(values), "repeats": len(values)}
+
+
 def line(row: Row, peer: str, values: list[float]) -> str:
     subject = {"bench": row.bench, "model": row.model, "stages": len(row.balance)}
     settings = {"chunks": row.chunks, "checkpoint": row.checkpoint, "peer": peer}
-    value = {"value": statistics.median(values), "unit": BENCHES[row.bench].unit}
-    spread = {"min": min(values), "max": max(values), "repeats": len(values)}
-    return json.dumps({**subject, **settings, **value, **spread})
+    return json.dumps({**subject, **settings, **spread(values, BENCHES[row.bench].unit)})
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
@@ -168,8 +172,7 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
     names = [name for name in [*OURS, *PEERS] if name in measured]
     compared = [name for name in names if name.startswith("gpipe python")]
     ratios = [f"best peer / {name}" for name in compared]
-    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row, values in results:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
@@ -180,24 +183,20 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
             comparable = peers and medians.get(name, 0) > 0
             cells.append(f"{min(peers) / medians[name]:.2f}" if comparable else "")
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", type=Path, required=True, help="the build folder of this project")
-    every = {
+    for flag, choices in {
         "models": ["tiny", *CUTS],
         "benches": list(BENCHES),
         "chunks": [4, 8, 16, 32],
         "checkpoints": ["never", "except_last", "always"],
         "contestants": [*OURS, *PEERS],
-    }
-    for flag, choices in every.items():
-        kind = type(choices[0])
-        parser.add_argument(f"--{flag}", nargs="+", type=kind, default=choices, choices=choices)
+    }.items():
+        parser.add_argument(f"--{flag}", nargs="+", type=type(choices[0]), default=choices, choices=choices)
     parser.add_argument("--repeats", type=int, default=5, help="processes per row and contestant")
     parser.add_argument("--short", action="store_true", help="few rows and steps, to try it out")
     args = parser.parse_args()

@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -17,10 +16,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "absl/strings/match.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "bench/resnet50_study/variants.h"
+#include "gpipe/base/clock.h"
 
 namespace gpipe::study {
 namespace {
@@ -34,26 +34,21 @@ struct Options {
   int runs = 10;
 };
 
-/// Returns all values of a key in a file in the format of /proc/cpuinfo.
-std::vector<std::string> values(const std::filesystem::path& path, const std::string& key) {
-  std::vector<std::string> found;
+/// Returns the first value of a key in a file in the format of /proc/cpuinfo.
+std::string value_of(const std::filesystem::path& path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
-    if (!absl::StartsWith(line, key)) continue;
-    const auto begin = line.find_first_not_of(" \t", line.find(':') + 1);
-    if (begin != std::string::npos) found.push_back(line.substr(begin));
+    if (line.starts_with(key)) return std::string(absl::StripAsciiWhitespace(line.substr(line.find(':') + 1)));
   }
-  return found;
+  return "unknown";
 }
 
 std::string hardware(const Experiment& experiment) {
-  const auto models = values("/proc/cpuinfo", "model name");
-  const auto memory = values("/proc/meminfo", "MemTotal");
-  auto text = absl::StrFormat("CPU: %s, %d cores, memory %s\n", models.empty() ? "unknown" : models.front(),
-                              std::thread::hardware_concurrency(), memory.empty() ? "unknown" : memory.front());
+  auto text = absl::StrFormat("CPU: %s, %d cores, memory %s\n", value_of("/proc/cpuinfo", "model name"),
+                              std::thread::hardware_concurrency(), value_of("/proc/meminfo", "MemTotal"));
   std::error_code none;
   for (const auto& gpu : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", none)) {
-    for (const auto& model : values(gpu.path() / "information", "Model")) absl::StrAppend(&text, "GPU: ", model, "\n");
+    absl::StrAppend(&text, "GPU: ", value_of(gpu.path() / "information", "Model"), "\n");
   }
   absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(),
                   torch::get_num_threads() == 1 ? " thread" : " threads", " per device\ndevices:");
@@ -94,12 +89,12 @@ void divide(Processes& processes, const std::filesystem::path& store) {
 
 double time_run(const Variant& variant, const std::vector<torch::Device>& devices, const torch::Tensor& input,
                 const torch::Tensor& target, int batches) {
-  const auto start = std::chrono::steady_clock::now();
+  const double start = now();
   for (int batch = 0; batch < batches; ++batch) variant.step(input, target);
   for (const auto& device : devices) {
     if (device.is_cuda()) torch::cuda::synchronize(device.index());
   }
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return now() - start;
 }
 
 int run(Options options) {

@@ -4,20 +4,20 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
-#include <exception>
+#include <future>
+#include <iterator>
 #include <map>
 #include <memory>
-#include <thread>
+#include <sstream>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "balance/balance.h"
 #include "balance/predict.h"
 #include "balance/trial.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/intraop.h"
+#include "gpipe/snapshot.h"
 #include "models/resnet.h"
 
 namespace gpipe::study {
@@ -32,15 +32,9 @@ std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& rank
 
 using Step = std::function<void(const torch::Tensor&, const torch::Tensor&)>;
 
-void copy_weights(const torch::nn::Module& from, const torch::nn::Module& to) {
-  const torch::NoGradGuard no_grad;
-  const auto sources = from.named_parameters();
-  for (auto& parameter : to.named_parameters()) parameter.value().copy_(sources[parameter.key()]);
-}
-
 torch::nn::Sequential model_like(const torch::nn::Sequential& original) {
   auto model = models::resnet50();
-  copy_weights(*original, *model);
+  restore_model(*model, capture_model(*original));
   return model;
 }
 
@@ -63,59 +57,38 @@ Step train(Model model, const std::shared_ptr<Ranks>& ranks = nullptr) {
   };
 }
 
-/// Data parallelism: each device trains a replica on its half of the mini-batch, in its own thread. Averages gradients.
-class Replicas {
- public:
-  Replicas(const torch::nn::Sequential& original, const std::vector<torch::Device>& devices) : devices_(devices) {
-    for (const auto& device : devices) {
-      auto& model = models_.emplace_back(model_like(original));
-      model->to(device);
-      optimizers_.push_back(std::make_unique<torch::optim::SGD>(model->parameters(), kLearningRate));
-    }
+/// Data parallelism: each of two devices trains a replica on its half of the mini-batch, in its own thread. Averages
+/// gradients.
+Step train_replicas(const torch::nn::Sequential& original, const std::vector<torch::Device>& devices) {
+  std::vector<torch::nn::Sequential> models;
+  std::vector<std::shared_ptr<torch::optim::SGD>> optimizers;
+  for (const auto& device : devices) {
+    auto& model = models.emplace_back(model_like(original));
+    model->to(device);
+    optimizers.push_back(std::make_shared<torch::optim::SGD>(model->parameters(), kLearningRate));
   }
-
-  void step(const torch::Tensor& input, const torch::Tensor& target) {
-    const auto count = static_cast<std::int64_t>(devices_.size());
-    const auto inputs = input.chunk(count);
-    const auto targets = target.chunk(count);
-    const int threads = std::max<int>(1, torch::get_num_threads());
-    std::vector<std::exception_ptr> errors(devices_.size());
-    std::vector<std::jthread> workers;
-    for (std::size_t r = 0; r < devices_.size(); ++r) {
-      workers.emplace_back([&, r] {
-        try {
-          set_intraop_threads_of_this_thread(threads);
-          optimizers_[r]->zero_grad();
-          forward_backward(models_[r], inputs[r].to(devices_[r]), targets[r].to(devices_[r]));
-        } catch (...) {
-          errors[r] = std::current_exception();
-        }
-      });
+  return [=](const torch::Tensor& input, const torch::Tensor& target) mutable {
+    const auto inputs = input.chunk(2);
+    const auto targets = target.chunk(2);
+    std::vector<std::future<void>> workers;
+    for (std::size_t r = 0; r < 2; ++r) {
+      workers.push_back(std::async(std::launch::async, [&, r, threads = torch::get_num_threads()] {
+        set_intraop_threads_of_this_thread(threads);
+        optimizers[r]->zero_grad();
+        forward_backward(models[r], inputs[r].to(devices[r]), targets[r].to(devices[r]));
+      }));
     }
-    workers.clear();  // joins
-    for (const auto& error : errors) {
-      if (error) std::rethrow_exception(error);
+    for (auto& worker : workers) worker.get();
+    const auto first = models[0]->parameters();
+    const auto second = models[1]->parameters();
+    for (std::size_t i = 0; i < first.size(); ++i) {
+      auto& mean = first[i].mutable_grad();
+      mean.add_(second[i].grad().to(mean.device())).div_(2);
+      second[i].mutable_grad().copy_(mean);
     }
-    average_gradients();
-    for (const auto& optimizer : optimizers_) optimizer->step();
-  }
-
- private:
-  void average_gradients() {
-    std::vector<std::vector<torch::Tensor>> parameters;
-    for (const auto& model : models_) parameters.push_back(model->parameters());
-    for (std::size_t i = 0; i < parameters.front().size(); ++i) {
-      auto& mean = parameters.front()[i].mutable_grad();
-      for (std::size_t r = 1; r < parameters.size(); ++r) mean.add_(parameters[r][i].grad().to(mean.device()));
-      mean.div_(static_cast<double>(parameters.size()));
-      for (std::size_t r = 1; r < parameters.size(); ++r) parameters[r][i].mutable_grad().copy_(mean);
-    }
-  }
-
-  const std::vector<torch::Device> devices_;
-  std::vector<torch::nn::Sequential> models_;
-  std::vector<std::unique_ptr<torch::optim::SGD>> optimizers_;
-};
+    for (const auto& optimizer : optimizers) optimizer->step();
+  };
+}
 
 /// Describes a variant: `at_work` devices work at the same time, on `samples` samples each.
 struct Way {
@@ -175,11 +148,8 @@ void plan(std::vector<Way>& ways, const torch::nn::Sequential& model, const Expe
 /// Gives all processes of a way the first one's balance.
 void share_balance(Way& way) {
   if (!way.ranks) return;
-  const auto text = way.ranks->share(absl::StrJoin(way.balance, ","));
-  way.balance.clear();
-  for (const auto layers : absl::StrSplit(text, ',')) {
-    if (!absl::SimpleAtoi(layers, &way.balance.emplace_back())) throw std::runtime_error("not a balance: " + text);
-  }
+  std::istringstream text(way.ranks->share(absl::StrJoin(way.balance, " ")));
+  way.balance.assign(std::istream_iterator<std::int64_t>(text), {});
 }
 
 Step step_of(const Way& way, const torch::nn::Sequential& original, const Experiment& experiment) {
@@ -199,8 +169,7 @@ Step step_of(const Way& way, const torch::nn::Sequential& original, const Experi
     model->to(devices.front());
     return train(model);
   }
-  return [replicas = std::make_shared<Replicas>(original, devices)](
-             const torch::Tensor& input, const torch::Tensor& target) { replicas->step(input, target); };
+  return train_replicas(original, devices);
 }
 
 }  // namespace

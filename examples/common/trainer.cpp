@@ -108,13 +108,6 @@ class StepRecord {
 
 // --- The training loop
 
-std::vector<std::string> history_columns(const Program& program) {
-  std::vector<std::string> columns = {"epoch", "train_loss"};
-  columns.insert(columns.end(), program.scores.begin(), program.scores.end());
-  columns.insert(columns.end(), {"learning_rate", "images_per_second"});
-  return columns;
-}
-
 class Trainer {
  public:
   Trainer(Planned planned, Task& task, const TrainingOptions& options, Identity identity,
@@ -226,11 +219,8 @@ class Trainer {
     pipe_->trace(nullptr);
     pipe_->eval();
     const auto picture = writes_ ? options_.output / absl::StrFormat("epoch_%03d.png", epoch) : fs::path();
-    std::vector<double> values;
-    {
-      const torch::NoGradGuard no_grad;
-      values = task_.validate(pipe_, picture, [this] { return stops(); });
-    }
+    const torch::NoGradGuard no_grad;
+    auto values = task_.validate(pipe_, picture, [this] { return stops(); });
     if (values.empty()) {
       restore_random(random);  // the resumed run validates from the start
       return false;
@@ -307,33 +297,21 @@ class Trainer {
   std::map<std::string, std::vector<double>> history_;
 };
 
-// On this thread, whose calls of a pipeline hand it on. bfloat16 has the range of float, so the loss needs no scaling.
-void compute_in_bfloat16(const std::vector<torch::Device>& devices) {
-  for (const auto& device : devices) {
-    at::autocast::set_autocast_enabled(device.type(), true);
-    at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
-  }
-}
-
-// The flags of a program and of every training.
-Identity identity_of(const Program& program, const TrainingOptions& options) {
-  Identity identity = {{"--batch-size", absl::StrCat(options.batch_size)},
-                       {"--seed", absl::StrCat(options.seed)},
-                       {"--learning-rate-schedule", options.learning_rate_schedule},
-                       {"--epochs", absl::StrCat(options.epochs)},
-                       {"--learning-rate", absl::StrCat(options.learning_rate)},
-                       {"--clip", absl::StrCat(options.clip)},
-                       {"--amp", absl::StrCat(options.amp)}};
-  identity.insert(program.identity.begin(), program.identity.end());
-  return identity;
-}
-
 }  // namespace
 
 int run_training(TrainingOptions options, const Program& program) {
   options.ranks = join_processes(options.replicas);
-  auto identity = identity_of(program, options);
-  const auto columns = history_columns(program);
+  auto identity = program.identity;
+  identity.insert({{"--batch-size", absl::StrCat(options.batch_size)},
+                   {"--seed", absl::StrCat(options.seed)},
+                   {"--learning-rate-schedule", options.learning_rate_schedule},
+                   {"--epochs", absl::StrCat(options.epochs)},
+                   {"--learning-rate", absl::StrCat(options.learning_rate)},
+                   {"--clip", absl::StrCat(options.clip)},
+                   {"--amp", absl::StrCat(options.amp)}});
+  std::vector<std::string> columns = {"epoch", "train_loss"};
+  columns.insert(columns.end(), program.scores.begin(), program.scores.end());
+  columns.insert(columns.end(), {"learning_rate", "images_per_second"});
   const auto start = read_resumed(options, identity);
   if (start && start->epoch >= options.epochs) {
     std::cout << "nothing is left to train: " << options.resume.string() << " has " << start->epoch
@@ -345,7 +323,12 @@ int run_training(TrainingOptions options, const Program& program) {
   check_pipeline(model, options);
   if (start) restore_model(*model, start->model);
   if (!start && !options.load.empty()) restore_model(*model, read_weights(options.load));
-  if (options.amp) compute_in_bfloat16(place(options));
+  if (options.amp) {  // on this thread, whose calls of a pipeline hand it on; the loss needs no scaling
+    for (const auto& device : place(options)) {
+      at::autocast::set_autocast_enabled(device.type(), true);
+      at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
+    }
+  }
 
   run_first(options.ranks, [&] {
     prepare_output(options);

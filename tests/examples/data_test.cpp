@@ -12,7 +12,6 @@
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "examples/resnet18_mnist/digits.h"
-#include "examples/resnet18_mnist/idx.h"
 #include "examples/unet/data.h"
 #include "examples/unet/scene.h"
 #include "examples/unet/segmentation.h"

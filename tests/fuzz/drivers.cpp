@@ -23,7 +23,7 @@
 #include "balance/profile.h"
 #include "examples/common/files.h"
 #include "examples/common/image.h"
-#include "examples/resnet18_mnist/idx.h"
+#include "examples/resnet18_mnist/digits.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/support/support.h"
 
