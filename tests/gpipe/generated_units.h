@@ -1,16 +1,6 @@
 // The units that generated models are made of.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -21,24 +11,20 @@ class Builder {
   explicit Builder(std::int64_t of_width) : width(of_width) {}
 
   /// Makes or adds a tensor or module that the next layer will own.
-  torch::Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true);
-  torch::Tensor buffer(torch::Tensor tensor) { return buffers_.emplace_back(std::move(tensor)); }
+  Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true);
+  Tensor buffer(Tensor tensor) { return buffers_.emplace_back(std::move(tensor)); }
   template <class Holder>
   Holder module(Holder holder) {
     modules_.push_back(holder.ptr());
     return holder;
   }
   /// The next layer will share a matrix with the other layer of the pair.
-  torch::Tensor shared_matrix();
+  Tensor shared_matrix();
 
   /// Adds a layer that calls a function of one tensor, tuple or vector.
   template <class Function>
   void add(Function function) {
     push(function_layer(std::move(function)));
-  }
-  /// Adds a layer that stashes and pops skips under the names of the pair.
-  void add_skip(Skippable::Names names, SkipFunctionImpl::Function function) {
-    push(SkipFunction(std::move(names), std::move(function)));
   }
   template <class Layer>
   void push(Layer layer) {
@@ -49,15 +35,15 @@ class Builder {
   const std::int64_t width;  ///< a unit maps [samples, width] to the same shape
   int variant = 0;           ///< of the unit
   std::string pair;          ///< the name of the unit's pair
-  torch::nn::Sequential model;
+  Sequential model;
 
  private:
   void own(torch::nn::Module& layer);
 
-  std::vector<std::pair<torch::Tensor, bool>> parameters_;
-  std::vector<torch::Tensor> buffers_;
+  std::vector<std::pair<Tensor, bool>> parameters_;
+  std::vector<Tensor> buffers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
-  std::map<std::string, torch::Tensor> shared_;
+  std::map<std::string, Tensor> shared_;
 };
 
 /// The number of variants of a unit. Some units have fewer, and treat several as one.

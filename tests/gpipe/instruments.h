@@ -1,29 +1,20 @@
 // Layers that watch or disturb the pipeline that runs them.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <utility>
-
-#include "gpipe/gpipe.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 
 /// Calls `act` when the backward reaches it. REQUIRES: `act` outlives the graph.
 struct OnBackward : torch::autograd::Function<OnBackward> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, std::function<void()>* act) {
+  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x, std::function<void()>* act) {
     context->saved_data["act"] = reinterpret_cast<std::int64_t>(act);
     return x.clone();
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
     (*reinterpret_cast<std::function<void()>*>(context->saved_data["act"].toInt()))();
-    return {gradients[0], torch::Tensor()};
+    return {gradients[0], Tensor()};
   }
 };
 
@@ -46,7 +37,7 @@ struct FaultyImpl : torch::nn::Module {
       if (this->plan->where == FaultPlan::kBackward) this->plan->fault();
     };
   }
-  torch::Tensor forward(torch::Tensor x) {
+  Tensor forward(Tensor x) {
     const auto here = is_recomputing() ? FaultPlan::kRecompute : FaultPlan::kForward;
     if (plan->where == here) plan->fault();
     return OnBackward::apply(x, &act);
@@ -64,7 +55,7 @@ struct Live {
 
 /// Counts the live graphs that contain it: one per forward that builds a graph, until that graph is freed.
 struct PeakImpl : torch::nn::Module {
-  torch::Tensor forward(torch::Tensor x) {
+  Tensor forward(Tensor x) {
     struct Token : torch::autograd::FunctionPreHook {
       explicit Token(std::shared_ptr<Live> live) : live(std::move(live)) {
         const int now = ++this->live->now;

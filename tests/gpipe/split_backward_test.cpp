@@ -1,19 +1,8 @@
 // What I and W of a split backward compute and hold. The generated cases compare schedules that split with the reference.
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/schedules.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 
 namespace gpipe {
@@ -50,7 +39,7 @@ std::vector<Tensor> run(Sequential& model, const Balance& balance, bool split, c
   const auto before = copies(model->buffers());
   GPipe pipe(model, balance, options.chunks(3).intraop_threads(1).schedule_function(weights_last(split)));
   torch::manual_seed(3);
-  pipe->step(x, x.detach(), kSum, StepOptions().reduction(Reduction::kSum));
+  pipe->step(x, x.detach(), kSum, kOfSums);
   const auto results = buffers_and_gradients(*model);
   for (std::size_t i = 0; i < before.size(); ++i) model->buffers()[i].copy_(before[i]);
   return results;
@@ -177,13 +166,10 @@ TEST(SplitBackward, FreesWhatWDoesNotNeed) {
   torch::manual_seed(1);
   const auto pointwise = [] { return Functional([](Tensor x) { return x.sin().exp().tanh().sigmoid(); }); };
   Sequential model(wide(), pointwise(), wide(), pointwise());
-  GPipe pipe(model, {4}, GPipeOptions().chunks(3).intraop_threads(1).schedule_function(weights_last(true)));
+  GPipe pipe(model, {4}, in_chunks(3).intraop_threads(1).schedule_function(weights_last(true)));
   const auto timeline = std::make_shared<Timeline>();
   const auto product = tensor_loss([](const Tensor& out, const Tensor& t) { return (out * t).sum(); });
-  const auto step = [&] {
-    pipe->step(numbers().requires_grad_(), torch::ones({kBatch, kWide}), product,
-               StepOptions().reduction(Reduction::kSum));
-  };
+  const auto step = [&] { pipe->step(numbers().requires_grad_(), torch::ones({kBatch, kWide}), product, kOfSums); };
   step();
   pipe->trace(timeline);
   step();

@@ -1,17 +1,6 @@
 // Parameters that layers of several stages share. The generated cases have such layers too.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <functional>
-#include <memory>
-#include <sstream>
-#include <string>
-#include <vector>
-
 #include "gpipe/binding.h"
 #include "gpipe/schedules.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
@@ -46,16 +35,12 @@ Train forward_and_backward(Module model) {
   };
 }
 
-Train by_steps(GPipe pipe) {
-  return [pipe](const Tensor& x, const Tensor& y) mutable { return pipe->step(x, y, kCrossEntropy).loss; };
-}
-
 // Wide enough for products to be split, and in single precision. A stage sums the gradients of its own layers first.
 TEST(TiedParameters, HaveTheBitsOfWholeBackwardsAndOfOneStage) {
   const auto run = [](const Balance& balance, const std::string& schedule) {
     GPipe pipe(tied_model(torch::kFloat32, 128), balance,
-               GPipeOptions().chunks(4).schedule(schedule).intraop_threads(1).checkpoint(Checkpoint::kNever));
-    return trained(*pipe, by_steps(pipe));
+               in_chunks(4, Checkpoint::kNever).schedule(schedule).intraop_threads(1));
+    return trained(*pipe, [&](const Tensor& x, const Tensor& y) { return pipe->step(x, y, kCrossEntropy).loss; });
   };
   const auto expected = run({7}, "1f1b");
   EXPECT_TRUE(same(run({1, 6}, "zb_h1"), expected));
@@ -83,12 +68,12 @@ TEST(TiedParameters, GoAlongOneEdgePerStage) {
 TEST(TiedParameters, HaveOneGradientAndRunTheirHooksOnce) {
   auto whole = tied_model();
   const auto x = words_of(8);
-  const auto expected = torch::autograd::grad({whole->forward(x).square().sum()}, {whole->parameters()[0]})[0];
+  const auto expected = gradient_of(whole->forward(x).square().sum(), whole->parameters()[0]);
   auto model = tied_model();
-  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3));
+  GPipe pipe(model, {1, 3, 3}, in_chunks(3));
   const auto weight = model->parameters()[0];
   const auto loss = pipe->forward(x).square().sum();
-  EXPECT_TRUE(torch::allclose(torch::autograd::grad({loss}, {weight}, {}, /*retain_graph=*/true)[0], expected));
+  EXPECT_TRUE(torch::allclose(gradient_of(loss, weight, /*retain_graph=*/true), expected));
   int calls = 0;
   weight.register_hook([&](const Tensor& gradient) {
     ++calls;
@@ -110,7 +95,7 @@ TEST(TiedParameters, CanBeFrozen) {
   whole->forward(x).square().sum().backward();
   for (const auto checkpoint : kModes) {
     auto model = freeze(tied_model());
-    GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(model, {1, 3, 3}, in_chunks(3, checkpoint));
     for (int i = 0; i < 2; ++i) {  // the second forward uses what the first has learned
       model->zero_grad();
       pipe->forward(x).square().sum().backward();
@@ -133,7 +118,7 @@ TEST(TiedParameters, MayLieUnusedInAMicroBatch) {
   model->at<SharerImpl>(6).function = [&](const Tensor& h, const Tensor& weight) {
     return runs++ % 3 == 2 ? torch::zeros({h.size(0), kWords}, h.options()) : project(h, weight);
   };
-  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kNever));
+  GPipe pipe(model, {1, 3, 3}, in_chunks(3, Checkpoint::kNever));
   pipe->forward(x).square().sum().backward();
   expect_close(take_gradients(*model), take_gradients(*whole));
 }
@@ -148,7 +133,7 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
     for (const auto checkpoint : kModes) {
       auto model = tied_model();
       model->at<SharerImpl>(layer).function = writes;
-      const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
+      const auto options = in_chunks(2, checkpoint);
       GPipe pipe(model, {3, 4}, options);
       EXPECT_THAT([&] { pipe->forward(words_of(8)); },
                   throws<std::runtime_error>("wrote to a parameter that several stages share"));
@@ -181,8 +166,7 @@ TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
 TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
   const auto big = torch::ones({1 << 20}).requires_grad_();
   const auto scale = [](const Tensor& x, const Tensor& weight) { return x * weight[0]; };
-  GPipe pipe(Sequential(Sharer(big, scale), Sharer(big, scale)), {1, 1},
-             GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(Sharer(big, scale), Sharer(big, scale)), {1, 1}, in_chunks(3, Checkpoint::kAlways));
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
   pipe->forward(torch::ones({6, 4}));
@@ -213,8 +197,8 @@ TEST(TiedParameters, HaveStandInsForALanguageBinding) {
         return value;
       };
     };
-    GPipe pipe(make_layers(*model), {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint),
-               LanguageBinding{.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
+    GPipe pipe(make_layers(*model), {1, 3, 3}, in_chunks(3, checkpoint),
+               {.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
     SCOPED_TRACE(to_string(checkpoint));
     expect_close(trained(*pipe, forward_and_backward(pipe)), expected, 1e-9, 1e-11);
   }
