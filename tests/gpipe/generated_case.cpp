@@ -1,10 +1,6 @@
 #include "tests/gpipe/generated_case.h"
 
-#include <algorithm>
-#include <functional>
-#include <map>
 #include <random>
-#include <sstream>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks.h"
@@ -27,21 +23,14 @@ constexpr std::int64_t kWide = 64;  // enough for a split backward to leave prod
 int stages_of(const Spec& spec) { return static_cast<int>(spec.placement.size()); }
 
 bool splits(const Spec& spec) {
-  const auto fits = [&](const ScheduleRule& rule) { return rule.name == spec.schedule; };
-  const auto rules = schedule_rules();
-  const auto rule = std::find_if(rules.begin(), rules.end(), fits);
-  if (rule == rules.end()) return false;
-  const auto lists = rule->generate({stages_of(spec), 1, spec.placement});
-  return std::any_of(lists.begin(), lists.end(), [](const auto& list) {
-    return std::any_of(list.begin(), list.end(), [](const Action& action) { return action.kind == Kind::I; });
-  });
+  if (spec.schedule.empty()) return false;
+  const auto lists = schedule_rule(spec.schedule).generate({stages_of(spec), 1, spec.placement});
+  return std::ranges::any_of(lists,
+                             [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
 }
 
 bool has(const Spec& spec, int flags) {
-  return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->flags & flags; });
-}
-bool has(const Spec& spec, Unit::Role role) {
-  return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->role == role; });
+  return std::ranges::any_of(spec.uses, [&](const Use& use) { return use.unit->flags & flags; });
 }
 
 Sequential build(const Spec& spec) {
@@ -159,22 +148,22 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
   const auto fills = spec.schedule.empty() || fills_and_drains(spec.schedule);
   const auto train = [&](const Call& call, bool eval) {
     model->train(!eval);
-    ReferenceStep step{call.input(), micro_batch_sizes(spec.batch, spec.chunks, 0),
-                       fills ? Order::kDescending : Order::kAscending};
+    ReferenceStep step{
+        .input = call.input(), .sizes = micro_batch_sizes(spec.batch, spec.chunks, 0), .ascending = !fills};
     if (spec.schedule.empty()) {
       step.gradients_of = gradients_of;
     } else {
       step.loss = weighted_sum;
       step.target = Value(call.target);
     }
-    const auto results = reference(model, balance, step);
-    const auto give = [&](const Tensor& leaf, const Tensor& gradient) {
-      if (gradient.defined()) leaf.mutable_grad() = spec.backward_twice ? gradient + gradient : gradient;
-    };
-    give(call.inputs[0], results.input_gradients[0]);
-    const auto parameters = model->parameters();
-    for (std::size_t p = 0; p < parameters.size(); ++p) give(parameters[p], results.parameter_gradients[p]);
-    return results.outputs;
+    const auto outputs = reference(model, balance, step);
+    if (!spec.backward_twice) return outputs;
+    auto leaves = distinct_parameters(*model);
+    leaves.push_back(call.inputs[0]);
+    for (const auto& leaf : leaves) {
+      if (leaf.grad().defined()) leaf.mutable_grad() = leaf.grad() + leaf.grad();
+    }
+    return outputs;
   };
   return results_of(spec, model, here, train, [](const Tensor&) { return true; });
 }
@@ -357,7 +346,8 @@ Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const s
   try {
     const auto got = run_pipeline(spec, devices, ranks);
     // The bits of a shared parameter's gradient depend on the place of its sum. Errors of single precision can grow.
-    const bool has_bits = !devices && !has(spec, Unit::kShareMatrix);
+    const auto is_shared = [](const Use& use) { return use.unit->role == Unit::kShareMatrix; };
+    const bool has_bits = !devices && std::ranges::none_of(spec.uses, is_shared);
     auto outcome = has_bits ? difference(got, run_reference(spec, /*cut=*/true, devices), 0) : Outcome();
     if (outcome.verdict == Outcome::kEqual && !spec.single) outcome = difference(got, whole, 1e-9);
     return outcome;
