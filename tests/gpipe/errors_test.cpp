@@ -16,45 +16,32 @@ struct Thrown : std::exception {
   const char* what() const noexcept override { return "injected"; }
 };
 
-TEST(Errors, AreTheLayersOwnAndLeaveNoTrace) {
+// fault_test.cpp checks that they leave no trace.
+TEST(Errors, AreTheLayersOwnAndNameTheirPlaceUntilTheNextCall) {
   auto plan = std::make_shared<FaultPlan>();
-  const auto build = [](std::shared_ptr<FaultPlan> faults) {
-    torch::manual_seed(9);
-    return Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.5), Faulty(faults), Linear(6, 6));
-  };
-  auto model = build(plan);
-  auto twin = build(std::make_shared<FaultPlan>());
-  GPipe pipe(model, {2, 3}, in_chunks(3, Checkpoint::kAlways));
-  GPipe healthy(twin, {2, 3}, in_chunks(3, Checkpoint::kAlways));
+  GPipe pipe(Sequential(Linear(6, 6), torch::nn::Tanh(), Faulty(plan), Linear(6, 6)), {1, 3},
+             in_chunks(3, Checkpoint::kAlways));
   const auto x = torch::randn({6, 6});
   for (const auto where : {FaultPlan::kForward, FaultPlan::kRecompute, FaultPlan::kBackward}) {
-    const auto state = generator_state();
     plan->arm(where, [] { throw Thrown(); });
     if (where == FaultPlan::kForward) {
       EXPECT_THROW(pipe->forward(x), Thrown);
-      EXPECT_TRUE(same(generator_state(), state));
     } else {
       const auto loss = pipe->forward(x).sum();
       EXPECT_THROW(loss.backward(), Thrown);
       EXPECT_THROW(loss.backward(), c10::Error);
-      healthy->forward(x);
     }
     const auto error = pipe->last_error();
-    ASSERT_TRUE(error.has_value());
+    ASSERT_TRUE(error);
     EXPECT_EQ(error->action.stage, 1);
     EXPECT_EQ(error->message, "injected");
     if (where != FaultPlan::kBackward) {
-      EXPECT_EQ(error->layer, 3);
-      EXPECT_EQ(error->layer_name, "3");
+      EXPECT_EQ(error->layer, 2);
+      EXPECT_EQ(error->layer_name, "2");
     }
     plan->disarm();
-    EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(6)));
-    torch::manual_seed(3);
     pipe->forward(x).sum().backward();
-    torch::manual_seed(3);
-    healthy->forward(x).sum().backward();
-    EXPECT_FALSE(pipe->last_error().has_value());
-    EXPECT_TRUE(same(buffers_and_gradients(*model), buffers_and_gradients(*twin)));
+    EXPECT_FALSE(pipe->last_error());
   }
 }
 

@@ -157,52 +157,45 @@ TEST_F(Step, AMicroBatchOfWeightZeroCannotSpoilTheOthers) {
   for (const auto& gradient : take_gradients(*model)) EXPECT_TRUE(gradient.isfinite().all().item<bool>());
 }
 
+// Errors in the loss, and in backwards, among them one between the R and the B of a cell.
 TEST_F(Step, ErrorsLeaveEverythingAsItWas) {
   for (const auto& schedule : kSchedules) {
-    torch::manual_seed(1);
-    nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Dropout(0.5), nn::Linear(6, 5));
-    GPipe pipe(model, {1, 1, 1, 1}, fitting_options(schedule).checkpoint(Checkpoint::kExceptLast));
-    const auto x = torch::randn({8, 6});
-    const auto y = torch::randn({8, 5});
-    torch::manual_seed(5);
-    pipe->step(x, y, kMse);
-    const auto expected = take_gradients(*model);
-    const auto buffers = copies(model->buffers());
-
-    torch::manual_seed(5);
-    int calls = 0;
-    const auto failing = [&](const Value& out, const Value& target) {
-      if (++calls == 3) throw std::domain_error("third");
-      return kMse(out, target);
-    };
-    EXPECT_THROW(pipe->step(x, y, failing), std::domain_error);
-    ASSERT_TRUE(pipe->last_error());
-    EXPECT_EQ(pipe->last_error()->layer_name, "loss");
-    EXPECT_EQ(pipe->last_error()->layer, 4);
-    EXPECT_EQ(pipe->last_error()->message, "third");
-    EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(6)));
-    EXPECT_TRUE(same(model->buffers(), buffers));
-
-    pipe->step(x, y, kMse);  // with the same numbers as the first
-    EXPECT_TRUE(same(take_gradients(*model), expected));
-    EXPECT_FALSE(pipe->last_error());
-  }
-}
-
-// An error between the R and the B of a cell, among other places.
-TEST_F(Step, ErrorsInRecomputesAndBackwardsRestoreBuffers) {
-  for (const auto& schedule : kSchedules) {
-    for (int failing = 1; failing <= 4; ++failing) {
+    for (int failing = 0; failing <= 4; ++failing) {
       torch::manual_seed(1);
       const auto plan = std::make_shared<FaultPlan>();
-      plan->arm(FaultPlan::kBackward, [countdown = failing]() mutable {
-        if (--countdown == 0) throw std::domain_error("backward");
-      });
-      nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Linear(6, 6), nn::BatchNorm1d(6), Faulty(plan));
-      GPipe pipe(model, {2, 1, 1, 1}, fitting_options(schedule).checkpoint(Checkpoint::kAlways));
+      nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Dropout(0.5), nn::Linear(6, 5), nn::BatchNorm1d(5),
+                           Faulty(plan));
+      const auto mode = failing == 0 ? Checkpoint::kExceptLast : Checkpoint::kAlways;
+      GPipe pipe(model, {2, 1, 1, 2}, fitting_options(schedule).checkpoint(mode));
+      const auto x = torch::randn({8, 6});
+      const auto y = torch::randn({8, 5});
+      torch::manual_seed(5);
+      pipe->step(x, y, kMse);
+      const auto expected = take_gradients(*model);
       const auto buffers = copies(model->buffers());
-      EXPECT_THROW(pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse), std::domain_error);
+
+      torch::manual_seed(5);
+      int calls = 0;
+      const auto fail = [&] {
+        if (++calls == (failing == 0 ? 3 : failing)) throw std::domain_error("injected");
+      };
+      if (failing > 0) plan->arm(FaultPlan::kBackward, fail);
+      const auto loss = [&](const Value& out, const Value& target) {
+        if (failing == 0) fail();
+        return kMse(out, target);
+      };
+      EXPECT_THROW(pipe->step(x, y, loss, StepOptions().check(false)), std::domain_error);
+      plan->disarm();
+      ASSERT_TRUE(pipe->last_error());
+      EXPECT_EQ(pipe->last_error()->message, "injected");
+      if (failing == 0) EXPECT_EQ(pipe->last_error()->layer_name, "loss");
+      if (failing == 0) EXPECT_EQ(pipe->last_error()->layer, 6);
+      EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(8)));
       EXPECT_TRUE(same(model->buffers(), buffers));
+
+      pipe->step(x, y, kMse);  // with the same numbers as the first
+      EXPECT_TRUE(same(take_gradients(*model), expected));
+      EXPECT_FALSE(pipe->last_error());
     }
   }
 }
@@ -379,8 +372,7 @@ TEST_F(Step, RunsForwardsUnderAutocastAndBackwardsOutside) {
   EXPECT_EQ(seen, expected);
 }
 
-class Warnings : public c10::WarningHandler {
- public:
+struct Warnings : c10::WarningHandler {
   void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
   std::vector<std::string> texts;
 };
