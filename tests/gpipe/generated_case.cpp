@@ -2,7 +2,6 @@
 
 #include <random>
 
-#include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/micro_batch.h"
@@ -95,10 +94,11 @@ Tensors gradients_of(const Tensors& outputs) {
 }
 
 /// Trains a model: makes all calls, each with an optimizer's step after it. `train` returns the outputs of a call, and adds
-/// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank; nothing is known of others.
+/// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank, and `has_input` whether the input is; nothing
+/// is known of others.
 template <class Train, class IsHere>
 CaseResults results_of(const Spec& spec, const Sequential& model, const std::optional<Devices>& devices, Train train,
-                       IsHere is_here) {
+                       IsHere is_here, bool has_input) {
   CaseResults results;
   for (int number = 0; number < spec.calls; ++number) {
     const auto add = [&](const std::string& name, const Tensor& tensor) {
@@ -111,7 +111,7 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       add("output " + std::to_string(k), outputs[k]);
       add("whether output " + std::to_string(k) + " requires grad", torch::tensor(outputs[k].requires_grad()));
     }
-    add("the gradient of the input", call.inputs[0].grad());
+    if (has_input || call.inputs[0].grad().defined()) add("the gradient of the input", call.inputs[0].grad());
     const torch::NoGradGuard no_grad;
     const auto parameters = model->named_parameters();
     for (const auto& parameter : parameters) {
@@ -132,8 +132,13 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
   return results;
 }
 
+/// Draws a cut into a stage for each entry of the placement, or into one per layer if there are fewer layers.
 Balance balance_of(const Spec& spec, const Sequential& model) {
-  return draw_balance(spec.seed + 1, stages_of(spec), model->size());
+  std::mt19937_64 random(spec.seed + 1);
+  Balance balance(std::min(spec.placement.size(), model->size()), 1);
+  const int last = static_cast<int>(balance.size()) - 1;
+  for (auto left = model->size() - balance.size(); left > 0; --left) ++balance[draw(random, 0, last)];
+  return balance;
 }
 
 /// `cut`: with the boundaries of the pipeline.
@@ -165,7 +170,8 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
     }
     return outputs;
   };
-  return results_of(spec, model, here, train, [](const Tensor&) { return true; });
+  return results_of(
+      spec, model, here, train, [](const Tensor&) { return true; }, /*has_input=*/true);
 }
 
 /// Whether each stage held as many graphs at once as the verifier says, and holds none now.
@@ -174,14 +180,14 @@ bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& p
   const auto& layout = program->layout();
   const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
   const auto peaks = verify(layout, program->edges(), schedule);
+  // An I may free the layer's part of the graph before the W. A second backward keeps graphs, and eval mode has others.
+  const bool is_exact = !splits(spec) && !spec.backward_twice && !spec.eval;
   std::size_t layer = 0;
   for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
     for (auto left = pipe->balance()[stage]; left > 0; --left) {
       const auto module = model->ptr(layer++);
       const auto* peak = module->as<PeakImpl>();
       if (!peak || peak->live->peak == 0) continue;
-      // An I may free the layer's part of the graph before the W. A second backward keeps graphs, and eval mode has others.
-      const bool is_exact = !splits(spec) && !spec.backward_twice && !spec.eval;
       const int verified = peaks.graphs[stage];
       if ((is_exact && peak->live->peak != verified) || peak->live->now != 0) return false;
       if (splits(spec) && peak->live->peak > verified) return false;
@@ -210,28 +216,22 @@ Tensors train_by_forward(const Spec& spec, GPipe& pipe, const Call& call) {
 
 CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
   auto model = build(spec);
-  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1).ranks(ranks);
-  options.placement(spec.placement);
+  auto options = in_chunks(spec.chunks, spec.checkpoint).intraop_threads(1).ranks(ranks).placement(spec.placement);
   if (!spec.schedule.empty()) options.schedule(spec.schedule);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
   GPipe pipe(model, balance_of(spec, model), options);
   const auto train = [&](const Call& call, bool eval) {
     pipe->train(!eval);
     if (spec.schedule.empty()) return train_by_forward(spec, pipe, call);
-    const auto with_output = StepOptions().reduction(Reduction::kSum).return_output(true);
+    const auto with_output = StepOptions(kOfSums).return_output(true);
     return pipe->step(call.input(), call.target, weighted_sum, with_output).output.tensors();
   };
   const auto is_here = [&](const Tensor& tensor) {
     return is_one_of(tensor, pipe->parameters()) || is_one_of(tensor, pipe->buffers());
   };
-  auto results = results_of(spec, model, devices, train, is_here);
-  if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
   const bool has_input = !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[spec.placement[0]] == ranks->rank();
-  if (!has_input) {
-    std::erase_if(results, [](const auto& result) {
-      return result.first.ends_with("the gradient of the input") && !result.second.defined();
-    });
-  }
+  auto results = results_of(spec, model, devices, train, is_here, has_input);
+  if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
   return results;
 }
 
@@ -377,8 +377,12 @@ std::vector<Spec> smaller(const Spec& spec) {
     candidates.push_back(spec);
     candidates.back().*member = std::move(value);
   };
-  const auto belong = [](const Use& use, const Use& out) { return out.pair != 0 && use.pair == out.pair; };
-  for (auto& uses : each_left_out(spec.uses, belong)) change(&Spec::uses, std::move(uses));
+  for (std::size_t out = 0; out < spec.uses.size(); ++out) {
+    auto rest = spec.uses;
+    rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(out));
+    std::erase_if(rest, [pair = spec.uses[out].pair](const Use& use) { return pair != 0 && use.pair == pair; });
+    change(&Spec::uses, rest);
+  }
   for (auto number : {&Spec::batch, &Spec::chunks, &Spec::calls}) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
@@ -390,7 +394,7 @@ std::vector<Spec> smaller(const Spec& spec) {
   auto placement = spec.placement;
   const int last = placement.back();
   placement.pop_back();
-  const bool shared = std::find(placement.begin(), placement.end(), last) != placement.end();
+  const bool shared = std::ranges::count(placement, last) > 0;
   if (spec.schedule.empty() && !placement.empty() && (shared || last == spec.workers - 1)) {
     change(&Spec::placement, placement);
     if (!shared) --candidates.back().workers;
