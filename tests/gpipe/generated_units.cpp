@@ -54,35 +54,27 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
   }
 };
 
-/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it.
-void pair_of_tensors(Builder& b, TensorPair (*make)(Tensor), bool change, torch::IntArrayRef shape,
-                     Tensor (*join)(TensorPair)) {
+/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it. The pair is a
+/// tensor twice, or a tensor and its first half.
+void pair_of_tensors(Builder& b, bool has_half, bool change) {
   const auto pass_on = [&] {
     if (b.variant % 2 == 1) b.add([](TensorPair in) -> TensorPair { return in; });
   };
-  b.add(make);
+  b.add([has_half](Tensor x) -> TensorPair { return {x, has_half ? x.narrow(1, 0, x.size(1) / 2) : x}; });
   pass_on();
   if (change) {
-    const auto w = b.parameter(shape);
+    const auto w = b.parameter({has_half ? 1 : b.width});
     b.add([w, first = b.variant < 2](TensorPair in) -> TensorPair {
       (first ? std::get<0>(in) : std::get<1>(in)).add_(w);
       return in;
     });
   }
   pass_on();
-  b.add(join);
+  b.add([has_half](TensorPair in) {
+    const auto& [x, y] = in;
+    return has_half ? x + torch::cat({y, y}, 1).sin() : x * 2 + y.sin();
+  });
 }
-
-TensorPair twice(Tensor x) { return {x, x}; }
-Tensor join_twice(TensorPair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); }
-void alias(Builder& b, bool change) { pair_of_tensors(b, twice, change, {b.width}, join_twice); }
-
-TensorPair with_half(Tensor x) { return {x, x.narrow(1, 0, x.size(1) / 2)}; }
-Tensor join_half(TensorPair in) {
-  const auto& [whole, half] = in;
-  return whole + torch::cat({half, half}, 1).sin();
-}
-void base_and_view(Builder& b, bool change) { pair_of_tensors(b, with_half, change, {1}, join_half); }
 
 // The output depends on a moving average over the micro-batches so far.
 void moving_average(Builder& b) {
@@ -177,15 +169,9 @@ void in_place_on_a_view(Builder& b) {
   });
 }
 
-void no_grad_inside(Builder& b) {
-  const auto w = b.parameter({b.width});
-  b.add([w](Tensor x) {
-    const auto product = [&] {
-      torch::NoGradGuard no_grad;
-      return x * w;
-    };
-    return x + product();
-  });
+Tensor product_without_graph(const Tensor& x, const Tensor& w) {
+  torch::NoGradGuard no_grad;
+  return x * w;
 }
 
 using Function = Tensor (*)(Tensor x, const Tensor& w);
@@ -347,10 +333,10 @@ std::vector<Unit> other_units() {
          b.add([](Tensor x) { return x.flatten(1); });
        },
        kChanges},
-      {"alias", [](Builder& b) { alias(b, false); }, kAliases},
-      {"alias changed", [](Builder& b) { alias(b, true); }, kChanges | kAliases},
-      {"base and view", [](Builder& b) { base_and_view(b, false); }, kAliases},
-      {"base and view changed", [](Builder& b) { base_and_view(b, true); }, kChanges | kAliases},
+      {"alias", [](Builder& b) { pair_of_tensors(b, false, false); }, kAliases},
+      {"alias changed", [](Builder& b) { pair_of_tensors(b, false, true); }, kChanges | kAliases},
+      {"base and view", [](Builder& b) { pair_of_tensors(b, true, false); }, kAliases},
+      {"base and view changed", [](Builder& b) { pair_of_tensors(b, true, true); }, kChanges | kAliases},
       {"moving average", moving_average},
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
@@ -389,7 +375,7 @@ std::vector<Unit> other_units() {
            return last ? (x * w).detach() : x.detach() * w;
          });
        }},
-      {"no grad inside", no_grad_inside},
+      of_vector("no grad inside", [](Tensor x, const Tensor& w) { return x + product_without_graph(x, w); }),
       {"forces", forces},
       {"several tensors", several_tensors},
       {"tuples", tuple_layers},
