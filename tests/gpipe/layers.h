@@ -12,15 +12,11 @@ struct FunctionLayer : torch::nn::Module {
   std::function<Out(In)> function;
 };
 
-template <class Out, class In>
-std::shared_ptr<FunctionLayer<Out, In>> function_layer(std::function<Out(In)> function) {
-  return std::make_shared<FunctionLayer<Out, In>>(std::move(function));
-}
-
 /// A layer that calls a function of one tensor, vector or tuple.
 template <class Function>
 auto function_layer(Function function) {
-  return function_layer(std::function(std::move(function)));
+  using Layer = decltype(FunctionLayer(std::function(function)));
+  return std::make_shared<Layer>(std::move(function));
 }
 
 /// A layer that calls a function, which stashes and pops skips, or breaks their declaration.

@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -82,15 +83,12 @@ TEST(Threads, MayBeALayersOwn) {
 }
 
 TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
-  struct KeepsImpl : torch::nn::Module {
-    Tensor forward(Tensor x) {
-      if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
-      return x * kept;
-    }
-    Tensor weight = register_parameter("weight", torch::ones({6}));
-    Tensor kept;
-  };
-  GPipe pipe(Sequential(std::make_shared<KeepsImpl>()), {1}, in_chunks(2, Checkpoint::kNever));
+  Tensor kept;
+  const Sharer keeping(torch::ones({6}).requires_grad_(), [&kept](const Tensor& x, const Tensor& weight) {
+    if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
+    return x * kept;
+  });
+  GPipe pipe(Sequential(keeping), {1}, in_chunks(2, Checkpoint::kNever));
   EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, refused("was built outside"));
 }
 
@@ -139,7 +137,7 @@ TEST(Threads, OfAPipelineMayCallAnother) {
   torch::manual_seed(6);
   auto inner_model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
   struct HolderImpl : torch::nn::Module {
-    explicit HolderImpl(GPipe pipe) : pipe(register_module("pipe", pipe)) {}
+    explicit HolderImpl(GPipe inner) : pipe(register_module("pipe", inner)) {}
     Tensor forward(Tensor x) { return pipe->forward(x); }
     GPipe pipe;
   };

@@ -8,10 +8,9 @@ namespace {
 
 namespace nn = torch::nn;
 
-using Train = std::function<Tensor(const Tensor& x, const Tensor& y)>;
-
 /// The losses, gradients and parameters of four steps.
-std::vector<Tensor> trained(const nn::Module& model, const Train& train) {
+template <class Train>
+std::vector<Tensor> trained(const nn::Module& model, Train train) {
   const auto parameters = distinct_parameters(model);
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
   std::vector<Tensor> results;
@@ -24,15 +23,6 @@ std::vector<Tensor> trained(const nn::Module& model, const Train& train) {
   }
   for (const auto& parameter : parameters) results.push_back(parameter.detach().clone());
   return results;
-}
-
-template <class Module>
-Train forward_and_backward(Module model) {
-  return [model](const Tensor& x, const Tensor& y) mutable {
-    auto loss = torch::cross_entropy_loss(model->forward(x), y);
-    loss.backward();
-    return loss;
-  };
 }
 
 // Wide enough for products to be split, and in single precision. A stage sums the gradients of its own layers first.
@@ -133,11 +123,10 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
     for (const auto checkpoint : kModes) {
       auto model = tied_model();
       model->at<SharerImpl>(layer).function = writes;
-      const auto options = in_chunks(2, checkpoint);
-      GPipe pipe(model, {3, 4}, options);
+      GPipe pipe(model, {3, 4}, in_chunks(2, checkpoint));
       EXPECT_THAT([&] { pipe->forward(words_of(8)); },
                   throws<std::runtime_error>("wrote to a parameter that several stages share"));
-      GPipe together(model, {7}, options);
+      GPipe together(model, {7}, in_chunks(2, checkpoint));
       EXPECT_NO_THROW(together->forward(words_of(8)));
     }
   }
@@ -177,6 +166,13 @@ TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
 
 // As a binding does for a parameter on another device.
 TEST(TiedParameters, HaveStandInsForALanguageBinding) {
+  const auto forward_and_backward = [](auto module) {
+    return [module](const Tensor& x, const Tensor& y) mutable {
+      auto loss = torch::cross_entropy_loss(module->forward(x), y);
+      loss.backward();
+      return loss;
+    };
+  };
   const auto whole = tied_model();
   const auto expected = trained(*whole, forward_and_backward(whole));
   for (const auto checkpoint : kModes) {
@@ -185,14 +181,13 @@ TEST(TiedParameters, HaveStandInsForALanguageBinding) {
       return [=](Value value, absl::FunctionRef<void(int)> begin, CellMemo&, const std::vector<Borrowed>& borrowed) {
         for (auto i = first; i < end; ++i) {
           begin(static_cast<int>(i - first));
-          auto* sharer = model->ptr(i)->as<SharerImpl>();
-          if (sharer == nullptr) {
+          if (auto* sharer = model->ptr(i)->as<SharerImpl>()) {
+            EXPECT_EQ(borrowed.size(), 1U);
+            EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
+            value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
+          } else {
             value = make_layers(*model)[i]->forward(std::move(value));
-            continue;
           }
-          EXPECT_EQ(borrowed.size(), 1U);
-          EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
-          value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
         }
         return value;
       };
