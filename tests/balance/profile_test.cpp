@@ -181,8 +181,9 @@ TEST(Profiler, AcceptsFrozenModels) {
 }
 
 struct ThrowsBackwardImpl : nn::Module {
-  torch::Tensor forward(torch::Tensor x) { return OnBackward::apply(x, &act); }
-  std::function<void()> act = [] { throw std::runtime_error("tired"); };
+  torch::Tensor forward(torch::Tensor x) {
+    return on_backward(x, [] { throw std::runtime_error("tired"); });
+  }
 };
 TORCH_MODULE(ThrowsBackward);
 

@@ -69,9 +69,8 @@ TEST(SplitBackward, IsExactUnderAutocast) {
 }
 
 TEST(SplitBackward, SurvivesAnErrorInALongChain) {
-  std::function<void()> fail = [] { throw std::runtime_error("enough"); };
-  Sequential model(Sharer(torch::eye(64).requires_grad_(), [&](Tensor x, const Tensor& weight) {
-    x = OnBackward::apply(x, &fail);
+  Sequential model(Sharer(torch::eye(64).requires_grad_(), [](Tensor x, const Tensor& weight) {
+    x = on_backward(x, [] { throw std::runtime_error("enough"); });
     for (int i = 0; i < 60000; ++i) x = x.matmul(weight);
     return x;
   }));
