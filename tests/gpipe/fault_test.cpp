@@ -3,11 +3,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <cxxabi.h>
 
-#include <new>
-#include <random>
-#include <typeinfo>
-#include <unordered_map>
-
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"

@@ -1,7 +1,5 @@
 #include "tests/gpipe/generated_case.h"
 
-#include <random>
-
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/micro_batch.h"

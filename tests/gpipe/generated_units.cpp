@@ -2,8 +2,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <cmath>
-
 #include "gpipe/nested.h"
 #include "tests/gpipe/instruments.h"
 

@@ -1,25 +1,10 @@
-// Shared by the tests of whole pipelines, with the headers of torch, GoogleTest and C++ that they use.
+// Shared by the tests of whole pipelines. torch/torch.h includes most headers of C++.
 #pragma once
 
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <atomic>
 #include <filesystem>
-#include <functional>
-#include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
-#include <sstream>
-#include <string>
-#include <thread>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/gpipe.h"

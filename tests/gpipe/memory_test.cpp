@@ -2,9 +2,6 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <cmath>
-#include <cstdlib>
-
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
 #include "gpipe/schedule/footprint.h"

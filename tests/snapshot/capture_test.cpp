@@ -1,4 +1,3 @@
-#include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {

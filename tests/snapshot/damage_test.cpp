@@ -1,6 +1,5 @@
 #include <sys/stat.h>
 
-#include "gpipe/snapshot.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/snapshot/samples.h"
 

@@ -1,18 +1,10 @@
-// Shared by the tests of snapshots, with the headers of torch, GoogleTest and C++ that they use.
+// Shared by the tests of snapshots. torch/torch.h includes most headers of C++.
 #pragma once
 
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstring>
 #include <fstream>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <sstream>
-#include <string>
-#include <vector>
 
 #include "gpipe/snapshot.h"
 #include "tests/support/support.h"

@@ -1,7 +1,3 @@
-#include "gpipe/snapshot.h"
-
-#include <cmath>
-
 #include "gpipe/snapshot/atomic_file.h"
 #include "tests/snapshot/samples.h"
 
