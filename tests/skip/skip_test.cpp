@@ -44,22 +44,6 @@ Links links_of(const std::vector<NamedLayer>& layers) {
   return links;
 }
 
-TEST(Namespace, NewOnesDifferAndCopiesAreEqual) {
-  const Namespace a;
-  const Namespace b;
-  const Namespace copy = a;
-  EXPECT_NE(a, b);
-  EXPECT_EQ(a, copy);
-  EXPECT_NE(a, Namespace::global());
-  EXPECT_EQ(Namespace::global(), Namespace::global());
-}
-
-TEST(SkipKey, TextIncludesTheNamespaceOfIsolatedNames) {
-  EXPECT_EQ(to_string(SkipKey{.name = "x"}), "'x'");
-  const Namespace ns;
-  EXPECT_EQ(to_string(SkipKey{ns, "x"}), "'x' (namespace " + std::to_string(ns.id()) + ")");
-}
-
 TEST(SkipContext, PopsTheLastStashedTensorOnce) {
   const SkipKey key{.name = "once"};
   const auto tensor = torch::ones({2});
