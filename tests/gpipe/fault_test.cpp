@@ -105,24 +105,20 @@ class FaultyAllocator : public c10::Allocator {
   std::unordered_map<void*, std::size_t> sizes_;
 };
 
-/// Four stages with skips over several of them, in-place layers, batch norm and dropout; each stage can throw.
-Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
-  return Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
-                    Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
-                    nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
-}
-const Balance kBalance = {4, 5, 4, 4};
+constexpr int kStages = 4;
 constexpr int kMicroBatches = 4;
-constexpr int kCells = 4 * kMicroBatches;
 
-/// A pipeline that trains step after step, each from the same buffers.
+/// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place layers,
+/// batch norm and dropout; each stage can throw.
 class Trainee {
  public:
   Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {
     torch::manual_seed(1);
-    model_ = faulty_model(plan);
-    const auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm);
-    pipe = GPipe(model_, kBalance, GPipeOptions(options).devices({4, torch::kCPU}).intraop_threads(1));
+    model_ = Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
+                        Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
+                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
+    auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
+    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}));
     x_ = torch::randn({8, 6}).requires_grad_();
     gradient_ = torch::randn({8, 6});
     buffers_ = copies(model_->buffers());
@@ -211,7 +207,7 @@ TEST(Fault, LeavesNothingBehind) {
         const bool in_backward = draw(random, 0, 1) == 0;
         const bool in_layer = draw(random, 0, 1) == 0;
         auto& fuse = in_layer ? of_layers : memory.fuse;
-        int time = draw(random, 1, in_layer ? kCells : allocations[in_backward]);
+        int time = draw(random, 1, in_layer ? kStages * kMicroBatches : allocations[in_backward]);
         // The caller allocates at the beginning and at the end.
         if (!in_layer && draw(random, 0, 3) == 0) {
           time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : allocations[in_backward] - draw(random, 0, 3);
