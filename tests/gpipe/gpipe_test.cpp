@@ -1,5 +1,4 @@
 // The container: modes, calls, the forms of inputs and outputs, state, random numbers and traces.
-#include "gpipe/schedule/program.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {

@@ -4,7 +4,6 @@
 
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
-#include "gpipe/schedule/footprint.h"
 #include "gpipe/simulator.h"
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"

@@ -1,5 +1,4 @@
 // Skips across stages: their edges, their gradients, and their errors.
-#include "gpipe/schedule/program.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {

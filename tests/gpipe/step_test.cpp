@@ -1,12 +1,12 @@
 #include <ATen/autocast_mode.h>
 
-#include <filesystem>
 #include <fstream>
 
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
+#include "tests/support/support.h"
 
 namespace gpipe {
 namespace {
@@ -62,14 +62,14 @@ TEST_F(Step, MeansOverSamplesAsTheBareModel) {
 
 TEST_F(Step, WeighsMicroBatchesByTheirCount) {
   const auto classes = torch::tensor({0, -100, -100, -100, 4, 2, 1});  // the second micro-batch counts nothing
-  const auto loss = tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
+  const auto step = [&](const Tensor& target, CountFunction count) {
+    const auto loss = tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
+    return pipe->step(x, target, loss, StepOptions().count(std::move(count)));
+  };
   const auto count = [](const Value& target) { return target.tensor().ne(-100).sum().item<double>(); };
-  expect_step_of(torch::cross_entropy_loss(model->forward(x), classes),
-                 [&] { return pipe->step(x, classes, loss, StepOptions().count(count)); });
-  EXPECT_THAT([&] { pipe->step(x, torch::full({7}, -100, torch::kLong), loss, StepOptions().count(count)); },
-              refused("count is 0 for every micro-batch"));
-  EXPECT_THAT([&] { pipe->step(x, classes, loss, StepOptions().count([](const Value&) { return -1.0; })); },
-              refused("count returned -1"));
+  expect_step_of(torch::cross_entropy_loss(model->forward(x), classes), [&] { return step(classes, count); });
+  EXPECT_THAT([&] { step(torch::full_like(classes, -100), count); }, refused("count is 0 for every micro-batch"));
+  EXPECT_THAT([&] { step(classes, [](const Value&) { return -1.0; }); }, refused("count returned -1"));
 }
 
 // Of the targets of the micro-batches, 1, 1, 2 and 0 count.
@@ -306,7 +306,8 @@ TEST_F(Step, RunsSchedulesFromAFileOrAFunction) {
   named->step(x, y, kMse);
   const auto expected = take_gradients(*model);
 
-  const auto path = std::filesystem::path(::testing::TempDir()) / "schedule.txt";
+  const TemporaryDirectory folder;
+  const auto path = folder / "schedule.txt";
   std::ofstream(path) << to_text(make_schedule("interleaved_1f1b", named->program(4)->layout(), Checkpoint::kNever));
   GPipe from_file(model, {2, 1, 1, 1}, options("@" + path.string()));
   EXPECT_EQ(from_file->placement(), (std::vector<int>{0, 1, 0, 1}));
@@ -342,7 +343,6 @@ TEST_F(Step, RunsSchedulesFromAFileOrAFunction) {
   }));
   calling = &calls;
   calls->step(x, y, kMse);
-  std::filesystem::remove(path);
 }
 
 // A step in autocast, and a backward outside of a forward in autocast.

@@ -1,6 +1,5 @@
 // Parameters that layers of several stages share. The generated cases have such layers too.
 #include "gpipe/binding.h"
-#include "gpipe/schedules.h"
 #include "tests/gpipe/tied_model.h"
 
 namespace gpipe {

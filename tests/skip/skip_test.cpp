@@ -166,11 +166,9 @@ TEST(SkipLinks, ALayerCanPopASkipOfItsChild) {
 TEST(SkipLinks, RefuseAPopBeforeItsStashInOneLayer) {
   const auto outer = plain();
   outer->nest("a", popping("x")).nest("ab", stashing("x"));
-  EXPECT_THAT(
-      [&] {
-        links_of({{"outer", outer}});
-      },
-      refused("layer 'outer.a' (0) pops 'x', which no earlier layer stashes: layer 'outer.ab' (0) does"));
+  const std::vector<NamedLayer> layers = {{"outer", outer}};
+  EXPECT_THAT([&] { links_of(layers); },
+              refused("layer 'outer.a' (0) pops 'x', which no earlier layer stashes: layer 'outer.ab' (0) does"));
 }
 
 TEST(VerifySkippables, ListsAllFaultsInOneError) {
