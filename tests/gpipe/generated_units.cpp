@@ -2,34 +2,21 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "gpipe/nested.h"
 #include "tests/gpipe/instruments.h"
 
 namespace gpipe {
 
 namespace nn = torch::nn;
-using torch::Tensor;
 
 Tensor Builder::parameter(torch::IntArrayRef shape, bool requires_grad) {
   const auto parameter = torch::randn(shape) / std::sqrt(static_cast<double>(width));
-  return parameters_.emplace_back(parameter, requires_grad).first;
+  return own_->register_parameter(new_name(), parameter, requires_grad);
 }
 
 Tensor Builder::shared_matrix() {
   auto& matrix = shared_[pair];
-  if (matrix.defined()) return parameters_.emplace_back(matrix, true).first;
+  if (matrix.defined()) return own_->register_parameter(new_name(), matrix);
   return matrix = parameter({width, width});
-}
-
-void Builder::own(nn::Module& layer) {
-  int number = 0;
-  const auto name = [&] { return "own" + std::to_string(number++); };
-  for (auto& [parameter, requires_grad] : parameters_) layer.register_parameter(name(), parameter, requires_grad);
-  for (auto& buffer : buffers_) layer.register_buffer(name(), buffer);
-  for (auto& module : modules_) layer.register_module(name(), module);
-  parameters_.clear();
-  buffers_.clear();
-  modules_.clear();
 }
 
 namespace {

@@ -12,10 +12,10 @@ class Builder {
 
   /// Makes or adds a tensor or module that the next layer will own.
   Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true);
-  Tensor buffer(Tensor tensor) { return buffers_.emplace_back(std::move(tensor)); }
+  Tensor buffer(Tensor tensor) { return own_->register_buffer(new_name(), std::move(tensor)); }
   template <class Holder>
   Holder module(Holder holder) {
-    modules_.push_back(holder.ptr());
+    own_->register_module(new_name(), holder);
     return holder;
   }
   /// The next layer will share a matrix with the other layer of the pair.
@@ -28,7 +28,8 @@ class Builder {
   }
   template <class Layer>
   void push(Layer layer) {
-    own(*layer);
+    if (owned_ > 0) layer->register_module("own", std::exchange(own_, std::make_shared<torch::nn::Module>()));
+    owned_ = 0;
     model->push_back(std::move(layer));
   }
 
@@ -38,11 +39,10 @@ class Builder {
   Sequential model;
 
  private:
-  void own(torch::nn::Module& layer);
+  std::string new_name() { return "own" + std::to_string(owned_++); }
 
-  std::vector<std::pair<Tensor, bool>> parameters_;
-  std::vector<Tensor> buffers_;
-  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+  std::shared_ptr<torch::nn::Module> own_ = std::make_shared<torch::nn::Module>();  ///< a part of the next layer
+  int owned_ = 0;
   std::map<std::string, Tensor> shared_;
 };
 
