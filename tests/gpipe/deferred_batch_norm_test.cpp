@@ -94,11 +94,12 @@ TEST(DeferredBatchNorm, IsExactForReducedTypes) {
 TEST(DeferredBatchNorm, IgnoresMicroBatchesAndMiniBatchesWithoutValues) {
   const auto positive = [](const Tensor& x) { return x.index({x.select(1, 0) > 0}); };
   const auto full = torch::rand({12, kChannels}) + 1;
-  std::vector<Tensor> batches = {full, torch::zeros({0, kChannels}), -full, full * 2};
-  for (const std::int64_t empty : {0, 1, 2}) {
-    batches.push_back(full.clone());
-    batches.back().narrow(0, 4 * empty, 4).select(1, 0).neg_();
+  std::vector<Tensor> batches(3);
+  for (std::int64_t empty = 0; empty < 3; ++empty) {
+    batches[empty] = full.clone();
+    batches[empty].narrow(0, 4 * empty, 4).select(1, 0).neg_();
   }
+  for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) batches.push_back(batch);
   for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
     for (const auto mode : kModes) {
       nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(momentum));
