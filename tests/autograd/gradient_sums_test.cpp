@@ -1,15 +1,12 @@
 // A sum is changed in place only if no other tensor shares its memory.
 #include "gpipe/autograd/boundary.h"
 
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <utility>
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
 
-torch::Tensor full(double value) { return torch::full({2, 3}, value); }
+Tensor full(double value) { return torch::full({2, 3}, value); }
 
 TEST(GradientSums, StayApartIfTheyBeganWithOneTensor) {
   for (const bool viewed : {false, true}) {
@@ -19,10 +16,10 @@ TEST(GradientSums, StayApartIfTheyBeganWithOneTensor) {
     sums.add(1, viewed ? shared.view({3, 2}) : shared);
     sums.add(0, full(10));
     sums.add(1, viewed ? full(100).view({3, 2}) : full(100));
-    EXPECT_TRUE(torch::equal(shared, full(1))) << "the caller's gradient must not change";
+    EXPECT_TRUE(same(shared, full(1))) << "the caller's gradient must not change";
     const auto taken = sums.take();
-    EXPECT_TRUE(torch::equal(taken[0], full(11)));
-    EXPECT_TRUE(torch::equal(taken[1].view({2, 3}), full(101)));
+    EXPECT_TRUE(same(taken[0], full(11)));
+    EXPECT_TRUE(same(taken[1].view({2, 3}), full(101)));
   }
 }
 
@@ -30,7 +27,7 @@ TEST(GradientSums, AreNotAddedInPlaceToAnExpandedGradient) {
   GradientSums sums(1);
   sums.add(0, torch::ones({1, 3}).expand({2, 3}));
   sums.add(0, full(1));
-  EXPECT_TRUE(torch::equal(sums.take()[0], full(2)));
+  EXPECT_TRUE(same(sums.take()[0], full(2)));
 }
 
 TEST(GradientSums, ReuseTheirOwnMemory) {
@@ -40,21 +37,21 @@ TEST(GradientSums, ReuseTheirOwnMemory) {
   sums.add(0, std::move(first));
   sums.add(0, full(2));
   const auto sum = sums.take()[0];
-  EXPECT_TRUE(torch::equal(sum, full(3)));
+  EXPECT_TRUE(same(sum, full(3)));
   EXPECT_EQ(sum.data_ptr(), memory);
 }
 
 TEST(GradientSums, TakeUndefinedSparseAndDenseGradients) {
   GradientSums sums(3);
-  sums.add(0, torch::Tensor());
+  sums.add(0, Tensor());
   sums.add(1, full(2).to_sparse());
   sums.add(1, full(3));
   sums.add(2, full(3));
   sums.add(2, full(2).to_sparse());
   const auto taken = sums.take();
   EXPECT_FALSE(taken[0].defined());
-  EXPECT_TRUE(torch::equal(taken[1], full(5)));
-  EXPECT_TRUE(torch::equal(taken[2], full(5)));
+  EXPECT_TRUE(same(taken[1], full(5)));
+  EXPECT_TRUE(same(taken[2], full(5)));
 }
 
 }  // namespace

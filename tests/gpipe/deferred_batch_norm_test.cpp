@@ -1,12 +1,4 @@
 // Deferred batch norm: running statistics are updated once per mini-batch, and exact.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
-
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
@@ -16,90 +8,67 @@ namespace nn = torch::nn;
 
 constexpr std::int64_t kChannels = 3;
 
-/// A batch norm inside a module that the pipeline does not know.
-template <class Norm>
-struct WrappedImpl : nn::Module {
-  explicit WrappedImpl(std::optional<double> momentum) {
-    norm = register_module("inner", Norm(nn::BatchNormOptions(kChannels).momentum(momentum)));
+/// Running statistics in double.
+class Statistics {
+ public:
+  void update(const Tensor& batch, double momentum) {
+    const auto values = batch.transpose(0, 1).reshape({kChannels, -1}).to(torch::kDouble);
+    mean_ = (1 - momentum) * mean_ + momentum * values.mean(1);
+    variance_ = (1 - momentum) * variance_ + momentum * values.var(1);
   }
-  Tensor forward(const Tensor& x) { return norm(x); }
-  Norm norm = nullptr;
-};
-
-struct Case {
-  std::int64_t dims;
-  double mean;
-  std::optional<double> momentum;
-  std::int64_t chunks;
-  Checkpoint checkpoint;
-};
-
-std::vector<Tensor> inputs(const Case& c) {
-  std::vector<std::int64_t> shape = {23, kChannels};
-  for (std::int64_t d = 0; d < c.dims - 1; ++d) shape.push_back(4 + d);
-  if (c.dims == 1) shape[0] = 230;
-  std::vector<std::int64_t> channels(shape.size(), 1);
-  channels[1] = kChannels;
-  std::vector<Tensor> batches;
-  for (int step = 0; step < 3; ++step) {
-    const auto spread = torch::tensor({1.f, 0.5f, 3.f}).view(channels);
-    batches.push_back(torch::randn(shape) * spread + c.mean * (step + 1));
+  template <class Norm>
+  void expect_in(const Norm& norm, double tolerance = 1e-5) const {
+    EXPECT_TRUE(torch::allclose(norm->running_mean.to(torch::kDouble), mean_, tolerance, 0)) << norm->running_mean;
+    EXPECT_TRUE(torch::allclose(norm->running_var.to(torch::kDouble), variance_, tolerance, 0)) << norm->running_var;
   }
-  return batches;
-}
 
-/// The values of each channel, one row per channel, in double.
-Tensor by_channel(const Tensor& batch) { return batch.transpose(0, 1).reshape({kChannels, -1}).to(torch::kDouble); }
+ private:
+  Tensor mean_ = torch::zeros({kChannels}, torch::kDouble);
+  Tensor variance_ = torch::ones({kChannels}, torch::kDouble);
+};
 
 /// Expects the running statistics after one mini-batch.
-void expect_statistics(const Tensor& running_mean, const Tensor& running_var, const Tensor& batch, double momentum) {
-  const auto values = by_channel(batch);
-  const auto mean = momentum * values.mean(1);
-  const auto variance = 1 - momentum + momentum * values.var(1);
-  EXPECT_TRUE(torch::allclose(running_mean.to(torch::kDouble), mean, 1e-5, 0)) << running_mean << mean;
-  EXPECT_TRUE(torch::allclose(running_var.to(torch::kDouble), variance, 1e-5, 0)) << running_var << variance;
+template <class Norm>
+void expect_statistics(const Norm& norm, const Tensor& batch, double momentum = 0.1) {
+  Statistics expected;
+  expected.update(batch, momentum);
+  expected.expect_in(norm);
 }
 
+/// Trains on three mini-batches with other means, and with a batch norm inside another module.
 template <class Norm>
-void check_exact(const Case& c) {
-  SCOPED_TRACE(testing::Message() << c.dims << "-d, mean " << c.mean << ", momentum " << c.momentum.value_or(-1) << ", "
-                                  << c.chunks << " chunks, checkpoint " << to_string(c.checkpoint));
+void check_exact(Norm norm, std::vector<std::int64_t> shape, double mean, std::int64_t chunks, Checkpoint checkpoint) {
+  SCOPED_TRACE(testing::Message() << shape.size() << " dimensions, mean " << mean << ", momentum "
+                                  << norm->options.momentum().value_or(-1) << ", " << chunks << " chunks, checkpoint "
+                                  << to_string(checkpoint));
   torch::manual_seed(3);
-  const auto wrapped = std::make_shared<WrappedImpl<Norm>>(c.momentum);
-  Sequential model{nn::ModuleHolder<WrappedImpl<Norm>>(wrapped), nn::Identity()};
-  const bool steps = c.chunks == 4;
-  GPipe pipe(model, {1, 1},
-             GPipeOptions()
-                 .chunks(c.chunks)
-                 .checkpoint(c.checkpoint)
-                 .schedule(steps ? "1f1b" : "gpipe")
-                 .deferred_batch_norm(true));
+  const bool steps = chunks == 4;
+  GPipe pipe(Sequential(NestedSequential{{"inner", norm}}, nn::Identity()), {1, 1},
+             in_chunks(chunks, checkpoint).schedule(steps ? "1f1b" : "gpipe").deferred_batch_norm(true));
   const auto squares = tensor_loss([](const Tensor& out, const Tensor&) { return out.square().sum(); });
-  auto mean = torch::zeros({kChannels}, torch::kDouble);
-  auto variance = torch::ones({kChannels}, torch::kDouble);
-  int step = 0;
-  for (const auto& batch : inputs(c)) {
-    const auto x = batch.detach().requires_grad_();
-    if (steps) pipe->step(x, batch, squares, StepOptions().reduction(Reduction::kSum));
+  std::vector<std::int64_t> channels(shape.size(), 1);
+  channels[1] = kChannels;
+  const auto spread = torch::tensor({1.f, 0.5f, 3.f}).view(channels);
+  Statistics expected;
+  for (int step = 1; step <= 3; ++step) {
+    const auto x = (torch::randn(shape) * spread + mean * step).requires_grad_();
+    if (steps) pipe->step(x, x.detach(), squares, kOfSums);
     if (!steps) pipe->forward(x).square().sum().backward();
-    const double momentum = c.momentum.value_or(1.0 / ++step);
-    const auto values = by_channel(batch);
-    mean = (1 - momentum) * mean + momentum * values.mean(1);
-    variance = (1 - momentum) * variance + momentum * values.var(1);
+    expected.update(x.detach(), norm->options.momentum().value_or(1.0 / step));
   }
-  const auto& norm = *wrapped->norm;
-  EXPECT_TRUE(torch::allclose(norm.running_mean.to(torch::kDouble), mean, 1e-6, 0)) << norm.running_mean << mean;
-  EXPECT_TRUE(torch::allclose(norm.running_var.to(torch::kDouble), variance, 1e-6, 0)) << norm.running_var << variance;
-  EXPECT_EQ(norm.num_batches_tracked.template item<std::int64_t>(), 3);
+  expected.expect_in(norm, 1e-6);
+  EXPECT_EQ(norm->num_batches_tracked.template item<std::int64_t>(), 3);
 }
 
 TEST(DeferredBatchNorm, IsExactOverTheMiniBatch) {
   for (const double mean : {0.5, 1e4}) {
     for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
+      const auto options = nn::BatchNormOptions(kChannels).momentum(momentum);
       for (const std::int64_t chunks : {1, 4, 11}) {
         for (const auto mode : kModes) {
-          check_exact<nn::BatchNorm1d>({1, mean, momentum, chunks, mode});
-          if (mode == Checkpoint::kExceptLast) check_exact<nn::BatchNorm3d>({4, mean, momentum, chunks, mode});
+          check_exact(nn::BatchNorm1d(options), {230, kChannels}, mean, chunks, mode);
+          if (mode != Checkpoint::kExceptLast) continue;
+          check_exact(nn::BatchNorm3d(options), {23, kChannels, 4, 5, 6}, mean, chunks, mode);
         }
       }
     }
@@ -112,52 +81,38 @@ TEST(DeferredBatchNorm, IsExactForReducedTypes) {
       SCOPED_TRACE(testing::Message() << type << ", sigma " << sigma);
       torch::manual_seed(5);
       nn::BatchNorm1d norm(kChannels);
-      GPipe pipe(Sequential(norm), {1}, GPipeOptions().chunks(3).deferred_batch_norm(true));
+      GPipe pipe(Sequential(norm), {1}, in_chunks(3).deferred_batch_norm(true));
       const auto batch = (torch::randn({50, kChannels}) * sigma + 2 * sigma).to(type);
       const torch::NoGradGuard no_grad;
       pipe->forward(batch);
-      expect_statistics(norm->running_mean, norm->running_var, batch, 0.1);
+      expect_statistics(norm, batch);
     }
   }
 }
 
-/// Passes on the samples whose first value is positive.
-Functional only_positive() {
-  return Functional([](Tensor x) { return x.index({x.select(1, 0) > 0}); });
-}
-
-TEST(DeferredBatchNorm, IgnoresAnEmptyMicroBatch) {
-  auto batch = torch::randn({12, kChannels}) + 3;
-  batch.select(1, 0).abs_();
-  for (const std::int64_t empty : {0, 1, 2}) {
-    for (const auto mode : kModes) {
-      SCOPED_TRACE(testing::Message() << "micro-batch " << empty);
-      nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(std::nullopt));
-      GPipe pipe(Sequential(only_positive(), norm), {1, 1},
-                 GPipeOptions().chunks(3).checkpoint(mode).deferred_batch_norm(true));
-      auto input = batch.clone();
-      input.narrow(0, 4 * empty, 4).select(1, 0).neg_();
-      pipe->forward(input.requires_grad_()).sum().backward();
-      const auto used = input.detach().index({input.detach().select(1, 0) > 0});
-      expect_statistics(norm->running_mean, norm->running_var, used, 1);
-      EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 1);
-    }
+// The first layer passes on the samples whose first value is positive.
+TEST(DeferredBatchNorm, IgnoresMicroBatchesAndMiniBatchesWithoutValues) {
+  const auto positive = [](const Tensor& x) { return x.index({x.select(1, 0) > 0}); };
+  const auto full = torch::rand({12, kChannels}) + 1;
+  std::vector<Tensor> batches(3);
+  for (std::int64_t empty = 0; empty < 3; ++empty) {
+    batches[empty] = full.clone();
+    batches[empty].narrow(0, 4 * empty, 4).select(1, 0).neg_();
   }
-}
-
-TEST(DeferredBatchNorm, IsUnchangedByAMiniBatchWithoutValues) {
+  for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) batches.push_back(batch);
   for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
-    const auto options = nn::BatchNormOptions(kChannels).momentum(momentum);
-    nn::BatchNorm1d norm(options);
-    nn::BatchNorm1d alone(options);
-    GPipe pipe(Sequential(only_positive(), norm), {1, 1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
-    const auto full = torch::rand({8, kChannels}) + 1;
-    for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) {
-      pipe->forward(batch);
-      alone->forward(batch.index({batch.select(1, 0) > 0}));
-      EXPECT_TRUE(torch::allclose(norm->running_mean, alone->running_mean)) << norm->running_mean;
-      EXPECT_TRUE(torch::allclose(norm->running_var, alone->running_var)) << norm->running_var;
-      EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), alone->num_batches_tracked.item<std::int64_t>());
+    for (const auto mode : kModes) {
+      nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(momentum));
+      nn::BatchNorm1d alone(norm->options);
+      GPipe pipe(Sequential(Functional(positive), norm), {1, 1}, in_chunks(3, mode).deferred_batch_norm(true));
+      for (const auto& batch : batches) {
+        const auto output = pipe->forward(batch.clone().requires_grad_());
+        if (output.numel() > 0) output.sum().backward();
+        alone->forward(positive(batch));
+        EXPECT_TRUE(torch::allclose(norm->running_mean, alone->running_mean)) << norm->running_mean;
+        EXPECT_TRUE(torch::allclose(norm->running_var, alone->running_var)) << norm->running_var;
+        EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), alone->num_batches_tracked.item<std::int64_t>());
+      }
     }
   }
 }
@@ -180,34 +135,30 @@ TEST(DeferredBatchNorm, NeedsTwoValuesPerChannel) {
   EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 0);
 
   Bare bare;
-  GPipe pipe(Sequential(bare), {1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
+  GPipe pipe(Sequential(bare), {1}, in_chunks(2).deferred_batch_norm(true));
   pipe->forward(torch::full({1, kChannels}, 5.0));
   EXPECT_TRUE(same(bare->running_mean, torch::zeros({kChannels})));
   EXPECT_TRUE(same(bare->running_var, torch::ones({kChannels})));
   // Two micro-batches of one value each have a variance together.
   const auto batch = torch::randn({2, kChannels});
   pipe->forward(batch);
-  expect_statistics(bare->running_mean, bare->running_var, batch, 0.1);
+  expect_statistics(bare, batch);
 }
 
 TEST(DeferredBatchNorm, NormalisesEachMicroBatchByItsOwnStatistics) {
-  for (const bool deferred : {false, true}) {
-    torch::manual_seed(4);
-    Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8), nn::BatchNorm1d(8)};
-    GPipe pipe(model, {2, 1},
-               GPipeOptions().chunks(3).deferred_batch_norm(deferred).intraop_threads(torch::get_num_threads()));
-    const auto x = torch::randn({14, 8});
-    const auto output = pipe->forward(x);
-    std::vector<Tensor> parts;
-    for (const auto& part : x.chunk(3)) parts.push_back(model->forward(part));
-    EXPECT_TRUE(same(output, torch::cat(parts)));
-  }
+  torch::manual_seed(4);
+  Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8), nn::BatchNorm1d(8)};
+  GPipe pipe(model, {2, 1}, in_chunks(3).deferred_batch_norm(true).intraop_threads(torch::get_num_threads()));
+  const auto x = torch::randn({14, 8});
+  const auto output = pipe->forward(x);
+  std::vector<Tensor> parts;
+  for (const auto& part : x.chunk(3)) parts.push_back(model->forward(part));
+  EXPECT_TRUE(same(output, torch::cat(parts)));
 }
 
 TEST(DeferredBatchNorm, IsUsedAndUnchangedInEvalMode) {
   Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8)};
-  GPipe pipe(model, {1, 1},
-             GPipeOptions().chunks(2).deferred_batch_norm(true).intraop_threads(torch::get_num_threads()));
+  GPipe pipe(model, {1, 1}, in_chunks(2).deferred_batch_norm(true).intraop_threads(torch::get_num_threads()));
   pipe->forward(torch::randn({8, 8}) + 2);
   pipe->eval();
   const auto before = pipe->named_buffers().find("0.running_mean")->clone();

@@ -2,24 +2,7 @@
 // or memory runs out. None leaves a trace.
 #include <c10/core/CPUAllocator.h>
 #include <cxxabi.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
 
-#include <algorithm>
-#include <atomic>
-#include <limits>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <random>
-#include <stdexcept>
-#include <string>
-#include <typeinfo>
-#include <unordered_map>
-#include <utility>
-
-#include "absl/cleanup/cleanup.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"
@@ -35,48 +18,39 @@ struct Exception {
   void (*raise)();
 };
 
-struct Injected : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 const std::vector<Exception> kOutOfMemory = {
     {typeid(std::bad_alloc), [] { throw std::bad_alloc(); }},
     {typeid(c10::OutOfMemoryError), [] { TORCH_CHECK_WITH(OutOfMemoryError, false, "injected"); }},
 };
+// In a backward, PyTorch's engine supports only std::exception, so not the last one.
 const std::vector<Exception> kOfLayers = {
-    {typeid(Injected), [] { throw Injected("injected"); }},
+    {typeid(std::domain_error), [] { throw std::domain_error("injected"); }},
     {typeid(c10::Error), [] { TORCH_CHECK(false, "injected"); }},
+    {typeid(int), [] { throw 7; }},
 };
-// In a backward, PyTorch's engine supports only std::exception.
-const std::vector<Exception> kOfLayersInForward = {kOfLayers[0], kOfLayers[1], {typeid(int), [] { throw 7; }}};
 
-/// Counts its passes, on any thread. When armed, it throws in one of them, or in that one and all later ones.
-class Fuse {
- public:
-  void arm(const Exception& exception, int time, bool for_good) {
-    exception_ = &exception;
-    time_ = time;
-    for_good_ = for_good;
-    passed_ = 0;
-    blown_ = false;
+/// Counts its passes, on any thread. When armed, it throws in those from `first` to `last`.
+struct Fuse {
+  void arm(const Exception& to_throw, int from, bool for_good) {
+    exception = &to_throw;
+    first = from;
+    last = for_good ? std::numeric_limits<int>::max() : from;
+    passed = 0;
+    blown = false;
   }
-  void count() { passed_ = 0; }
-  void disarm() { time_ = std::numeric_limits<int>::max(); }
+  void disarm() { last = 0; }
   void pass() {
-    const int time = ++passed_;
-    if (time != time_ && !(for_good_ && time > time_)) return;
-    blown_ = true;
-    exception_->raise();
+    const int time = ++passed;
+    if (time < first || time > last) return;
+    blown = true;
+    exception->raise();
   }
-  int passed() const { return passed_; }
-  bool blown() const { return blown_; }
 
- private:
-  const Exception* exception_ = nullptr;
-  int time_ = std::numeric_limits<int>::max();
-  bool for_good_ = false;
-  std::atomic<int> passed_ = 0;
-  std::atomic<bool> blown_ = false;
+  const Exception* exception = nullptr;
+  int first = 0;
+  int last = 0;
+  std::atomic<int> passed = 0;
+  std::atomic<bool> blown = false;
 };
 
 /// Wraps the CPU's allocator: counts the live blocks and passes a fuse in each allocation. PyTorch may free a raw block
@@ -98,14 +72,16 @@ class FaultyAllocator : public c10::Allocator {
   /// The numbers of blocks and of bytes that are alive.
   std::pair<std::size_t, std::size_t> live() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {sizes_.size(), bytes_};
+    std::size_t bytes = 0;
+    for (const auto& block : sizes_) bytes += block.second;
+    return {sizes_.size(), bytes};
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
     fuse.pass();
     void* data = wrapped_->raw_allocate(bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (data != nullptr && sizes_.emplace(data, bytes).second) bytes_ += bytes;
+    if (data != nullptr) sizes_.emplace(data, bytes);
     return {data, data, raw_deleter(), c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -119,10 +95,7 @@ class FaultyAllocator : public c10::Allocator {
   void free(void* data) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (const auto found = sizes_.find(data); found != sizes_.end()) {
-        bytes_ -= found->second;
-        sizes_.erase(found);
-      }
+      sizes_.erase(data);
     }
     wrapped_->raw_deallocate(data);
   }
@@ -130,32 +103,22 @@ class FaultyAllocator : public c10::Allocator {
   c10::Allocator* wrapped_ = nullptr;
   std::mutex mutex_;
   std::unordered_map<void*, std::size_t> sizes_;
-  std::size_t bytes_ = 0;
 };
 
-/// Four stages with skips over several of them, in-place layers, batch norm and dropout; each stage can throw.
-Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
-  return Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
-                    Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
-                    nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
-}
-const Balance kBalance = {4, 5, 4, 4};
+constexpr int kStages = 4;
 constexpr int kMicroBatches = 4;
-constexpr int kCells = 4 * kMicroBatches;
 
-/// A pipeline that trains step after step, each from the same buffers.
+/// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place layers,
+/// batch norm and dropout; each stage can throw.
 class Trainee {
  public:
   Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {
     torch::manual_seed(1);
-    model_ = faulty_model(plan);
-    pipe = GPipe(model_, kBalance,
-                 GPipeOptions()
-                     .devices(std::vector<torch::Device>(kBalance.size(), torch::kCPU))
-                     .chunks(kMicroBatches)
-                     .checkpoint(checkpoint)
-                     .deferred_batch_norm(deferred_batch_norm)
-                     .intraop_threads(1));
+    model_ = Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
+                        Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
+                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
+    auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
+    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}));
     x_ = torch::randn({8, 6}).requires_grad_();
     gradient_ = torch::randn({8, 6});
     buffers_ = copies(model_->buffers());
@@ -176,21 +139,21 @@ class Trainee {
     state.push_back(generator_state());
     return state;
   }
-  bool has_gradients() {
-    auto parameters = model_->parameters();
-    return x_.grad().defined() || std::any_of(parameters.begin(), parameters.end(),
-                                              [](const auto& parameter) { return parameter.grad().defined(); });
+  /// The gradients of the input and the parameters.
+  std::vector<Tensor> gradients() {
+    auto gradients = take_gradients(*model_);
+    gradients.push_back(x_.grad());
+    return gradients;
   }
   /// All results of a step with one seed.
-  std::vector<Tensor> result_of_step(std::uint64_t seed) {
-    begin(seed);
+  std::vector<Tensor> result_of_step() {
+    begin(2);
     const auto output = forward();
     backward(output);
     auto result = state();
     result.push_back(output.detach());
-    result.push_back(x_.grad());
-    for (const auto& parameter : model_->parameters()) result.push_back(parameter.grad());
-    begin(seed);
+    for (const auto& gradient : gradients()) result.push_back(gradient);
+    begin(2);
     return result;
   }
 
@@ -225,16 +188,15 @@ TEST(Fault, LeavesNothingBehind) {
   for (const auto checkpoint : kModes) {
     for (const bool deferred : {false, true}) {
       Trainee trainee(checkpoint, deferred);
-      trainee.result_of_step(2);  // the first step allocates memory that stays in use
-      const auto expected = trainee.result_of_step(2);
+      trainee.result_of_step();  // the first step allocates memory that stays in use
+      const auto expected = trainee.result_of_step();
       int allocations[2];  // in a forward, in a backward
-      memory.fuse.count();
+      memory.fuse.passed = 0;
       {
         const auto output = trainee.forward();
-        allocations[0] = memory.fuse.passed();
-        memory.fuse.count();
+        allocations[0] = memory.fuse.passed.exchange(0);
         trainee.backward(output);
-        allocations[1] = memory.fuse.passed();
+        allocations[1] = memory.fuse.passed;
       }
       trainee.begin(2);
       const auto threads = thread_count();
@@ -245,13 +207,13 @@ TEST(Fault, LeavesNothingBehind) {
         const bool in_backward = draw(random, 0, 1) == 0;
         const bool in_layer = draw(random, 0, 1) == 0;
         auto& fuse = in_layer ? of_layers : memory.fuse;
-        int time = draw(random, 1, in_layer ? kCells : allocations[in_backward]);
+        int time = draw(random, 1, in_layer ? kStages * kMicroBatches : allocations[in_backward]);
         // The caller allocates at the beginning and at the end.
         if (!in_layer && draw(random, 0, 3) == 0) {
           time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : allocations[in_backward] - draw(random, 0, 3);
         }
-        const auto& exceptions = !in_layer ? kOutOfMemory : in_backward ? kOfLayers : kOfLayersInForward;
-        const auto& exception = exceptions[draw(random, 0, static_cast<int>(exceptions.size()) - 1)];
+        const auto& exceptions = in_layer ? kOfLayers : kOutOfMemory;
+        const auto& exception = exceptions[draw(random, 0, in_layer && !in_backward ? 2 : 1)];
         const bool for_good = draw(random, 0, 1) == 0;
         trainee.plan->arm(static_cast<FaultPlan::Where>(draw(random, FaultPlan::kForward, FaultPlan::kBackward)),
                           [&] { of_layers.pass(); });
@@ -266,7 +228,7 @@ TEST(Fault, LeavesNothingBehind) {
           });
           fuse.disarm();
           trainee.plan->disarm();
-          EXPECT_EQ(thrown != nullptr, fuse.blown());
+          EXPECT_EQ(thrown != nullptr, fuse.blown);
           if (thrown == nullptr) continue;
           ++failures;
           const auto error = trainee.pipe->last_error();
@@ -279,11 +241,11 @@ TEST(Fault, LeavesNothingBehind) {
                        ", checkpoint " + to_string(checkpoint) + (deferred ? ", deferred" : ""));
           EXPECT_STREQ(thrown->name(), exception.type.name());
           EXPECT_TRUE(same(trainee.state(), before));
-          EXPECT_FALSE(trainee.has_gradients());
+          for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
         }
         EXPECT_EQ(thread_count(), threads);
         EXPECT_EQ(memory.live(), live);
-        EXPECT_TRUE(same(trainee.result_of_step(2), expected));
+        EXPECT_TRUE(same(trainee.result_of_step(), expected));
       }
     }
   }

@@ -1,12 +1,5 @@
 #include "tests/gpipe/generated_case.h"
 
-#include <algorithm>
-#include <functional>
-#include <map>
-#include <random>
-#include <sstream>
-
-#include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/micro_batch.h"
@@ -27,21 +20,14 @@ constexpr std::int64_t kWide = 64;  // enough for a split backward to leave prod
 int stages_of(const Spec& spec) { return static_cast<int>(spec.placement.size()); }
 
 bool splits(const Spec& spec) {
-  const auto fits = [&](const ScheduleRule& rule) { return rule.name == spec.schedule; };
-  const auto rules = schedule_rules();
-  const auto rule = std::find_if(rules.begin(), rules.end(), fits);
-  if (rule == rules.end()) return false;
-  const auto lists = rule->generate({stages_of(spec), 1, spec.placement});
-  return std::any_of(lists.begin(), lists.end(), [](const auto& list) {
-    return std::any_of(list.begin(), list.end(), [](const Action& action) { return action.kind == Kind::I; });
-  });
+  if (spec.schedule.empty()) return false;
+  const auto lists = schedule_rule(spec.schedule).generate({stages_of(spec), 1, spec.placement});
+  return std::ranges::any_of(lists,
+                             [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
 }
 
 bool has(const Spec& spec, int flags) {
-  return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->flags & flags; });
-}
-bool has(const Spec& spec, Unit::Role role) {
-  return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->role == role; });
+  return std::ranges::any_of(spec.uses, [&](const Use& use) { return use.unit->flags & flags; });
 }
 
 Sequential build(const Spec& spec) {
@@ -106,10 +92,11 @@ Tensors gradients_of(const Tensors& outputs) {
 }
 
 /// Trains a model: makes all calls, each with an optimizer's step after it. `train` returns the outputs of a call, and adds
-/// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank; nothing is known of others.
+/// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank, and `has_input` whether the input is; nothing
+/// is known of others.
 template <class Train, class IsHere>
 CaseResults results_of(const Spec& spec, const Sequential& model, const std::optional<Devices>& devices, Train train,
-                       IsHere is_here) {
+                       IsHere is_here, bool has_input) {
   CaseResults results;
   for (int number = 0; number < spec.calls; ++number) {
     const auto add = [&](const std::string& name, const Tensor& tensor) {
@@ -122,7 +109,7 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       add("output " + std::to_string(k), outputs[k]);
       add("whether output " + std::to_string(k) + " requires grad", torch::tensor(outputs[k].requires_grad()));
     }
-    add("the gradient of the input", call.inputs[0].grad());
+    if (has_input || call.inputs[0].grad().defined()) add("the gradient of the input", call.inputs[0].grad());
     const torch::NoGradGuard no_grad;
     const auto parameters = model->named_parameters();
     for (const auto& parameter : parameters) {
@@ -143,8 +130,13 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
   return results;
 }
 
+/// Draws a cut into a stage for each entry of the placement, or into one per layer if there are fewer layers.
 Balance balance_of(const Spec& spec, const Sequential& model) {
-  return draw_balance(spec.seed + 1, stages_of(spec), model->size());
+  std::mt19937_64 random(spec.seed + 1);
+  Balance balance(std::min(spec.placement.size(), model->size()), 1);
+  const int last = static_cast<int>(balance.size()) - 1;
+  for (auto left = model->size() - balance.size(); left > 0; --left) ++balance[draw(random, 0, last)];
+  return balance;
 }
 
 /// `cut`: with the boundaries of the pipeline.
@@ -159,24 +151,25 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
   const auto fills = spec.schedule.empty() || fills_and_drains(spec.schedule);
   const auto train = [&](const Call& call, bool eval) {
     model->train(!eval);
-    ReferenceStep step{call.input(), micro_batch_sizes(spec.batch, spec.chunks, 0),
-                       fills ? Order::kDescending : Order::kAscending};
+    ReferenceStep step{
+        .input = call.input(), .sizes = micro_batch_sizes(spec.batch, spec.chunks, 0), .ascending = !fills};
     if (spec.schedule.empty()) {
       step.gradients_of = gradients_of;
     } else {
       step.loss = weighted_sum;
       step.target = Value(call.target);
     }
-    const auto results = reference(model, balance, step);
-    const auto give = [&](const Tensor& leaf, const Tensor& gradient) {
-      if (gradient.defined()) leaf.mutable_grad() = spec.backward_twice ? gradient + gradient : gradient;
-    };
-    give(call.inputs[0], results.input_gradients[0]);
-    const auto parameters = model->parameters();
-    for (std::size_t p = 0; p < parameters.size(); ++p) give(parameters[p], results.parameter_gradients[p]);
-    return results.outputs;
+    const auto outputs = reference(model, balance, step);
+    if (!spec.backward_twice) return outputs;
+    auto leaves = distinct_parameters(*model);
+    leaves.push_back(call.inputs[0]);
+    for (const auto& leaf : leaves) {
+      if (leaf.grad().defined()) leaf.mutable_grad() = leaf.grad() + leaf.grad();
+    }
+    return outputs;
   };
-  return results_of(spec, model, here, train, [](const Tensor&) { return true; });
+  return results_of(
+      spec, model, here, train, [](const Tensor&) { return true; }, /*has_input=*/true);
 }
 
 /// Whether each stage held as many graphs at once as the verifier says, and holds none now.
@@ -185,14 +178,14 @@ bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& p
   const auto& layout = program->layout();
   const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
   const auto peaks = verify(layout, program->edges(), schedule);
+  // An I may free the layer's part of the graph before the W. A second backward keeps graphs, and eval mode has others.
+  const bool is_exact = !splits(spec) && !spec.backward_twice && !spec.eval;
   std::size_t layer = 0;
   for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
     for (auto left = pipe->balance()[stage]; left > 0; --left) {
       const auto module = model->ptr(layer++);
       const auto* peak = module->as<PeakImpl>();
       if (!peak || peak->live->peak == 0) continue;
-      // An I may free the layer's part of the graph before the W. A second backward keeps graphs, and eval mode has others.
-      const bool is_exact = !splits(spec) && !spec.backward_twice && !spec.eval;
       const int verified = peaks.graphs[stage];
       if ((is_exact && peak->live->peak != verified) || peak->live->now != 0) return false;
       if (splits(spec) && peak->live->peak > verified) return false;
@@ -221,28 +214,22 @@ Tensors train_by_forward(const Spec& spec, GPipe& pipe, const Call& call) {
 
 CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
   auto model = build(spec);
-  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1).ranks(ranks);
-  options.placement(spec.placement);
+  auto options = in_chunks(spec.chunks, spec.checkpoint).intraop_threads(1).ranks(ranks).placement(spec.placement);
   if (!spec.schedule.empty()) options.schedule(spec.schedule);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
   GPipe pipe(model, balance_of(spec, model), options);
   const auto train = [&](const Call& call, bool eval) {
     pipe->train(!eval);
     if (spec.schedule.empty()) return train_by_forward(spec, pipe, call);
-    const auto with_output = StepOptions().reduction(Reduction::kSum).return_output(true);
+    const auto with_output = StepOptions(kOfSums).return_output(true);
     return pipe->step(call.input(), call.target, weighted_sum, with_output).output.tensors();
   };
   const auto is_here = [&](const Tensor& tensor) {
     return is_one_of(tensor, pipe->parameters()) || is_one_of(tensor, pipe->buffers());
   };
-  auto results = results_of(spec, model, devices, train, is_here);
-  if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
   const bool has_input = !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[spec.placement[0]] == ranks->rank();
-  if (!has_input) {
-    std::erase_if(results, [](const auto& result) {
-      return result.first.ends_with("the gradient of the input") && !result.second.defined();
-    });
-  }
+  auto results = results_of(spec, model, devices, train, is_here, has_input);
+  if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
   return results;
 }
 
@@ -357,7 +344,8 @@ Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const s
   try {
     const auto got = run_pipeline(spec, devices, ranks);
     // The bits of a shared parameter's gradient depend on the place of its sum. Errors of single precision can grow.
-    const bool has_bits = !devices && !has(spec, Unit::kShareMatrix);
+    const auto is_shared = [](const Use& use) { return use.unit->role == Unit::kShareMatrix; };
+    const bool has_bits = !devices && std::ranges::none_of(spec.uses, is_shared);
     auto outcome = has_bits ? difference(got, run_reference(spec, /*cut=*/true, devices), 0) : Outcome();
     if (outcome.verdict == Outcome::kEqual && !spec.single) outcome = difference(got, whole, 1e-9);
     return outcome;
@@ -387,8 +375,12 @@ std::vector<Spec> smaller(const Spec& spec) {
     candidates.push_back(spec);
     candidates.back().*member = std::move(value);
   };
-  const auto belong = [](const Use& use, const Use& out) { return out.pair != 0 && use.pair == out.pair; };
-  for (auto& uses : each_left_out(spec.uses, belong)) change(&Spec::uses, std::move(uses));
+  for (std::size_t out = 0; out < spec.uses.size(); ++out) {
+    auto rest = spec.uses;
+    rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(out));
+    std::erase_if(rest, [pair = spec.uses[out].pair](const Use& use) { return pair != 0 && use.pair == pair; });
+    change(&Spec::uses, rest);
+  }
   for (auto number : {&Spec::batch, &Spec::chunks, &Spec::calls}) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
@@ -400,7 +392,7 @@ std::vector<Spec> smaller(const Spec& spec) {
   auto placement = spec.placement;
   const int last = placement.back();
   placement.pop_back();
-  const bool shared = std::find(placement.begin(), placement.end(), last) != placement.end();
+  const bool shared = std::ranges::count(placement, last) > 0;
   if (spec.schedule.empty() && !placement.empty() && (shared || last == spec.workers - 1)) {
     change(&Spec::placement, placement);
     if (!shared) --candidates.back().workers;

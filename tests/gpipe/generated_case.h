@@ -1,14 +1,7 @@
 // Random cases: a model and calls of a pipeline, compared with a plain loop over the same layers.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "tests/gpipe/generated_units.h"
-#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 

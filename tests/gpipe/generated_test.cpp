@@ -1,7 +1,4 @@
 //   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 gpipe_tests --gtest_filter='Generated*'
-#include <gtest/gtest.h>
-
-#include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/random_cases.h"
 

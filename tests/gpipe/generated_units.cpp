@@ -2,40 +2,21 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <cmath>
-#include <optional>
-#include <tuple>
-
-#include "gpipe/nested.h"
 #include "tests/gpipe/instruments.h"
 
 namespace gpipe {
 
 namespace nn = torch::nn;
-using torch::Tensor;
 
 Tensor Builder::parameter(torch::IntArrayRef shape, bool requires_grad) {
-  parameters_.emplace_back(torch::randn(shape) / std::sqrt(static_cast<double>(width)), requires_grad);
-  return parameters_.back().first;
+  const auto parameter = torch::randn(shape) / std::sqrt(static_cast<double>(width));
+  return own_->register_parameter(new_name(), parameter, requires_grad);
 }
 
 Tensor Builder::shared_matrix() {
   auto& matrix = shared_[pair];
-  if (!matrix.defined())
-    matrix = (torch::randn({width, width}) / std::sqrt(static_cast<double>(width))).requires_grad_();
-  parameters_.emplace_back(matrix, true);
-  return matrix;
-}
-
-void Builder::own(nn::Module& layer) {
-  int number = 0;
-  const auto name = [&] { return "own" + std::to_string(number++); };
-  for (auto& [parameter, requires_grad] : parameters_) layer.register_parameter(name(), parameter, requires_grad);
-  for (auto& buffer : buffers_) layer.register_buffer(name(), buffer);
-  for (auto& module : modules_) layer.register_module(name(), module);
-  parameters_.clear();
-  buffers_.clear();
-  modules_.clear();
+  if (matrix.defined()) return own_->register_parameter(new_name(), matrix);
+  return matrix = parameter({width, width});
 }
 
 namespace {
@@ -58,35 +39,27 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
   }
 };
 
-/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it.
-void pair_of_tensors(Builder& b, TensorPair (*make)(Tensor), bool change, torch::IntArrayRef shape,
-                     Tensor (*join)(TensorPair)) {
+/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it. The pair is a
+/// tensor twice, or a tensor and its first half.
+void pair_of_tensors(Builder& b, bool has_half, bool change) {
   const auto pass_on = [&] {
     if (b.variant % 2 == 1) b.add([](TensorPair in) -> TensorPair { return in; });
   };
-  b.add(make);
+  b.add([has_half](Tensor x) -> TensorPair { return {x, has_half ? x.narrow(1, 0, x.size(1) / 2) : x}; });
   pass_on();
   if (change) {
-    const auto w = b.parameter(shape);
+    const auto w = b.parameter({has_half ? 1 : b.width});
     b.add([w, first = b.variant < 2](TensorPair in) -> TensorPair {
       (first ? std::get<0>(in) : std::get<1>(in)).add_(w);
       return in;
     });
   }
   pass_on();
-  b.add(join);
+  b.add([has_half](TensorPair in) {
+    const auto& [x, y] = in;
+    return has_half ? x + torch::cat({y, y}, 1).sin() : x * 2 + y.sin();
+  });
 }
-
-TensorPair twice(Tensor x) { return {x, x}; }
-Tensor join_twice(TensorPair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); }
-void alias(Builder& b, bool change) { pair_of_tensors(b, twice, change, {b.width}, join_twice); }
-
-TensorPair with_half(Tensor x) { return {x, x.narrow(1, 0, x.size(1) / 2)}; }
-Tensor join_half(TensorPair in) {
-  const auto& [whole, half] = in;
-  return whole + torch::cat({half, half}, 1).sin();
-}
-void base_and_view(Builder& b, bool change) { pair_of_tensors(b, with_half, change, {1}, join_half); }
 
 // The output depends on a moving average over the micro-batches so far.
 void moving_average(Builder& b) {
@@ -181,33 +154,30 @@ void in_place_on_a_view(Builder& b) {
   });
 }
 
-void no_grad_inside(Builder& b) {
-  const auto w = b.parameter({b.width});
-  b.add([w](Tensor x) {
-    Tensor y;
-    {
-      torch::NoGradGuard no_grad;
-      y = x * w;
-    }
-    return x + y;
-  });
+Tensor product_without_graph(const Tensor& x, const Tensor& w) {
+  torch::NoGradGuard no_grad;
+  return x * w;
 }
 
 using Function = Tensor (*)(Tensor x, const Tensor& w);
 
-/// Adds a layer that calls a function of its input and one parameter.
-void with_parameter(Builder& b, torch::IntArrayRef shape, Function function) {
-  const auto w = b.parameter(shape);
-  b.add([w, function](Tensor x) { return function(std::move(x), w); });
+/// A unit of a layer that calls a function of its input.
+template <class OfInput>
+Unit of_input(const char* name, OfInput function, int flags = 0) {
+  return {name, [=](Builder& b) { b.add(function); }, flags};
 }
-
-/// Units of such a layer.
-Unit of_vector(const char* name, Function function, int flags = 0) {
-  return {name, [=](Builder& b) { with_parameter(b, {b.width}, function); }, flags};
+/// A unit of a layer that calls a function of its input and a parameter. `shape` counts widths.
+Unit of_parameter(const char* name, const std::vector<double>& shape, Function function, int flags = 0) {
+  return {name,
+          [=](Builder& b) {
+            std::vector<std::int64_t> sizes;
+            for (const auto widths : shape) sizes.push_back(static_cast<std::int64_t>(widths * b.width));
+            b.add([w = b.parameter(sizes), function](Tensor x) { return function(std::move(x), w); });
+          },
+          flags};
 }
-Unit of_matrix(const char* name, Function function) {
-  return {name, [=](Builder& b) { with_parameter(b, {b.width, b.width}, function); }};
-}
+Unit of_vector(const char* name, Function function, int flags = 0) { return of_parameter(name, {1}, function, flags); }
+Unit of_matrix(const char* name, Function function) { return of_parameter(name, {1, 1}, function); }
 
 // Writes to buffers, which the version counter may hide, small and large, and shares their memory.
 void written_buffers(Builder& b) {
@@ -234,11 +204,12 @@ void image_layers(Builder& b) {
   b.add([](Tensor x) { return x.slice(2, 1, 3).flatten(1); });
 }
 
-/// Adds a layer with one skip.
-void stash(Builder& b, SkipFunctionImpl::Function function) { b.add_skip({.stash = {b.pair}}, std::move(function)); }
-void pop(Builder& b, Tensor (*join)(Tensor x, Tensor skip)) {
-  b.add_skip({.pop = {b.pair}},
-             [join, name = b.pair](Tensor x, SkipFunctionImpl& skips) { return join(std::move(x), skips.pop(name)); });
+void stash_a_product(Builder& b) {
+  const auto w = b.parameter({b.width});
+  b.push(SkipFunction(Skippable::Names{.stash = {b.pair}}, [name = b.pair, w](Tensor x, SkipFunctionImpl& skips) {
+    skips.stash(name, x * w);
+    return x;
+  }));
 }
 
 /// Products and convolutions that a split backward may leave to W.
@@ -253,20 +224,16 @@ std::vector<Unit> products() {
       of_matrix("weight in a product and a sum",
                 [](Tensor x, const Tensor& w) { return x.matmul(w.t()) * w.square().mean() + w.t().sum(0); }),
       of_matrix("weight normalised", [](Tensor x, const Tensor& w) { return x.matmul(w / w.norm()); }),
-      {"weight in chunks",
-       [](Builder& b) {
-         with_parameter(b, {b.width, 3 * b.width}, [](Tensor x, const Tensor& w) {
-           const auto parts = w.chunk(3, 1);
-           return x.matmul(parts[0]).tanh() * x.matmul(parts[1]) + x.matmul(parts[2]);
-         });
-       }},
-      {"product in chunks",
-       [](Builder& b) {
-         with_parameter(b, {b.width, 2 * b.width}, [](Tensor x, const Tensor& w) {
-           const auto parts = x.matmul(w).chunk(2, 1);
-           return parts[0] * 2 + parts[1].sigmoid();
-         });
-       }},
+      of_parameter("weight in chunks", {1, 3},
+                   [](Tensor x, const Tensor& w) {
+                     const auto parts = w.chunk(3, 1);
+                     return x.matmul(parts[0]).tanh() * x.matmul(parts[1]) + x.matmul(parts[2]);
+                   }),
+      of_parameter("product in chunks", {1, 2},
+                   [](Tensor x, const Tensor& w) {
+                     const auto parts = x.matmul(w).chunk(2, 1);
+                     return parts[0] * 2 + parts[1].sigmoid();
+                   }),
       of_matrix("views of a product changed",
                 [](Tensor x, const Tensor& w) {
                   auto h = x.matmul(w);
@@ -283,12 +250,10 @@ std::vector<Unit> products() {
                 }),
       of_matrix("product of inputs",
                 [](Tensor x, const Tensor& w) { return x.matmul(x.t().matmul(x).matmul(w)).tanh(); }),
-      {"batched products",
-       [](Builder& b) {
-         with_parameter(b, {b.width / 2, b.width}, [](Tensor x, const Tensor& w) {
-           return torch::bmm(x.view({-1, 2, x.size(1) / 2}), w.expand({x.size(0), -1, -1})).sum(1);
-         });
-       }},
+      of_parameter("batched products", {0.5, 1},
+                   [](Tensor x, const Tensor& w) {
+                     return torch::bmm(x.view({-1, 2, x.size(1) / 2}), w.expand({x.size(0), -1, -1})).sum(1);
+                   }),
       of_matrix("factor without a gradient",
                 [](Tensor x, const Tensor& w) { return torch::addmm(x, torch::ones_like(x) * 2, w); }),
       of_matrix("product with a leaf",
@@ -333,20 +298,19 @@ std::vector<Unit> other_units() {
        }},
       {"layer norm", [](Builder& b) { b.push(nn::LayerNorm(nn::LayerNormOptions({b.width}))); }},
       {"relu_", [](Builder& b) { b.push(nn::ReLU(nn::ReLUOptions(true))); }, kChanges},
-      {"mul_", [](Builder& b) { b.add([](Tensor x) { return x.mul_(1.5); }); }, kChanges},
+      of_input(
+          "mul_", [](Tensor x) { return x.mul_(1.5); }, kChanges),
       of_vector(
           "add_ a parameter", [](Tensor x, const Tensor& w) { return x.add_(w); }, kChanges),
       {"in place on a view", in_place_on_a_view, kChanges},
-      {"slices assigned",
-       [](Builder& b) {
-         with_parameter(b, {b.width / 2}, [](Tensor x, const Tensor& w) {
-           const auto half = w.size(0);
-           auto y = torch::zeros_like(x);
-           y.narrow(1, 0, half).copy_(x.narrow(1, half, half));
-           y.narrow(1, half, half).copy_(x.narrow(1, 0, half) * w);
-           return y;
-         });
-       }},
+      of_parameter("slices assigned", {0.5},
+                   [](Tensor x, const Tensor& w) {
+                     const auto half = w.size(0);
+                     auto y = torch::zeros_like(x);
+                     y.narrow(1, 0, half).copy_(x.narrow(1, half, half));
+                     y.narrow(1, half, half).copy_(x.narrow(1, 0, half) * w);
+                     return y;
+                   }),
       {"view",
        [](Builder& b) {
          b.add([](Tensor x) { return x.view({-1, 2, x.size(1) / 2}); });
@@ -354,10 +318,10 @@ std::vector<Unit> other_units() {
          b.add([](Tensor x) { return x.flatten(1); });
        },
        kChanges},
-      {"alias", [](Builder& b) { alias(b, false); }, kAliases},
-      {"alias changed", [](Builder& b) { alias(b, true); }, kChanges | kAliases},
-      {"base and view", [](Builder& b) { base_and_view(b, false); }, kAliases},
-      {"base and view changed", [](Builder& b) { base_and_view(b, true); }, kChanges | kAliases},
+      {"alias", [](Builder& b) { pair_of_tensors(b, false, false); }, kAliases},
+      {"alias changed", [](Builder& b) { pair_of_tensors(b, false, true); }, kChanges | kAliases},
+      {"base and view", [](Builder& b) { pair_of_tensors(b, true, false); }, kAliases},
+      {"base and view changed", [](Builder& b) { pair_of_tensors(b, true, true); }, kChanges | kAliases},
       {"moving average", moving_average},
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
@@ -365,12 +329,9 @@ std::vector<Unit> other_units() {
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
       of_vector("unused parameter", [](Tensor x, const Tensor&) { return x.sin(); }),
-      {"branch",
-       [](Builder& b) {
-         with_parameter(b, {2, b.width}, [](Tensor x, const Tensor& w) {
-           return x.detach().sum().item<double>() > 0 ? x * w[0] : x.sin() + w[1];
-         });
-       }},
+      of_matrix(
+          "branch",
+          [](Tensor x, const Tensor& w) { return x.detach().sum().item<double>() > 0 ? x * w[0] : x.sin() + w[1]; }),
       {"frozen parameter", [](Builder& b) { b.add([w = b.parameter({b.width}, false)](Tensor x) { return x * w; }); }},
       {"module twice",
        [](Builder& b) {
@@ -388,19 +349,18 @@ std::vector<Unit> other_units() {
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
       {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
       {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); }},
-      {"detach a part",
-       [](Builder& b) {
-         b.add([half = b.width / 2](Tensor x) {
-           return torch::cat({x.narrow(1, 0, half).detach(), x.narrow(1, half, half)}, 1);
-         });
-       }},
+      of_input("detach a part",
+               [](Tensor x) {
+                 const auto halves = x.chunk(2, 1);
+                 return torch::cat({halves[0].detach(), halves[1]}, 1);
+               }),
       {"detach",
        [](Builder& b) {
          b.add([w = b.parameter({b.width}), last = b.variant == 0](Tensor x) {
            return last ? (x * w).detach() : x.detach() * w;
          });
        }},
-      {"no grad inside", no_grad_inside},
+      of_vector("no grad inside", [](Tensor x, const Tensor& w) { return x + product_without_graph(x, w); }),
       {"forces", forces},
       {"several tensors", several_tensors},
       {"tuples", tuple_layers},
@@ -411,31 +371,17 @@ std::vector<Unit> other_units() {
          b.add([](Tensor z) { return torch::view_as_real(z).flatten(1); });
        },
        Unit::kHost},
-      {"expanded", [](Builder& b) { b.add([](Tensor x) { return x.mean(1, true).expand_as(x); }); }},
-      {"transposed", [](Builder& b) { b.add([](Tensor x) { return (x.t().contiguous() * 2).t(); }); }},
-      {"own function", [](Builder& b) { b.add([](Tensor x) { return OwnFunction::apply(x); }); }},
+      of_input("expanded", [](Tensor x) { return x.mean(1, true).expand_as(x); }),
+      of_input("transposed", [](Tensor x) { return (x.t().contiguous() * 2).t(); }),
+      of_input("own function", [](Tensor x) { return OwnFunction::apply(x); }),
       {"stash", [](Builder& b) { b.push(Stash(b.pair)); }, 0, Unit::kStash},
-      {"stash the activation",
-       [](Builder& b) {
-         stash(b, [name = b.pair](Tensor x, SkipFunctionImpl& skips) {
-           skips.stash(name, x);
-           return x;
-         });
-       },
-       kAliases, Unit::kStash},
-      {"stash a product",
-       [](Builder& b) {
-         const auto w = b.parameter({b.width});
-         stash(b, [name = b.pair, w](Tensor x, SkipFunctionImpl& skips) {
-           skips.stash(name, x * w);
-           return x;
-         });
-       },
-       0, Unit::kStash},
+      {"stash the activation", [](Builder& b) { b.push(Stash(b.pair, 1)); }, kAliases, Unit::kStash},
+      {"stash a product", stash_a_product, 0, Unit::kStash},
       {"pop", [](Builder& b) { b.push(Pop(b.pair)); }, 0, Unit::kPop},
-      {"pop in place", [](Builder& b) { pop(b, [](Tensor x, Tensor skip) { return x += skip; }); }, kChanges,
-       Unit::kPop},
-      {"pop and change", [](Builder& b) { pop(b, [](Tensor x, Tensor skip) { return x + skip.mul_(0.5); }); }, kChanges,
+      {"pop in place", [](Builder& b) { b.push(Pop(b.pair, [](Tensor x, Tensor skip) { return x += skip; })); },
+       kChanges, Unit::kPop},
+      {"pop and change",
+       [](Builder& b) { b.push(Pop(b.pair, [](Tensor x, Tensor skip) { return x + skip.mul_(0.5); })); }, kChanges,
        Unit::kPop},
       {"stash odd", [](Builder& b) { b.push(StashOdd()); }, 0, Unit::kStashOdd},
       {"pop odd", [](Builder& b) { b.push(PopOdd()); }, 0, Unit::kPopOdd},

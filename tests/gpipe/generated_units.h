@@ -1,16 +1,6 @@
 // The units that generated models are made of.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -21,43 +11,39 @@ class Builder {
   explicit Builder(std::int64_t of_width) : width(of_width) {}
 
   /// Makes or adds a tensor or module that the next layer will own.
-  torch::Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true);
-  torch::Tensor buffer(torch::Tensor tensor) { return buffers_.emplace_back(std::move(tensor)); }
+  Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true);
+  Tensor buffer(Tensor tensor) { return own_->register_buffer(new_name(), std::move(tensor)); }
   template <class Holder>
   Holder module(Holder holder) {
-    modules_.push_back(holder.ptr());
+    own_->register_module(new_name(), holder);
     return holder;
   }
   /// The next layer will share a matrix with the other layer of the pair.
-  torch::Tensor shared_matrix();
+  Tensor shared_matrix();
 
   /// Adds a layer that calls a function of one tensor, tuple or vector.
   template <class Function>
   void add(Function function) {
     push(function_layer(std::move(function)));
   }
-  /// Adds a layer that stashes and pops skips under the names of the pair.
-  void add_skip(Skippable::Names names, SkipFunctionImpl::Function function) {
-    push(SkipFunction(std::move(names), std::move(function)));
-  }
   template <class Layer>
   void push(Layer layer) {
-    own(*layer);
+    if (owned_ > 0) layer->register_module("own", std::exchange(own_, std::make_shared<torch::nn::Module>()));
+    owned_ = 0;
     model->push_back(std::move(layer));
   }
 
   const std::int64_t width;  ///< a unit maps [samples, width] to the same shape
   int variant = 0;           ///< of the unit
   std::string pair;          ///< the name of the unit's pair
-  torch::nn::Sequential model;
+  Sequential model;
 
  private:
-  void own(torch::nn::Module& layer);
+  std::string new_name() { return "own" + std::to_string(owned_++); }
 
-  std::vector<std::pair<torch::Tensor, bool>> parameters_;
-  std::vector<torch::Tensor> buffers_;
-  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
-  std::map<std::string, torch::Tensor> shared_;
+  std::shared_ptr<torch::nn::Module> own_ = std::make_shared<torch::nn::Module>();  ///< a part of the next layer
+  int owned_ = 0;
+  std::map<std::string, Tensor> shared_;
 };
 
 /// The number of variants of a unit. Some units have fewer, and treat several as one.

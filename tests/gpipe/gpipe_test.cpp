@@ -1,33 +1,18 @@
 // The container: modes, calls, the forms of inputs and outputs, state, random numbers and traces.
-#include "gpipe/gpipe.h"
-
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <sstream>
-#include <string>
-#include <utility>
-
-#include "gpipe/schedule/program.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
 
+namespace nn = torch::nn;
+
 Sequential mlp_with_dropout() {
-  using torch::nn::Dropout;
-  using torch::nn::Tanh;
-  return Sequential(Linear(6, 6), Dropout(0.4), Tanh(), Linear(6, 6), Dropout(0.4), Tanh());
+  return Sequential(Linear(6, 6), nn::Dropout(0.4), nn::Tanh(), Linear(6, 6), nn::Dropout(0.4), nn::Tanh());
 }
 
 TEST(GPipe, NeedsNoGraphWithoutGradients) {
   auto model = mlp_with_dropout();
-  GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3));
+  GPipe pipe(model, {3, 3}, in_chunks(3));
   const auto x = torch::randn({6, 6});
   {
     torch::NoGradGuard no_grad;
@@ -40,20 +25,20 @@ TEST(GPipe, NeedsNoGraphWithoutGradients) {
 }
 
 TEST(GPipe, RecomputesNothingInEvalMode) {
-  std::atomic<int> calls = 0;
+  int calls = 0;
   auto model = mlp_with_dropout();
   model->push_back(Functional([&calls](Tensor x) {
     ++calls;
     return x * 2;
   }));
-  GPipe pipe(model, {3, 4}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(model, {3, 4}, in_chunks(3, Checkpoint::kAlways));
   pipe->eval();
   const auto x = torch::randn({6, 6}).requires_grad_();
   const auto loss = pipe->forward(x).pow(2).sum();
   EXPECT_TRUE(loss.requires_grad());
-  const auto gradient = torch::autograd::grad({loss}, {x})[0];
+  const auto gradient = gradient_of(loss, x);
   EXPECT_EQ(calls, 3);
-  EXPECT_TRUE(torch::allclose(gradient, torch::autograd::grad({model->forward(x).pow(2).sum()}, {x})[0]));
+  EXPECT_TRUE(torch::allclose(gradient, gradient_of(model->forward(x).pow(2).sum(), x)));
   calls = 0;
   pipe->forward(Value(x), 2, Checkpoint::kAlways).tensor().sum().backward();
   EXPECT_EQ(calls, 4) << "a checkpoint mode given to the call also holds in eval mode";
@@ -61,30 +46,26 @@ TEST(GPipe, RecomputesNothingInEvalMode) {
 
 TEST(GPipe, RunsBackwardsInAnyOrder) {
   auto model = mlp();
-  GPipe pipe(model, {1, 3}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(model, {1, 3}, in_chunks(2, Checkpoint::kAlways));
   const auto a = torch::randn({4, 6}).requires_grad_();
   const auto b = torch::randn({6, 6}).requires_grad_();
   const auto of_a = pipe->forward(a);
   const auto of_b = pipe->forward(b);
   { const auto dropped = pipe->forward(a); }
-  of_a.sum().backward();
-  of_b.sum().backward();
-  const auto a_gradient = std::exchange(a.mutable_grad(), Tensor());
-  const auto b_gradient = std::exchange(b.mutable_grad(), Tensor());
-  pipe->forward(b).sum().backward();
-  pipe->forward(a).sum().backward();
-  EXPECT_TRUE(same(a.grad(), a_gradient));
-  EXPECT_TRUE(same(b.grad(), b_gradient));
+  const auto first_a = gradient_of(of_a.sum(), a);
+  const auto first_b = gradient_of(of_b.sum(), b);
+  EXPECT_TRUE(same(gradient_of(pipe->forward(b).sum(), b), first_b));
+  EXPECT_TRUE(same(gradient_of(pipe->forward(a).sum(), a), first_a));
 }
 
 TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
   auto model = mlp_with_dropout();
   for (const auto checkpoint : kModes) {
-    GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(model, {3, 3}, in_chunks(3, checkpoint));
     const auto x = torch::randn({6, 6}).requires_grad_();
     const auto loss = pipe->forward(x).pow(2).sum();
-    const auto first = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true)[0];
-    const auto second = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true)[0];
+    const auto first = gradient_of(loss, x, /*retain_graph=*/true);
+    const auto second = gradient_of(loss, x, /*retain_graph=*/true);
     EXPECT_TRUE(same(first, second));
     loss.backward();
     EXPECT_TRUE(same(first, x.grad()));
@@ -97,7 +78,7 @@ TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
 }
 
 TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
-  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe pipe(mlp(), {2, 2}, in_chunks(2));
   EXPECT_TRUE(pipe->idle());
   {
     const auto output = pipe->forward(torch::randn({4, 6}));
@@ -111,20 +92,18 @@ TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
 
 TEST(GPipe, UsesAsManyDevicesAsStages) {
   const auto devices = [](std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); };
-  GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
+  const GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
   EXPECT_EQ(pipe->devices(), devices(2));
 }
 
 TEST(GPipe, TakesChunksAndCheckpointModeForOneCall) {
-  std::mutex mutex;
   std::vector<std::pair<std::int64_t, bool>> seen;
   Sequential model(Functional([&](Tensor x) {
-    const std::lock_guard<std::mutex> lock(mutex);
     seen.emplace_back(x.size(0), is_checkpointing());
     return x * 1;
   }));
   const Value x(torch::randn({4, 4}).requires_grad_());
-  for (const auto& options : {GPipeOptions().chunks(4), GPipeOptions().split_size(1)}) {
+  for (const auto& options : {in_chunks(4), GPipeOptions().split_size(1)}) {
     GPipe pipe(model, {1}, options);
     pipe->forward(x);
     EXPECT_EQ(std::exchange(seen, {}).size(), 4U);
@@ -136,21 +115,18 @@ TEST(GPipe, TakesChunksAndCheckpointModeForOneCall) {
 }
 
 TEST(GPipe, ReturnsATensorForATensorAndAVectorForAVector) {
-  GPipe sum(Sequential(function_layer([](std::vector<Tensor> in) { return in[0] + in[1]; })), {1},
-            GPipeOptions().chunks(2));
+  GPipe sum(Sequential(function_layer([](std::vector<Tensor> in) { return in[0] + in[1]; })), {1}, in_chunks(2));
   const auto x = torch::randn({4, 6});
   const auto y = torch::randn({4, 6});
+  EXPECT_TRUE(same(sum->forward(std::vector<Tensor>{x, y}), std::vector<Tensor>{x + y}));
   GPipe pairs(Sequential(function_layer([](Tensor in) { return std::make_tuple(in, in * 2); })), {1});
-  const std::vector<Tensor> output = sum->forward(std::vector<Tensor>{x, y});
-  ASSERT_EQ(output.size(), 1U);
-  EXPECT_TRUE(same(output[0], x + y));
-  EXPECT_THAT([&] { pairs->forward(x); }, throws<std::invalid_argument>("expected a single tensor"));
+  EXPECT_THAT([&] { pairs->forward(x); }, refused("expected a single tensor"));
 }
 
 TEST(GPipe, TakesNestedSequentialsAsLayersAndAsModels) {
-  NestedSequential inner{{"a", Linear(6, 6)}, {"b", torch::nn::ReLU()}};
+  NestedSequential inner{{"a", Linear(6, 6)}, {"b", nn::ReLU()}};
   Sequential model(inner, Linear(6, 2));
-  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2));
+  GPipe pipe(model, {1, 1}, in_chunks(2));
   EXPECT_EQ(pipe->named_parameters().keys().front(), "0.a.weight");
   EXPECT_EQ(pipe->forward(torch::randn({4, 6})).size(1), 2);
   GPipe alone(inner, {1, 1});
@@ -158,7 +134,7 @@ TEST(GPipe, TakesNestedSequentialsAsLayersAndAsModels) {
 }
 
 TEST(State, LoadsFromTheModelAtAnyBalance) {
-  const auto build = [] { return Sequential({{"first", Linear(2, 3)}, {"second", torch::nn::BatchNorm1d(3)}}); };
+  const auto build = [] { return Sequential({{"first", Linear(2, 3)}, {"second", nn::BatchNorm1d(3)}}); };
   auto trained = build();
   trained->forward(torch::randn({4, 2}));
   std::stringstream file;
@@ -184,8 +160,7 @@ TEST(State, ConvertsToAnotherTypeAndStaysOnItsDevices) {
 
 // With split_size, mini-batches of many sizes need many programs.
 TEST(Pipeline, KeepsTheSixteenProgramsUsedLast) {
-  using torch::nn::Identity;
-  GPipe pipe(Sequential(Identity(), Identity()), {1, 1});
+  GPipe pipe(Sequential(nn::Identity(), nn::Identity()), {1, 1});
   const std::weak_ptr<const Program> oldest = pipe->program(1);
   const std::weak_ptr<const Program> often = pipe->program(2);
   std::vector<std::weak_ptr<const Program>> others;
@@ -200,8 +175,8 @@ TEST(Pipeline, KeepsTheSixteenProgramsUsedLast) {
 }
 
 TEST(Repeat, ACallDrawsOneSeedFromTheDefaultGenerator) {
-  Sequential model(torch::nn::Dropout(0.4), Linear(6, 6), torch::nn::Dropout(0.4));
-  GPipe pipe(model, {1, 2}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+  Sequential model(nn::Dropout(0.4), Linear(6, 6), nn::Dropout(0.4));
+  GPipe pipe(model, {1, 2}, in_chunks(4, Checkpoint::kAlways));
   const auto x = torch::randn({8, 6}).requires_grad_();
   torch::manual_seed(11);
   RandomScope::draw_seed();
@@ -212,7 +187,7 @@ TEST(Repeat, ACallDrawsOneSeedFromTheDefaultGenerator) {
 }
 
 TEST(Trace, CoversAForwardThatBeganUnderItAndItsBackward) {
-  GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6)), {1, 1}, GPipeOptions().chunks(2));
+  GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6)), {1, 1}, in_chunks(2));
   const auto step = [&] { return pipe->forward(torch::randn({4, 6})).sum(); };
   const auto before = step();
   auto timeline = std::make_shared<Timeline>();

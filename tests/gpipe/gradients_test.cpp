@@ -1,12 +1,4 @@
 // Which tensors need gradients, and which tensors a layer must not differentiate by.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <atomic>
-#include <tuple>
-#include <utility>
-
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -24,7 +16,7 @@ TEST(Gradients, AreNotNeededByAMaskThatIsPassedOn) {
   for (const auto checkpoint : kModes) {
     auto first = std::make_shared<MaskedImpl>();
     auto second = std::make_shared<MaskedImpl>();
-    GPipe pipe(Sequential(first, second), {1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    GPipe pipe(Sequential(first, second), {1, 1}, in_chunks(2, checkpoint));
     const auto out = pipe->forward(Value(std::make_tuple(torch::randn({4, 6}), torch::ones({4, 6}))));
     EXPECT_TRUE(out.tensors()[0].requires_grad());
     EXPECT_FALSE(out.tensors()[1].requires_grad());
@@ -39,9 +31,8 @@ TEST(Gradients, RefuseALeafThatIsNotAParameterAndAGraphFromOutside) {
   for (const bool input_gradient : {false, true}) {
     const auto x = torch::ones({2, 6}).requires_grad_(input_gradient);
     for (const auto& [factor, what] : {std::pair(leaf, "neither a parameter nor an input"), std::pair(twice, "")}) {
-      GPipe pipe(Sequential(Functional([factor = factor](Tensor in) { return in * factor; })), {1},
-                 GPipeOptions().chunks(2));
-      EXPECT_THAT([&] { pipe->forward(x); }, throws<std::invalid_argument>(what));
+      GPipe pipe(Sequential(Functional([factor = factor](Tensor in) { return in * factor; })), {1}, in_chunks(2));
+      EXPECT_THAT([&] { pipe->forward(x); }, refused(what));
     }
   }
   twice.sum().backward();
@@ -55,10 +46,9 @@ TEST(Gradients, RefuseATensorKeptFromAnotherMicroBatch) {
                      kept = x.slice(0, 0, 1);
                      return y;
                    }));
-  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
+  GPipe pipe(model, {1, 1}, in_chunks(2, Checkpoint::kNever));
   const auto x = torch::randn({4, 6});
-  EXPECT_THAT([&] { pipe->forward(x); },
-              throws<std::invalid_argument>("detach tensors that a layer keeps between calls"));
+  EXPECT_THAT([&] { pipe->forward(x); }, refused("detach tensors that a layer keeps between calls"));
 }
 
 }  // namespace

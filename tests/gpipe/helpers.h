@@ -1,18 +1,14 @@
-// Shared by the tests of whole pipelines.
+// Shared by the tests of whole pipelines. torch/torch.h includes most headers of C++.
 #pragma once
 
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <exception>
 #include <filesystem>
-#include <iterator>
-#include <string>
-#include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 
@@ -24,11 +20,20 @@ using Balance = std::vector<std::int64_t>;
 
 inline constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
 
+inline GPipeOptions in_chunks(std::int64_t chunks, Checkpoint checkpoint = Checkpoint::kExceptLast) {
+  return GPipeOptions().chunks(chunks).checkpoint(checkpoint);
+}
+
+inline const LossFunction kMse =
+    tensor_loss([](const Tensor& out, const Tensor& target) { return torch::mse_loss(out, target); });
+inline const StepOptions kOfSums = StepOptions().reduction(Reduction::kSum);
+
 /// Matches a callable that throws an `Error` whose message contains the text.
 template <class Error>
 auto throws(const std::string& text) {
   return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(text));
 }
+inline auto refused(const std::string& why) { return throws<std::invalid_argument>(why); }
 
 /// Whether two tensors are bit-equal, or both undefined.
 inline bool same(const Tensor& a, const Tensor& b) {
@@ -36,8 +41,7 @@ inline bool same(const Tensor& a, const Tensor& b) {
 }
 
 inline bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const Tensor& one, const Tensor& other) { return same(one, other); });
+  return std::ranges::equal(a, b, [](const Tensor& one, const Tensor& other) { return same(one, other); });
 }
 
 inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
@@ -46,13 +50,14 @@ inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
+inline Tensor gradient_of(const Tensor& loss, const Tensor& input, bool retain_graph = false) {
+  return torch::autograd::grad({loss}, {input}, {}, retain_graph)[0];
+}
+
 /// The gradients of the parameters, which lose them.
 inline std::vector<Tensor> take_gradients(const torch::nn::Module& module) {
   std::vector<Tensor> gradients;
-  for (const auto& parameter : module.parameters()) {
-    gradients.push_back(parameter.grad());
-    parameter.mutable_grad() = Tensor();
-  }
+  for (auto& parameter : module.parameters()) gradients.push_back(std::exchange(parameter.mutable_grad(), Tensor()));
   return gradients;
 }
 
@@ -64,7 +69,7 @@ inline std::vector<Tensor> buffers_and_gradients(const torch::nn::Module& module
 }
 
 inline bool is_one_of(const Tensor& tensor, const std::vector<Tensor>& others) {
-  return std::any_of(others.begin(), others.end(), [&](const Tensor& other) { return other.is_same(tensor); });
+  return std::ranges::any_of(others, [&](const Tensor& other) { return other.is_same(tensor); });
 }
 
 /// The model's parameters, each once: C++ modules list a tied one at each of its places.
@@ -106,10 +111,6 @@ inline std::int64_t parameter_count(const Sequential& model) {
   return count;
 }
 
-inline std::vector<std::string> layer_names(const Sequential& model) {
-  std::vector<std::string> names;
-  for (const auto& child : model->named_children()) names.push_back(child.key());
-  return names;
-}
+inline std::vector<std::string> layer_names(const Sequential& model) { return model->named_children().keys(); }
 
 }  // namespace gpipe

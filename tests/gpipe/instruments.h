@@ -1,31 +1,16 @@
 // Layers that watch or disturb the pipeline that runs them.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <utility>
-
-#include "gpipe/gpipe.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 
-/// Calls `act` when the backward reaches it. REQUIRES: `act` outlives the graph.
-struct OnBackward : torch::autograd::Function<OnBackward> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, std::function<void()>* act) {
-    context->saved_data["act"] = reinterpret_cast<std::int64_t>(act);
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    (*reinterpret_cast<std::function<void()>*>(context->saved_data["act"].toInt()))();
-    return {gradients[0], torch::Tensor()};
-  }
-};
+/// Returns a copy of the input. Calls `act` when the backward reaches it.
+inline Tensor on_backward(const Tensor& x, std::function<void()> act) {
+  auto y = x.clone();
+  if (y.requires_grad()) y.register_hook([act = std::move(act)](const Tensor&) { act(); });
+  return y;
+}
 
 /// Tells Faulty layers in which pass to call `fault`.
 struct FaultPlan {
@@ -41,18 +26,14 @@ struct FaultPlan {
 
 /// Passes its input on, or fails as its plan says.
 struct FaultyImpl : torch::nn::Module {
-  explicit FaultyImpl(std::shared_ptr<FaultPlan> plan) : plan(std::move(plan)) {
-    act = [this] {
-      if (this->plan->where == FaultPlan::kBackward) this->plan->fault();
-    };
+  explicit FaultyImpl(std::shared_ptr<FaultPlan> plan) : plan(std::move(plan)) {}
+  Tensor forward(Tensor x) {
+    if (plan->where == (is_recomputing() ? FaultPlan::kRecompute : FaultPlan::kForward)) plan->fault();
+    return on_backward(x, [plan = plan] {
+      if (plan->where == FaultPlan::kBackward) plan->fault();
+    });
   }
-  torch::Tensor forward(torch::Tensor x) {
-    const auto here = is_recomputing() ? FaultPlan::kRecompute : FaultPlan::kForward;
-    if (plan->where == here) plan->fault();
-    return OnBackward::apply(x, &act);
-  }
-  std::shared_ptr<FaultPlan> plan;
-  std::function<void()> act;
+  const std::shared_ptr<FaultPlan> plan;
 };
 TORCH_MODULE(Faulty);
 
@@ -64,7 +45,7 @@ struct Live {
 
 /// Counts the live graphs that contain it: one per forward that builds a graph, until that graph is freed.
 struct PeakImpl : torch::nn::Module {
-  torch::Tensor forward(torch::Tensor x) {
+  Tensor forward(Tensor x) {
     struct Token : torch::autograd::FunctionPreHook {
       explicit Token(std::shared_ptr<Live> live) : live(std::move(live)) {
         const int now = ++this->live->now;

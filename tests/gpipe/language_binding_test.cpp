@@ -1,15 +1,4 @@
 // LanguageBinding: the functions by which another language runs layers, receives errors and polls.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <atomic>
-#include <chrono>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
-#include <string>
-#include <thread>
 
 #include "gpipe/binding.h"
 #include "tests/gpipe/helpers.h"
@@ -35,8 +24,8 @@ TEST(LanguageBinding, LearnsOfErrors) {
     EXPECT_THROW(std::rethrow_exception(error), std::domain_error);
     told.push_back(info);
   };
-  LanguageBinding binding{.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 3)}, .on_error = on_error};
-  GPipe pipe(make_layers(*model), {1, 2}, GPipeOptions().chunks(2), std::move(binding));
+  GPipe pipe(make_layers(*model), {1, 2}, in_chunks(2),
+             {.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 3)}, .on_error = on_error});
   EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
   ASSERT_EQ(told.size(), 1U);
   EXPECT_EQ(told[0].layer, 2);
@@ -47,7 +36,7 @@ TEST(LanguageBinding, LearnsOfErrors) {
 TEST(LanguageBinding, ReplacesAnError) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto on_error = [](const ErrorInfo& info, const std::exception_ptr&) { throw std::domain_error(info.message); };
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), LanguageBinding{.on_error = on_error});
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.on_error = on_error});
   EXPECT_THROW(pipe->forward(torch::randn({4, 5})), std::domain_error);
   EXPECT_EQ(pipe->last_error()->layer, 0);
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
@@ -63,7 +52,7 @@ TEST(LanguageBinding, EndsACallByThrowingInPoll) {
   const auto poll = [&] {
     if (!asked.exchange(true)) throw std::domain_error("enough");
   };
-  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {wait}, .poll = poll});
+  GPipe pipe(make_layers(*model), {1}, in_chunks(2), {.run_layers = {wait}, .poll = poll});
   EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
   EXPECT_FALSE(pipe->last_error());
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
@@ -92,9 +81,8 @@ RunLayers make_or_note(std::function<std::string()> make, std::vector<std::strin
 
 TEST(LanguageBinding, KeepsTheStructureOfObjectsFromStageToStage) {
   std::vector<std::string> noted;
-  Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, &noted);
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {run, run}});
+  GPipe pipe(make_layers(*Sequential(Linear(4, 4), Linear(4, 4))), {1, 1}, in_chunks(2), {.run_layers = {run, run}});
   const auto x = torch::randn({4, 4}).requires_grad_();
   const auto y = pipe->forward(Value(x));
   EXPECT_EQ(y.describe(), "the pair a");
@@ -106,42 +94,33 @@ TEST(LanguageBinding, KeepsTheStructureOfObjectsFromStageToStage) {
 
 TEST(LanguageBinding, DoesNotJoinMicroBatchesOfUnequalStructure) {
   int made = 0;
-  Sequential model(Linear(4, 4));
   const auto run = make_or_note([&made] { return std::to_string(made++); }, nullptr);
-  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {run}});
-  const Value x(torch::randn({4, 4}));
-  EXPECT_THAT([&] { pipe->forward(x); },
-              throws<std::runtime_error>("returned the pair 0 for one micro-batch and the pair 1 for another"));
+  GPipe pipe(make_layers(*Sequential(Linear(4, 4))), {1}, in_chunks(2), {.run_layers = {run}});
+  const auto call = [&] { pipe->forward(Value(torch::ones({4, 4}))); };
+  EXPECT_THAT(call, throws<std::runtime_error>("returned the pair 0 for one micro-batch and the pair 1 for another"));
 }
 
 TEST(LanguageBinding, CannotGiveObjectsToCppLayers) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, nullptr);
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(),
-             LanguageBinding{.run_layers = {run, run_in_a_row(model, 1, 2)}});
-  const Value x(torch::randn({4, 4}));
-  EXPECT_THAT([&] { pipe->forward(x); }, throws<std::invalid_argument>("cannot take the pair a"));
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.run_layers = {run, run_in_a_row(model, 1, 2)}});
+  EXPECT_THAT([&] { pipe->forward(Value(torch::randn({4, 4}))); }, refused("cannot take the pair a"));
 }
 
 TEST(LanguageBinding, PreparesAWorkerBeforeItsPart) {
-  std::mutex mutex;
   std::vector<std::thread::id> entered;
-  std::vector<std::thread::id> ran;
-  const auto note = [&](std::vector<std::thread::id>& list) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    list.push_back(std::this_thread::get_id());
-  };
-  Sequential model(Linear(4, 4));
+  std::thread::id ran;
   const auto run = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
     EXPECT_EQ(entered.size(), 1U);
     begin(0);
-    note(ran);
+    ran = std::this_thread::get_id();
     return input;
   };
-  GPipe pipe(make_layers(*model), {1}, GPipeOptions(),
-             LanguageBinding{.run_layers = {run}, .enter_worker = [&] { note(entered); }});
+  const auto enter_worker = [&] { entered.push_back(std::this_thread::get_id()); };
+  GPipe pipe(make_layers(*Sequential(Linear(4, 4))), {1}, GPipeOptions(),
+             {.run_layers = {run}, .enter_worker = enter_worker});
   pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
-  EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran.front()));
+  EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran));
 }
 
 }  // namespace

@@ -1,16 +1,7 @@
 // Layers and models to cut: functions, skips of every kind, several tensors.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <functional>
-#include <memory>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
-#include "skip/skippable.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 
@@ -21,22 +12,18 @@ struct FunctionLayer : torch::nn::Module {
   std::function<Out(In)> function;
 };
 
-template <class Out, class In>
-std::shared_ptr<FunctionLayer<Out, In>> function_layer(std::function<Out(In)> function) {
-  return std::make_shared<FunctionLayer<Out, In>>(std::move(function));
-}
-
 /// A layer that calls a function of one tensor, vector or tuple.
 template <class Function>
 auto function_layer(Function function) {
-  return function_layer(std::function(std::move(function)));
+  using Layer = decltype(FunctionLayer(std::function(function)));
+  return std::make_shared<Layer>(std::move(function));
 }
 
 /// A layer that calls a function, which stashes and pops skips, or breaks their declaration.
 struct SkipFunctionImpl : torch::nn::Module, Skippable {
-  using Function = std::function<torch::Tensor(torch::Tensor x, SkipFunctionImpl& skips)>;
+  using Function = std::function<Tensor(Tensor x, SkipFunctionImpl& skips)>;
   SkipFunctionImpl(Names names, Function function) : Skippable(std::move(names)), function(std::move(function)) {}
-  torch::Tensor forward(torch::Tensor x) { return function(std::move(x), *this); }
+  Tensor forward(Tensor x) { return function(std::move(x), *this); }
   using Skippable::pop;
   using Skippable::stash;
   Function function;
@@ -44,27 +31,29 @@ struct SkipFunctionImpl : torch::nn::Module, Skippable {
 TORCH_MODULE(SkipFunction);
 
 struct StashImpl : SkipFunctionImpl {
-  explicit StashImpl(const std::string& name)
-      : SkipFunctionImpl({.stash = {name}}, [name](torch::Tensor x, SkipFunctionImpl& skips) {
+  explicit StashImpl(const std::string& name, double factor = 1.5)
+      : SkipFunctionImpl({.stash = {name}}, [=](Tensor x, SkipFunctionImpl& skips) {
           skips.stash(name, x);
-          return x * 1.5;
+          return factor == 1 ? x : x * factor;
         }) {}
 };
 TORCH_MODULE(Stash);
 
 struct PopImpl : SkipFunctionImpl {
-  explicit PopImpl(const std::string& name)
+  using Join = Tensor (*)(Tensor x, Tensor skip);
+  explicit PopImpl(
+      const std::string& name, Join join = [](Tensor x, Tensor skip) { return x + skip.tanh(); })
       : SkipFunctionImpl({.pop = {name}},
-                         [name](torch::Tensor x, SkipFunctionImpl& skips) { return x + skips.pop(name).tanh(); }) {}
+                         [=](Tensor x, SkipFunctionImpl& skips) { return join(std::move(x), skips.pop(name)); }) {}
 };
 TORCH_MODULE(Pop);
 
 /// Stashes integers, an undefined tensor and a floating tensor that is popped but not used.
 struct StashOddImpl : SkipFunctionImpl {
   StashOddImpl()
-      : SkipFunctionImpl({.stash = {"ids", "nothing", "unused"}}, [](torch::Tensor x, SkipFunctionImpl& skips) {
+      : SkipFunctionImpl({.stash = {"ids", "nothing", "unused"}}, [](Tensor x, SkipFunctionImpl& skips) {
           skips.stash("ids", (x.detach() > 0).to(torch::kLong));
-          skips.stash("nothing", torch::Tensor());
+          skips.stash("nothing", Tensor());
           skips.stash("unused", x * 2);
           return x;
         }) {}
@@ -73,7 +62,7 @@ TORCH_MODULE(StashOdd);
 
 struct PopOddImpl : SkipFunctionImpl {
   PopOddImpl()
-      : SkipFunctionImpl({.pop = {"ids", "nothing", "unused"}}, [](torch::Tensor x, SkipFunctionImpl& skips) {
+      : SkipFunctionImpl({.pop = {"ids", "nothing", "unused"}}, [](Tensor x, SkipFunctionImpl& skips) {
           skips.pop("unused");
           TORCH_CHECK(!skips.pop("nothing").defined());
           return x + skips.pop("ids").to(x.scalar_type());
@@ -81,19 +70,17 @@ struct PopOddImpl : SkipFunctionImpl {
 };
 TORCH_MODULE(PopOdd);
 
-inline torch::nn::Sequential mlp() {
-  return torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::Tanh(), torch::nn::Linear(6, 6), torch::nn::Tanh());
-}
+inline Sequential mlp() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
 
 /// Ten layers: crossing, nested and same-stage skips, with dropout between them.
-inline torch::nn::Sequential skip_model() {
-  return torch::nn::Sequential(torch::nn::Linear(6, 6), Stash("a"), StashOdd(), torch::nn::Linear(6, 6), Stash("b"),
-                               torch::nn::Dropout(0.3), Pop("a"), torch::nn::Linear(6, 6), PopOdd(), Pop("b"));
+inline Sequential skip_model() {
+  return Sequential(Linear(6, 6), Stash("a"), StashOdd(), Linear(6, 6), Stash("b"), torch::nn::Dropout(0.3), Pop("a"),
+                    Linear(6, 6), PopOdd(), Pop("b"));
 }
 
 struct EmbedImpl : torch::nn::Module {
   explicit EmbedImpl(std::int64_t width = 6) : table(register_module("table", torch::nn::Embedding(5, width))) {}
-  std::tuple<torch::Tensor, torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor> in) {
+  std::tuple<Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
     auto& [x, ids] = in;
     return {x + table(ids), ids};
   }
@@ -103,7 +90,7 @@ TORCH_MODULE(Embed);
 
 /// Changes its input in place, and returns the same tensor twice.
 struct InPlaceImpl : torch::nn::Module {
-  std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor> in) {
+  std::tuple<Tensor, Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
     auto& [x, ids] = in;
     x.relu_();
     return {x, x, ids};
@@ -113,24 +100,24 @@ TORCH_MODULE(InPlace);
 
 struct MixImpl : torch::nn::Module {
   explicit MixImpl(std::int64_t width = 6) : weight(register_parameter("weight", torch::randn({width}))) {}
-  std::vector<torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> in) {
+  std::vector<Tensor> forward(std::tuple<Tensor, Tensor, Tensor> in) {
     auto& [x, y, ids] = in;
     return {x * weight, y.sigmoid() * weight + x.sin(), ids.to(x.scalar_type())};
   }
-  torch::Tensor weight;
+  Tensor weight;
 };
 TORCH_MODULE(Mix);
 
 struct UnmixImpl : torch::nn::Module {
-  torch::Tensor forward(const std::vector<torch::Tensor>& in) { return in[0] + in[1] * in[2].unsqueeze(1); }
+  Tensor forward(const std::vector<Tensor>& in) { return in[0] + in[1] * in[2].unsqueeze(1); }
 };
 TORCH_MODULE(Unmix);
 
 /// Six layers: tuples, vectors, integer tensors, in-place operations at the head of a stage, dropout.
-inline torch::nn::Sequential tuple_model() {
-  return torch::nn::Sequential(Embed(), InPlace(), Mix(), Unmix(),
-                               torch::nn::Dropout(torch::nn::DropoutOptions(0.3).inplace(true)),
-                               torch::nn::ReLU(torch::nn::ReLUOptions(true)));
+inline Sequential tuple_model() {
+  return Sequential(Embed(), InPlace(), Mix(), Unmix(),
+                    torch::nn::Dropout(torch::nn::DropoutOptions(0.3).inplace(true)),
+                    torch::nn::ReLU(torch::nn::ReLUOptions(true)));
 }
 
 }  // namespace gpipe

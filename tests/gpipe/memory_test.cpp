@@ -1,22 +1,11 @@
 // The bytes that a step allocates, counted on the workers and compared with the simulator's. The graphs that are alive.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <cstdlib>
-#include <limits>
-#include <memory>
 
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
-#include "gpipe/schedule/footprint.h"
 #include "gpipe/simulator.h"
 #include "models/unet.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/tied_model.h"
 
@@ -35,20 +24,14 @@ class Total : public c10::MemoryReportingInfoBase {
   std::atomic<std::int64_t> live = 0;
 };
 
-std::int64_t bytes_of(const std::vector<Tensor>& tensors) {
-  std::int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
-  return bytes;
-}
-
 class StepMemory : public testing::Test {
  protected:
   GPipe make(Checkpoint checkpoint, std::int64_t chunks) {
-    return GPipe(model_, balance_, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
+    return GPipe(model_, balance_, in_chunks(chunks, checkpoint).intraop_threads(1));
   }
 
   void step(GPipe& pipe, std::int64_t samples) {
-    for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
+    take_gradients(*model_);
     pipe->forward(sample(samples)).sum().backward();
   }
 
@@ -90,8 +73,8 @@ void StepMemory::expect_at_most_what_the_simulator_predicts() {
         EXPECT_LE(span.bytes.peak, accounted.spans[i].bytes.peak) << to_string(span.action);
         EXPECT_LE(span.bytes.after, accounted.spans[i].bytes.after) << to_string(span.action);
       }
-      // Make one stage far slower than its neighbours, so that everything that can wait for it does. Where forwards take
-      // less from stage to stage, nothing waits.
+      // With one stage far slower than its neighbours, everything that can wait for it does. Where forwards take less from
+      // stage to stage, nothing waits.
       const auto program = make(checkpoint, chunks)->program(chunks);
       std::vector<std::int64_t> most(3);
       std::vector<std::int64_t> least(3, std::numeric_limits<std::int64_t>::max());
@@ -135,11 +118,11 @@ TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {
   for (const auto checkpoint : kModes) {
     auto pipe = make(checkpoint, 4);
     for (int i = 0; i < 3; ++i) {
-      for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
+      take_gradients(*model_);
       const auto total = std::make_shared<Total>();
       const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, total);
       step(pipe, 4 * kSamples);
-      EXPECT_EQ(total->live, bytes_of(model_->parameters()));
+      EXPECT_EQ(total->live, 4 * parameter_count(model_));
     }
   }
 }
@@ -151,7 +134,7 @@ TEST_F(StepMemory, IsNotCountedUnderTheCallersProfiler) {
   const auto total = std::make_shared<Total>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, total);
   const auto output = pipe->forward(torch::randn({2 * kSamples, 3, 48, 48}));
-  EXPECT_GT(total->live, bytes_of({output}));
+  EXPECT_GT(total->live, static_cast<std::int64_t>(output.nbytes()));
   EXPECT_THAT(timeline->peak_bytes(), testing::Each(0));
 }
 
@@ -176,8 +159,7 @@ TEST(LiveGraphs, AreFreedByABackwardOrWithTheOutput) {
     Peak first;
     Peak second;
     const auto live = [&] { return first->live->now + second->live->now; };
-    GPipe pipe(Sequential(Linear(6, 6), first, Linear(6, 6), second), {2, 2},
-               GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(Sequential(Linear(6, 6), first, Linear(6, 6), second), {2, 2}, in_chunks(3, checkpoint));
     { const auto y = pipe->forward(torch::randn({6, 6})); }
     EXPECT_EQ(live(), 0) << "the output was dropped";
     const auto loss = pipe->forward(torch::randn({6, 6})).sum();

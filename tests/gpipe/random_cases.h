@@ -45,28 +45,6 @@ inline int draw(std::mt19937_64& random, int low, int high) {
   return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
 }
 
-/// Draws a cut of the layers into `stages` stages, or into one per layer if there are fewer layers.
-inline std::vector<std::int64_t> draw_balance(std::uint64_t seed, int stages, std::size_t layers) {
-  std::mt19937_64 random(seed);
-  std::vector<std::int64_t> balance(std::min(static_cast<std::size_t>(stages), layers), 1);
-  const int last = static_cast<int>(balance.size()) - 1;
-  for (std::size_t left = layers - balance.size(); left > 0; --left) ++balance[draw(random, 0, last)];
-  return balance;
-}
-
-/// All ways to leave out one part and the parts that belong to it, by `belong(part, part left out)`.
-template <class Part, class Belong>
-std::vector<std::vector<Part>> each_left_out(const std::vector<Part>& parts, Belong belong) {
-  std::vector<std::vector<Part>> results;
-  for (std::size_t out = 0; out < parts.size(); ++out) {
-    auto& rest = results.emplace_back();
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      if (i != out && !belong(parts[i], parts[out])) rest.push_back(parts[i]);
-    }
-  }
-  return results;
-}
-
 /// Shrinks a failing case: takes the first smaller case that fails too, until none does.
 template <class Case, class Smaller, class Fails>
 Case shrink(Case failing, Smaller smaller, Fails fails) {

@@ -1,27 +1,26 @@
 // A recompute sees the buffers and parameters of its forward, and changes none of them. Buffers that stages share.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <functional>
-#include <memory>
-#include <string>
-#include <tuple>
-
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
 
+namespace nn = torch::nn;
+
+/// Expects a run in each mode to return the same tensors.
+template <class Run>
+void expect_same_in_all_modes(Run run) {
+  const auto expected = run(Checkpoint::kNever);
+  for (const auto checkpoint : kModes) EXPECT_TRUE(same(run(checkpoint), expected)) << to_string(checkpoint);
+}
+
 /// Scales by the first element of a table, which changes from the third micro-batch on.
-struct LateTableImpl : torch::nn::Module {
+struct LateTableImpl : nn::Module {
   enum Writes { kInPlace, kHidden, kAssigned, kUnseen };
 
   LateTableImpl(Writes writes, std::int64_t width, bool frozen_parameter)
-      : linear(register_module("linear", Linear(6, 6))), writes(writes) {
-    const auto ones = torch::ones({width});
-    table =
-        frozen_parameter ? register_parameter("table", ones, /*requires_grad=*/false) : register_buffer("table", ones);
+      : table(torch::ones({width})), writes(writes) {
+    if (frozen_parameter) register_parameter("table", table, /*requires_grad=*/false);
+    if (!frozen_parameter) register_buffer("table", table);
   }
   Tensor forward(Tensor x) {
     calls.add_(1);
@@ -36,9 +35,9 @@ struct LateTableImpl : torch::nn::Module {
     table.data_ptr<float>()[0] += 1;
     table.unsafeGetTensorImpl()->bump_version();
   }
-  Linear linear;
+  Linear linear = register_module("linear", Linear(6, 6));
   Tensor table;
-  Writes writes;
+  const Writes writes;
   Tensor calls = register_buffer("calls", torch::zeros({}));
 };
 
@@ -56,7 +55,7 @@ TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
       for (const bool frozen_parameter : {false, true}) {
         SCOPED_TRACE(std::to_string(writes) + " " + std::to_string(width) + (frozen_parameter ? " parameter" : ""));
         auto layer = std::make_shared<LateTableImpl>(writes, width, frozen_parameter);
-        GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+        GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
         pipe->forward(x).sum().backward();
         expect_gradient(*layer, x);
         EXPECT_EQ(layer->table[0].item<float>(), 3);
@@ -67,7 +66,7 @@ TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
 
 TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
   auto layer = std::make_shared<LateTableImpl>(LateTableImpl::kUnseen, 100000, /*frozen_parameter=*/false);
-  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
   const auto x = torch::randn({8, 6});
   EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("a tensor of layer '0' was changed"));
   EXPECT_FALSE(layer->linear->weight.grad().defined());
@@ -77,7 +76,7 @@ TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
 }
 
 /// Scales by an expanded buffer, and by sparse and nested ones that it changes, small and large.
-struct TablesImpl : torch::nn::Module {
+struct TablesImpl : nn::Module {
   Tensor forward(Tensor x) {
     for (const auto& table : {small, sparse, rows, nested, wide}) table.detach().mul_(1.1);
     return linear(x) * (expanded[0] + small.to_dense()[0] + sparse.to_dense() + rows.to_dense()[0] +
@@ -104,7 +103,7 @@ TEST(Recompute, ReadsBuffersOfEveryLayout) {
   }
   for (const auto checkpoint : kModes) {
     auto layer = std::make_shared<TablesImpl>();
-    GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(Sequential(layer), {1}, in_chunks(3, checkpoint));
     for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
     EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), alone->linear->weight.grad())) << to_string(checkpoint);
     EXPECT_TRUE(torch::allclose(layer->sparse.to_dense(), alone->sparse.to_dense()));
@@ -114,14 +113,13 @@ TEST(Recompute, ReadsBuffersOfEveryLayout) {
 
 TEST(Recompute, RunsInTheModesOfItsForward) {
   const auto x = torch::randn({6, 6});
-  std::vector<std::vector<Tensor>> results;
-  for (const auto checkpoint : kModes) {
+  expect_same_in_all_modes([&](Checkpoint checkpoint) {
     torch::manual_seed(0);
-    auto norm = torch::nn::BatchNorm1d(6);
-    NestedSequential inner{{"linear", Linear(6, 6)}, {"norm", norm}, {"drop", torch::nn::Dropout(0.5)}};
-    auto last = torch::nn::Dropout(0.5);
+    auto norm = nn::BatchNorm1d(6);
+    NestedSequential inner{{"linear", Linear(6, 6)}, {"norm", norm}, {"drop", nn::Dropout(0.5)}};
+    auto last = nn::Dropout(0.5);
     Sequential model(Linear(6, 6), inner, last);
-    GPipe pipe(model, {1, 2}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(model, {1, 2}, in_chunks(3, checkpoint));
     norm->eval();
     const auto loss = pipe->forward(x).pow(2).sum();
     pipe->eval();
@@ -130,13 +128,12 @@ TEST(Recompute, RunsInTheModesOfItsForward) {
     EXPECT_TRUE(norm->is_training());
     EXPECT_FALSE(inner->is_training());
     EXPECT_FALSE(last->is_training());
-    results.push_back(buffers_and_gradients(*model));
-    EXPECT_TRUE(same(results.back(), results.front())) << to_string(checkpoint);
-  }
+    return buffers_and_gradients(*model);
+  });
 }
 
 /// Makes its linear layer in its first forward, and drops some of its outputs.
-struct GrowingImpl : torch::nn::Module {
+struct GrowingImpl : nn::Module {
   Tensor forward(Tensor x) {
     if (!linear) linear = register_module("linear", Linear(6, 6));
     return torch::dropout(linear(x), 0.5, is_training());
@@ -145,7 +142,7 @@ struct GrowingImpl : torch::nn::Module {
 };
 
 TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
-  const auto loss = [](const Value& output, const Value&) { return output.tensor().pow(2).sum(); };
+  const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.pow(2).sum(); });
   const auto x = torch::randn({6, 6});
   std::vector<std::vector<Tensor>> results;
   for (const bool step : {false, true}) {
@@ -153,9 +150,9 @@ TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
       SCOPED_TRACE(std::string(to_string(checkpoint)) + (step ? " step" : ""));
       torch::manual_seed(0);
       Sequential model(std::make_shared<GrowingImpl>(), std::make_shared<GrowingImpl>());
-      GPipe pipe(model, {1, 1}, GPipeOptions().chunks(3).checkpoint(checkpoint).schedule("zb_h1"));
+      GPipe pipe(model, {1, 1}, in_chunks(3, checkpoint).schedule("zb_h1"));
       for (int call = 0; call < 2; ++call) {
-        if (step) pipe->step(Value(x), Value(x), loss, StepOptions().reduction(Reduction::kSum));
+        if (step) pipe->step(x, x, loss, kOfSums);
         if (!step) pipe->forward(x).pow(2).sum().backward();
       }
       results.push_back(take_gradients(*model));
@@ -166,81 +163,71 @@ TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
 }
 
 TEST(Recompute, SendsCopiesOfBuffersThatLeaveTheStage) {
-  struct ScratchImpl : torch::nn::Module {
-    Tensor forward(Tensor x) {
-      scratch.copy_(x.detach());
-      return scratch;
-    }
+  struct ScratchImpl : nn::Module {
+    Tensor forward(Tensor x) { return scratch.copy_(x.detach()); }
     Tensor scratch = register_buffer("scratch", torch::zeros({2, 6}));
   };
   const auto x = torch::randn({8, 6});
   for (const auto checkpoint : kModes) {
-    auto last = Linear(6, 6);
-    GPipe pipe(Sequential(std::make_shared<ScratchImpl>(), last), {1, 1},
-               GPipeOptions().chunks(4).checkpoint(checkpoint));
+    Linear last(6, 6);
+    GPipe pipe(Sequential(std::make_shared<ScratchImpl>(), last), {1, 1}, in_chunks(4, checkpoint));
     EXPECT_TRUE(torch::allclose(pipe->forward(x), last->forward(x)));
   }
 }
 
 TEST(Recompute, KeepsWritesOfItsBackward) {
-  struct StatisticsImpl : torch::nn::Module {
-    explicit StatisticsImpl(std::int64_t width)
-        : linear(register_module("linear", Linear(6, 6))), sum(register_buffer("sum", torch::zeros({width}))) {}
+  struct StatisticsImpl : nn::Module {
+    explicit StatisticsImpl(std::int64_t width) : sum(register_buffer("sum", torch::zeros({width}))) {}
     Tensor forward(Tensor x) {
       auto y = linear(x) * (1 + sum.narrow(0, 0, 6));
       if (y.requires_grad()) y.register_hook([this](Tensor gradient) { sum.add_(gradient.abs().mean()); });
       return y;
     }
-    Linear linear;
+    Linear linear = register_module("linear", Linear(6, 6));
     Tensor sum;
   };
   const auto x = torch::randn({8, 6});
   for (const std::int64_t width : {6, 1 << 15}) {
-    std::vector<std::vector<Tensor>> results;
-    for (const auto checkpoint : kModes) {
+    expect_same_in_all_modes([&](Checkpoint checkpoint) {
       torch::manual_seed(0);
       Sequential model(std::make_shared<StatisticsImpl>(width), Linear(6, 6));
-      GPipe pipe(model, {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint).intraop_threads(1));
+      GPipe pipe(model, {1, 1}, in_chunks(4, checkpoint).intraop_threads(1));
       for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
-      results.push_back(buffers_and_gradients(*model));
-      EXPECT_TRUE(same(results.back(), results.front())) << to_string(checkpoint);
-    }
+      return buffers_and_gradients(*model);
+    });
   }
 }
 
 /// Returns a view of a frozen parameter, to which it writes unseen by version counters from a number of calls on.
-struct FrozenViewImpl : torch::nn::Module {
-  explicit FrozenViewImpl(int first)
-      : frozen(register_parameter("frozen", torch::ones({6}), /*requires_grad=*/false)), first(first) {}
+struct FrozenViewImpl : nn::Module {
+  explicit FrozenViewImpl(int first) : first(first) {}
   Tensor forward(Tensor x) {
     if (calls++ >= first) frozen.variable_data().add_(x.detach().mean());
     return frozen.expand({x.size(0), 6});
   }
-  Tensor frozen;
-  int first;
+  Tensor frozen = register_parameter("frozen", torch::ones({6}), /*requires_grad=*/false);
+  const int first;
   int calls = 0;
 };
 
 TEST(Recompute, SendsCopiesOfParametersThatLayersWriteTo) {
   const auto x = torch::randn({8, 6});
   for (const auto checkpoint : kModes) {
-    auto frozen = std::make_shared<FrozenViewImpl>(0);
-    GPipe pipe(Sequential(frozen, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
+    Linear linear(6, 6);
+    GPipe pipe(Sequential(std::make_shared<FrozenViewImpl>(0), linear), {1, 1}, in_chunks(4, checkpoint));
     const auto expected = 1 + x.view({4, 12}).mean(1).cumsum(0);
-    const auto& linear = *std::dynamic_pointer_cast<torch::nn::LinearImpl>(pipe->children()[1]);
     const auto rows = expected.repeat_interleave(2).unsqueeze(1).expand({8, 6});
-    EXPECT_TRUE(torch::allclose(pipe->forward(x), torch::linear(rows, linear.weight, linear.bias), 1e-4, 1e-5));
+    EXPECT_TRUE(torch::allclose(pipe->forward(x), linear->forward(rows), 1e-4, 1e-5));
 
-    auto late = std::make_shared<FrozenViewImpl>(2);
-    GPipe begins(Sequential(late, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
+    GPipe begins(Sequential(std::make_shared<FrozenViewImpl>(2), linear), {1, 1}, in_chunks(4, checkpoint));
     EXPECT_THAT([&] { begins->forward(x); }, throws<std::runtime_error>("has left the stage"));
     EXPECT_NO_THROW(begins->forward(x).sum().backward());
   }
 }
 
 TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
-  auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 6).max_norm(0.5));
-  GPipe pipe(Sequential(table), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  auto table = nn::Embedding(nn::EmbeddingOptions(4, 6).max_norm(0.5));
+  GPipe pipe(Sequential(table), {1}, in_chunks(2, Checkpoint::kAlways));
   const auto ids = torch::tensor({0, 3, 3, 1});
   const auto first = pipe->forward(ids).sum();
   const auto second = pipe->forward(ids).sum();
@@ -254,7 +241,7 @@ TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
 }
 
 TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
-  struct SwitchImpl : torch::nn::Module {
+  struct SwitchImpl : nn::Module {
     std::tuple<Tensor, Tensor> forward(Tensor x) {
       const auto y = linear(x);
       return {y, on ? y * 2 : y.detach()};
@@ -263,7 +250,7 @@ TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
     bool on = false;
   };
   auto layer = std::make_shared<SwitchImpl>();
-  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(layer), {1}, in_chunks(2, Checkpoint::kAlways));
   const auto x = torch::randn({4, 6});
   pipe->forward(Value(x)).tensors()[0].sum().backward();
   layer->on = true;
@@ -276,30 +263,17 @@ TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
 }
 
 TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
-  GPipe pipe(Sequential(function_layer([](std::vector<Tensor> in) {
-               if (is_recomputing()) in.push_back(in[0] * 2);
-               return in;
-             })),
-             {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto layer = function_layer([](std::vector<Tensor> in) {
+    if (is_recomputing()) in.push_back(in[0] * 2);
+    return in;
+  });
+  GPipe pipe(Sequential(layer), {1}, in_chunks(2, Checkpoint::kAlways));
   const auto loss = pipe->forward(std::vector<Tensor>{torch::randn({4, 6}).requires_grad_()})[0].sum();
   EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("in its recompute"));
 }
 
-TEST(Recompute, CanBeDetectedByLayers) {
-  std::vector<std::string> seen;
-  Sequential model(Functional([&seen](Tensor x) {
-    seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");
-    return x * 1;
-  }));
-  GPipe pipe(model, {1}, GPipeOptions().chunks(2));
-  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
-  EXPECT_EQ(seen, (std::vector<std::string>{"checkpointing", "plain", "recomputing"}));
-  model->forward(torch::randn({4, 4}));
-  EXPECT_EQ(seen.back(), "plain") << "the model runs without a pipeline";
-}
-
 TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
-  auto norm = torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(6).affine(false));
+  auto norm = nn::BatchNorm1d(nn::BatchNorm1dOptions(6).affine(false));
   NestedSequential one{{"norm", norm}};
   NestedSequential two{{"norm", norm}};
   const auto x = torch::rand({4, 6});
@@ -314,30 +288,29 @@ TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
 }
 
 /// Multiplies by a table, which it may change. Hidden writes leave the version counter as it is.
-struct PositionsImpl : torch::nn::Module {
-  enum Writes { kNone, kPlain, kHidden };
-
+struct PositionsImpl : nn::Module {
   explicit PositionsImpl(const Tensor& table) : table(register_buffer("table", table)) {}
   Tensor forward(Tensor x) {
-    if (writes == kPlain) table.add_(1);
-    if (writes == kHidden) table.variable_data().add_(1);
+    if (writes) (hidden ? table.variable_data() : table).add_(1);
     return x * table;
   }
   Tensor table;
-  Writes writes = kNone;
+  bool writes = false;
+  bool hidden = false;
 };
 
 TEST(SharedBuffers, WorkUntilAStageWritesToThemAndAfterwards) {
   const auto table = torch::arange(6.0);
-  for (const auto writes : {PositionsImpl::kPlain, PositionsImpl::kHidden}) {
+  for (const bool hidden : {false, true}) {
     auto second = std::make_shared<PositionsImpl>(table);
-    GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, GPipeOptions().chunks(2));
+    GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, in_chunks(2));
     const auto x = torch::ones({4, 6});
-    if (writes == PositionsImpl::kPlain) EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
-    second->writes = writes;
+    if (!hidden) EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
+    second->hidden = hidden;
+    second->writes = true;
     EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("'table' of stages 0 and 1"));
     EXPECT_TRUE(same(table, torch::arange(6.0)));
-    second->writes = PositionsImpl::kNone;
+    second->writes = false;
     EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
   }
 }

@@ -2,10 +2,6 @@
 
 #include <torch/csrc/autograd/engine.h>
 
-#include <algorithm>
-#include <map>
-#include <utility>
-
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/run/micro_batch.h"
@@ -15,7 +11,6 @@
 namespace gpipe {
 namespace {
 
-using torch::Tensor;
 using torch::autograd::edge_list;
 using torch::autograd::variable_list;
 
@@ -53,8 +48,7 @@ std::vector<Tensor> join_each(const std::vector<std::vector<Tensor>>& parts, Joi
 
 }  // namespace
 
-StepResults reference(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance,
-                      const ReferenceStep& step) {
+std::vector<Tensor> reference(const Sequential& model, const Balance& balance, const ReferenceStep& step) {
   const auto layers = make_layers(*model);
   std::vector<NamedLayer> named;
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
@@ -99,13 +93,11 @@ StepResults reference(const torch::nn::Sequential& model, const std::vector<std:
     for (const auto& tensor : value.tensors()) roots[i].push_back(leave(tensor));
   }
 
-  StepResults results;
-  results.outputs = join_each(outputs, [](const auto& parts) { return torch::cat(parts); });
-  for (std::size_t k = 0; step.gradients_of && k < results.outputs.size(); ++k) {
-    const auto is_root = [&](const edge_list& of_part) { return of_part[k].is_valid(); };
-    results.outputs[k].requires_grad_(std::any_of(roots.begin(), roots.end(), is_root));
+  auto joined = join_each(outputs, [](const auto& parts) { return torch::cat(parts); });
+  for (std::size_t k = 0; step.gradients_of && k < joined.size(); ++k) {
+    joined[k].requires_grad_(std::ranges::any_of(roots, [&](const edge_list& part) { return part[k].is_valid(); }));
   }
-  const auto gradients = step.gradients_of ? step.gradients_of(results.outputs) : std::vector<Tensor>();
+  const auto gradients = step.gradients_of ? step.gradients_of(joined) : std::vector<Tensor>();
   for (std::size_t k = 0; k < gradients.size(); ++k) {
     std::vector<std::int64_t> sizes;
     for (const auto& of_part : outputs) sizes.push_back(of_part[k].size(0));
@@ -114,10 +106,10 @@ StepResults reference(const torch::nn::Sequential& model, const std::vector<std:
   }
 
   const auto parameters = model->parameters();
-  results.parameter_gradients.resize(parameters.size());
+  std::vector<Tensor> sums(parameters.size());
   std::vector<std::vector<Tensor>> of_inputs(count);
   for (std::size_t turn = 0; turn < count; ++turn) {
-    const auto i = step.order == Order::kAscending ? turn : count - 1 - turn;
+    const auto i = step.ascending ? turn : count - 1 - turn;
     edge_list from;
     variable_list of_roots;
     for (std::size_t k = 0; k < roots[i].size(); ++k) {
@@ -141,12 +133,17 @@ StepResults reference(const torch::nn::Sequential& model, const std::vector<std:
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       if (!parameters[p].requires_grad()) continue;
       const auto& gradient = *next++;
-      auto& sum = results.parameter_gradients[p];
-      if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
+      if (gradient.defined()) sums[p] = sums[p].defined() ? sums[p] + gradient : gradient;
     }
   }
-  results.input_gradients = join_each(of_inputs, [&](auto parts) { return gather_gradient(parts, step.sizes); });
-  return results;
+  const auto give = [](const std::vector<Tensor>& leaves, const std::vector<Tensor>& of_leaves) {
+    for (std::size_t k = 0; k < leaves.size(); ++k) {
+      if (of_leaves[k].defined()) leaves[k].mutable_grad() = of_leaves[k];
+    }
+  };
+  give(parameters, sums);
+  give(step.input.tensors(), join_each(of_inputs, [&](auto parts) { return gather_gradient(parts, step.sizes); }));
+  return joined;
 }
 
 }  // namespace gpipe

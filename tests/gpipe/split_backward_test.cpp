@@ -1,20 +1,10 @@
 // What I and W of a split backward compute and hold. The generated cases compare schedules that split with the reference.
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/schedules.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -30,14 +20,11 @@ constexpr std::int64_t kBatch = 48;  // three micro-batches, large enough for pr
 ScheduleFunction weights_last(bool split) {
   return [split](const Layout& layout, Checkpoint checkpoint) {
     auto lists = fill(layout);
-    for (int stage = layout.stages; stage-- > 0;) {
-      auto& list = lists[layout.placement[stage]];
-      for (int m = 0; m < layout.micro_batches; ++m) list.push_back({split ? Kind::I : Kind::B, stage, m});
-    }
-    for (int stage = 0; split && stage < layout.stages; ++stage) {
-      auto& list = lists[layout.placement[stage]];
-      for (int m = 0; m < layout.micro_batches; ++m) list.push_back({Kind::W, stage, m});
-    }
+    const auto append = [&](Kind kind, int stage) {
+      for (int m = 0; m < layout.micro_batches; ++m) lists[layout.placement[stage]].push_back({kind, stage, m});
+    };
+    for (int stage = layout.stages; stage-- > 0;) append(split ? Kind::I : Kind::B, stage);
+    for (int stage = 0; split && stage < layout.stages; ++stage) append(Kind::W, stage);
     return with_recomputes(std::move(lists), checkpoint, layout.micro_batches);
   };
 }
@@ -50,7 +37,7 @@ std::vector<Tensor> run(Sequential& model, const Balance& balance, bool split, c
   const auto before = copies(model->buffers());
   GPipe pipe(model, balance, options.chunks(3).intraop_threads(1).schedule_function(weights_last(split)));
   torch::manual_seed(3);
-  pipe->step(x, x.detach(), kSum, StepOptions().reduction(Reduction::kSum));
+  pipe->step(x, x.detach(), kSum, kOfSums);
   const auto results = buffers_and_gradients(*model);
   for (std::size_t i = 0; i < before.size(); ++i) model->buffers()[i].copy_(before[i]);
   return results;
@@ -82,16 +69,11 @@ TEST(SplitBackward, IsExactUnderAutocast) {
 }
 
 TEST(SplitBackward, SurvivesAnErrorInALongChain) {
-  struct DeepImpl : nn::Module {
-    Tensor forward(Tensor x) {
-      x = OnBackward::apply(x, &fail);
-      for (int i = 0; i < 60000; ++i) x = x.matmul(weight);
-      return x;
-    }
-    Tensor weight = register_parameter("weight", torch::eye(64));
-    std::function<void()> fail = [] { throw std::runtime_error("enough"); };
-  };
-  Sequential model(std::make_shared<DeepImpl>());
+  Sequential model(Sharer(torch::eye(64).requires_grad_(), [](Tensor x, const Tensor& weight) {
+    x = on_backward(x, [] { throw std::runtime_error("enough"); });
+    for (int i = 0; i < 60000; ++i) x = x.matmul(weight);
+    return x;
+  }));
   EXPECT_THROW(run(model, {1}, true, torch::ones({1, 64}).requires_grad_()), std::runtime_error);
 }
 
@@ -110,21 +92,17 @@ struct CountedProduct : torch::autograd::Function<CountedProduct> {
 };
 
 TEST(SplitBackward, RunsCustomFunctionsAndHooksOnce) {
-  struct HookedImpl : nn::Module {
-    Tensor forward(Tensor x) {
-      auto h = x.matmul(weight);
-      if (h.requires_grad()) h.register_hook([this](const Tensor&) { ++hooks; });
-      return CountedProduct::apply(h, weight);
-    }
-    Tensor weight = register_parameter("weight", torch::eye(kWide));
-    std::atomic<int> hooks = 0;
-  };
-  const auto hooked = std::make_shared<HookedImpl>();
+  std::atomic<int> hooks = 0;
+  const Sharer hooked(torch::eye(kWide).requires_grad_(), [&](const Tensor& x, const Tensor& weight) {
+    auto h = x.matmul(weight);
+    if (h.requires_grad()) h.register_hook([&](const Tensor&) { ++hooks; });
+    return CountedProduct::apply(h, weight);
+  });
   Sequential model(wide(), hooked);
   CountedProduct::runs = 0;
   run(model, {1, 1}, true, numbers());
   EXPECT_EQ(CountedProduct::runs, 3);
-  EXPECT_EQ(hooked->hooks, 3);
+  EXPECT_EQ(hooks, 3);
 }
 
 // Counts operators of the running action, by kind.
@@ -177,13 +155,10 @@ TEST(SplitBackward, FreesWhatWDoesNotNeed) {
   torch::manual_seed(1);
   const auto pointwise = [] { return Functional([](Tensor x) { return x.sin().exp().tanh().sigmoid(); }); };
   Sequential model(wide(), pointwise(), wide(), pointwise());
-  GPipe pipe(model, {4}, GPipeOptions().chunks(3).intraop_threads(1).schedule_function(weights_last(true)));
+  GPipe pipe(model, {4}, in_chunks(3).intraop_threads(1).schedule_function(weights_last(true)));
   const auto timeline = std::make_shared<Timeline>();
   const auto product = tensor_loss([](const Tensor& out, const Tensor& t) { return (out * t).sum(); });
-  const auto step = [&] {
-    pipe->step(numbers().requires_grad_(), torch::ones({kBatch, kWide}), product,
-               StepOptions().reduction(Reduction::kSum));
-  };
+  const auto step = [&] { pipe->step(numbers().requires_grad_(), torch::ones({kBatch, kWide}), product, kOfSums); };
   step();
   pipe->trace(timeline);
   step();

@@ -1,27 +1,17 @@
 // Threads: callers, workers, intra-op threads, and pipelines inside pipelines.
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
 
-#include <mutex>
-#include <set>
-#include <thread>
-
-#include "absl/cleanup/cleanup.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
 
 TEST(Threads, RunAForwardAndItsBackward) {
-  GPipe first(mlp(), {2, 2}, GPipeOptions().chunks(2));
-  GPipe second(mlp(), {1, 3}, GPipeOptions().chunks(2));
+  GPipe first(mlp(), {2, 2}, in_chunks(2));
+  GPipe second(mlp(), {1, 3}, in_chunks(2));
   const auto x = torch::randn({4, 6}).requires_grad_();
-  second->forward(first->forward(x)).sum().backward();
-  const auto expected = x.grad().clone();
-  x.mutable_grad().reset();
+  const auto expected = gradient_of(second->forward(first->forward(x)).sum(), x);
   Tensor loss;
   std::thread([&] { loss = second->forward(first->forward(x)).sum(); }).join();
   std::thread([&] { loss.backward(); }).join();
@@ -29,7 +19,7 @@ TEST(Threads, RunAForwardAndItsBackward) {
 }
 
 TEST(Threads, TakeTurnsInForwards) {
-  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe pipe(mlp(), {2, 2}, in_chunks(2));
   const auto x = torch::randn({4, 6});
   const auto expected = pipe->forward(x);
   std::vector<std::thread> threads;
@@ -40,15 +30,15 @@ TEST(Threads, TakeTurnsInForwards) {
 }
 
 TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
-  auto model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
-  GPipe pipe(model, {1, 2}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 2},
+             in_chunks(3, Checkpoint::kAlways));
   const auto x = torch::randn({6, 6}).requires_grad_();
   const auto loss = pipe->forward(x).pow(2).sum();
-  const auto expected = torch::autograd::grad({loss}, {x}, {}, true)[0];
+  const auto expected = gradient_of(loss, x, /*retain_graph=*/true);
   std::vector<Tensor> got(8);
   std::vector<std::thread> threads;
   for (auto& gradient : got) {
-    threads.emplace_back([&] { gradient = torch::autograd::grad({loss}, {x}, {}, true)[0]; });
+    threads.emplace_back([&] { gradient = gradient_of(loss, x, /*retain_graph=*/true); });
   }
   for (auto& thread : threads) thread.join();
   for (const auto& gradient : got) EXPECT_TRUE(same(gradient, expected));
@@ -83,36 +73,30 @@ TEST(Threads, MayBeALayersOwn) {
   const auto x = torch::randn({6, 6});
   for (const auto checkpoint : kModes) {
     Sequential model(Linear(6, 6), std::make_shared<ParallelImpl>());
-    model->forward(x).sum().backward();
-    std::vector<Tensor> expected;
-    for (const auto& parameter : model->parameters()) expected.push_back(parameter.grad() * 2);
-    model->zero_grad();
-    GPipe pipe(model, {1, 1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    for (int call = 0; call < 2; ++call) model->forward(x).sum().backward();
+    const auto expected = take_gradients(*model);
+    GPipe pipe(model, {1, 1}, in_chunks(3, checkpoint));
     for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_TRUE(torch::allclose(model->parameters()[i].grad(), expected[i], 1e-4, 1e-5)) << to_string(checkpoint);
-    }
+    SCOPED_TRACE(to_string(checkpoint));
+    expect_close(take_gradients(*model), expected, 1e-4, 1e-5);
   }
 }
 
 TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
-  struct KeepsImpl : torch::nn::Module {
-    Tensor forward(Tensor x) {
-      if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
-      return x * kept;
-    }
-    Tensor weight = register_parameter("weight", torch::ones({6}));
-    Tensor kept;
-  };
-  GPipe pipe(Sequential(std::make_shared<KeepsImpl>()), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
-  EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, throws<std::invalid_argument>("was built outside"));
+  Tensor kept;
+  const Sharer keeping(torch::ones({6}).requires_grad_(), [&kept](const Tensor& x, const Tensor& weight) {
+    if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
+    return x * kept;
+  });
+  GPipe pipe(Sequential(keeping), {1}, in_chunks(2, Checkpoint::kNever));
+  EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, refused("was built outside"));
 }
 
 TEST(Threads, LastUntilTheBackwardOfADestroyedPipeline) {
   auto model = mlp();
   Tensor loss;
   {
-    GPipe pipe(model, {2, 2}, GPipeOptions().chunks(2));
+    GPipe pipe(model, {2, 2}, in_chunks(2));
     loss = pipe->forward(torch::randn({4, 6})).sum();
   }
   loss.backward();
@@ -122,15 +106,13 @@ TEST(Threads, LastUntilTheBackwardOfADestroyedPipeline) {
 TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
   const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
   torch::set_num_threads(3);
-  std::mutex mutex;
   std::set<int> seen;
   auto model = Sequential(Linear(6, 6), Functional([&](Tensor x) {
                             at::parallel_for(0, 4, 1, [](std::int64_t, std::int64_t) {});
-                            const std::lock_guard<std::mutex> lock(mutex);
                             seen.insert(torch::get_num_threads());
                             return x * 2;
                           }));
-  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways).intraop_threads(2));
+  GPipe pipe(model, {1, 1}, in_chunks(2, Checkpoint::kAlways).intraop_threads(2));
   pipe->forward(torch::randn({4, 6})).sum().backward();
   EXPECT_EQ(seen, std::set<int>{2});
   const auto seen_by_shares = [&] {
@@ -146,8 +128,7 @@ TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
 
 TEST(Threads, OfAPipelineMayNotCallIt) {
   GPipeImpl* self = nullptr;
-  auto model = Sequential(Functional([&self](Tensor x) { return self->forward(std::move(x)); }));
-  GPipe pipe(model, {1});
+  GPipe pipe(Sequential(Functional([&self](Tensor x) { return self->forward(std::move(x)); })), {1});
   self = pipe.ptr().get();
   EXPECT_THROW(pipe->forward(torch::ones({1, 2})), std::logic_error);
 }
@@ -156,26 +137,26 @@ TEST(Threads, OfAPipelineMayCallAnother) {
   torch::manual_seed(6);
   auto inner_model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
   struct HolderImpl : torch::nn::Module {
-    explicit HolderImpl(GPipe pipe) : pipe(register_module("pipe", pipe)) {}
+    explicit HolderImpl(GPipe inner) : pipe(register_module("pipe", inner)) {}
     Tensor forward(Tensor x) { return pipe->forward(x); }
     GPipe pipe;
   };
   for (const auto checkpoint : kModes) {
-    GPipe inner(inner_model, {1, 1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    GPipe inner(inner_model, {1, 1, 1}, in_chunks(2, checkpoint));
     Sequential unregistered(Linear(6, 6), Functional([inner](Tensor x) mutable { return inner->forward(x); }),
                             Linear(6, 6));
-    GPipe refusing(unregistered, {1, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
+    GPipe refusing(unregistered, {1, 2}, in_chunks(2, Checkpoint::kNever));
     EXPECT_THROW(refusing->forward(torch::randn({4, 6})), std::invalid_argument)
         << "the inner pipeline's parameters belong to no layer";
 
     Sequential model(Linear(6, 6), std::make_shared<HolderImpl>(inner));
-    GPipe outer(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    GPipe outer(model, {1, 1}, in_chunks(2, checkpoint));
     outer->trace(std::make_shared<Timeline>());  // the inner workers' bytes must not be counted for the outer's two
     const auto x = torch::randn({8, 6}).requires_grad_();
     torch::manual_seed(8);
-    const auto first = torch::autograd::grad({outer->forward(x).pow(2).sum()}, {x})[0];
+    const auto first = gradient_of(outer->forward(x).pow(2).sum(), x);
     torch::manual_seed(8);
-    EXPECT_TRUE(same(torch::autograd::grad({outer->forward(x).pow(2).sum()}, {x})[0], first));
+    EXPECT_TRUE(same(gradient_of(outer->forward(x).pow(2).sum(), x), first));
     outer->forward(x).sum().backward();
     for (const auto& parameter : inner_model->parameters()) EXPECT_TRUE(parameter.grad().defined());
   }

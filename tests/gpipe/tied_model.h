@@ -1,12 +1,6 @@
 // A model whose layers share a parameter.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <functional>
-#include <utility>
-#include <vector>
-
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {

@@ -1,17 +1,5 @@
 // Parameters that layers of several stages share. The generated cases have such layers too.
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <functional>
-#include <memory>
-#include <sstream>
-#include <string>
-#include <vector>
-
 #include "gpipe/binding.h"
-#include "gpipe/schedules.h"
-#include "gpipe/timeline.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
@@ -19,10 +7,9 @@ namespace {
 
 namespace nn = torch::nn;
 
-using Train = std::function<Tensor(const Tensor& x, const Tensor& y)>;
-
 /// The losses, gradients and parameters of four steps.
-std::vector<Tensor> trained(const nn::Module& model, const Train& train) {
+template <class Train>
+std::vector<Tensor> trained(const nn::Module& model, Train train) {
   const auto parameters = distinct_parameters(model);
   torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
   std::vector<Tensor> results;
@@ -37,25 +24,12 @@ std::vector<Tensor> trained(const nn::Module& model, const Train& train) {
   return results;
 }
 
-template <class Module>
-Train forward_and_backward(Module model) {
-  return [model](const Tensor& x, const Tensor& y) mutable {
-    auto loss = torch::cross_entropy_loss(model->forward(x), y);
-    loss.backward();
-    return loss;
-  };
-}
-
-Train by_steps(GPipe pipe) {
-  return [pipe](const Tensor& x, const Tensor& y) mutable { return pipe->step(x, y, kCrossEntropy).loss; };
-}
-
 // Wide enough for products to be split, and in single precision. A stage sums the gradients of its own layers first.
 TEST(TiedParameters, HaveTheBitsOfWholeBackwardsAndOfOneStage) {
   const auto run = [](const Balance& balance, const std::string& schedule) {
     GPipe pipe(tied_model(torch::kFloat32, 128), balance,
-               GPipeOptions().chunks(4).schedule(schedule).intraop_threads(1).checkpoint(Checkpoint::kNever));
-    return trained(*pipe, by_steps(pipe));
+               in_chunks(4, Checkpoint::kNever).schedule(schedule).intraop_threads(1));
+    return trained(*pipe, [&](const Tensor& x, const Tensor& y) { return pipe->step(x, y, kCrossEntropy).loss; });
   };
   const auto expected = run({7}, "1f1b");
   EXPECT_TRUE(same(run({1, 6}, "zb_h1"), expected));
@@ -83,12 +57,12 @@ TEST(TiedParameters, GoAlongOneEdgePerStage) {
 TEST(TiedParameters, HaveOneGradientAndRunTheirHooksOnce) {
   auto whole = tied_model();
   const auto x = words_of(8);
-  const auto expected = torch::autograd::grad({whole->forward(x).square().sum()}, {whole->parameters()[0]})[0];
+  const auto expected = gradient_of(whole->forward(x).square().sum(), whole->parameters()[0]);
   auto model = tied_model();
-  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3));
+  GPipe pipe(model, {1, 3, 3}, in_chunks(3));
   const auto weight = model->parameters()[0];
   const auto loss = pipe->forward(x).square().sum();
-  EXPECT_TRUE(torch::allclose(torch::autograd::grad({loss}, {weight}, {}, /*retain_graph=*/true)[0], expected));
+  EXPECT_TRUE(torch::allclose(gradient_of(loss, weight, /*retain_graph=*/true), expected));
   int calls = 0;
   weight.register_hook([&](const Tensor& gradient) {
     ++calls;
@@ -110,7 +84,7 @@ TEST(TiedParameters, CanBeFrozen) {
   whole->forward(x).square().sum().backward();
   for (const auto checkpoint : kModes) {
     auto model = freeze(tied_model());
-    GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    GPipe pipe(model, {1, 3, 3}, in_chunks(3, checkpoint));
     for (int i = 0; i < 2; ++i) {  // the second forward uses what the first has learned
       model->zero_grad();
       pipe->forward(x).square().sum().backward();
@@ -133,7 +107,7 @@ TEST(TiedParameters, MayLieUnusedInAMicroBatch) {
   model->at<SharerImpl>(6).function = [&](const Tensor& h, const Tensor& weight) {
     return runs++ % 3 == 2 ? torch::zeros({h.size(0), kWords}, h.options()) : project(h, weight);
   };
-  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kNever));
+  GPipe pipe(model, {1, 3, 3}, in_chunks(3, Checkpoint::kNever));
   pipe->forward(x).square().sum().backward();
   expect_close(take_gradients(*model), take_gradients(*whole));
 }
@@ -148,11 +122,10 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
     for (const auto checkpoint : kModes) {
       auto model = tied_model();
       model->at<SharerImpl>(layer).function = writes;
-      const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
-      GPipe pipe(model, {3, 4}, options);
+      GPipe pipe(model, {3, 4}, in_chunks(2, checkpoint));
       EXPECT_THAT([&] { pipe->forward(words_of(8)); },
                   throws<std::runtime_error>("wrote to a parameter that several stages share"));
-      GPipe together(model, {7}, options);
+      GPipe together(model, {7}, in_chunks(2, checkpoint));
       EXPECT_NO_THROW(together->forward(words_of(8)));
     }
   }
@@ -181,8 +154,7 @@ TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
 TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
   const auto big = torch::ones({1 << 20}).requires_grad_();
   const auto scale = [](const Tensor& x, const Tensor& weight) { return x * weight[0]; };
-  GPipe pipe(Sequential(Sharer(big, scale), Sharer(big, scale)), {1, 1},
-             GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(Sharer(big, scale), Sharer(big, scale)), {1, 1}, in_chunks(3, Checkpoint::kAlways));
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
   pipe->forward(torch::ones({6, 4}));
@@ -193,6 +165,13 @@ TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
 
 // As a binding does for a parameter on another device.
 TEST(TiedParameters, HaveStandInsForALanguageBinding) {
+  const auto forward_and_backward = [](auto module) {
+    return [module](const Tensor& x, const Tensor& y) mutable {
+      auto loss = torch::cross_entropy_loss(module->forward(x), y);
+      loss.backward();
+      return loss;
+    };
+  };
   const auto whole = tied_model();
   const auto expected = trained(*whole, forward_and_backward(whole));
   for (const auto checkpoint : kModes) {
@@ -201,20 +180,19 @@ TEST(TiedParameters, HaveStandInsForALanguageBinding) {
       return [=](Value value, absl::FunctionRef<void(int)> begin, CellMemo&, const std::vector<Borrowed>& borrowed) {
         for (auto i = first; i < end; ++i) {
           begin(static_cast<int>(i - first));
-          auto* sharer = model->ptr(i)->as<SharerImpl>();
-          if (sharer == nullptr) {
+          if (auto* sharer = model->ptr(i)->as<SharerImpl>()) {
+            EXPECT_EQ(borrowed.size(), 1U);
+            EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
+            value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
+          } else {
             value = make_layers(*model)[i]->forward(std::move(value));
-            continue;
           }
-          EXPECT_EQ(borrowed.size(), 1U);
-          EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
-          value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
         }
         return value;
       };
     };
-    GPipe pipe(make_layers(*model), {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint),
-               LanguageBinding{.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
+    GPipe pipe(make_layers(*model), {1, 3, 3}, in_chunks(3, checkpoint),
+               {.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
     SCOPED_TRACE(to_string(checkpoint));
     expect_close(trained(*pipe, forward_and_backward(pipe)), expected, 1e-9, 1e-11);
   }

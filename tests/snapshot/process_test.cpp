@@ -1,36 +1,18 @@
 // Tests that fork. They are a separate program, because a fork of a process with threads can hang.
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <filesystem>
-#include <functional>
-#include <iostream>
-#include <new>
 #include <random>
-#include <stdexcept>
-#include <string>
-#include <thread>
 
-#include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr int kSkipped = 77;
 
@@ -97,7 +79,6 @@ TEST(SnapshotProcess, KilledWriterLeavesACompleteSnapshot) {
     EXPECT_LE(snapshot.epoch, written + 1);
     written = snapshot.epoch;
   }
-  RecordProperty("half_written", half_written);
   std::cout << half_written << " of " << kKills << " kills came while a file was being written\n";
   ::munmap(shared, sizeof(std::atomic<std::int64_t>));
 }

@@ -1,21 +1,18 @@
+// Shared by the tests of snapshots. torch/torch.h includes most headers of C++.
 #pragma once
 
+#include <gmock/gmock.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <filesystem>
 #include <fstream>
-#include <sstream>
-#include <string>
-#include <string_view>
-#include <utility>
 
 #include "gpipe/snapshot.h"
 #include "tests/support/support.h"
 
 namespace gpipe {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 inline std::string bytes_of(const std::filesystem::path& path) {
   std::ostringstream bytes;
@@ -57,12 +54,9 @@ inline Snapshot small_snapshot() {
   return snapshot;
 }
 
-// Of the same name, but other semantics, as functions of tests/gpipe/helpers.h: NaNs may be equal.
-inline namespace samples {
-
+/// Compares bit by bit.
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (a.defined() != b.defined()) return false;
-  if (!a.defined()) return true;
+  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
   const auto x = a.detach().resolve_conj().resolve_neg().contiguous();
   const auto y = b.detach().resolve_conj().resolve_neg().contiguous();
@@ -70,15 +64,13 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 inline bool same_bits(const NamedTensors& a, const NamedTensors& b) {
-  if (a.size() != b.size()) return false;
-  for (const auto& item : a) {
-    if (!b.contains(item.key()) || !same_bits(item.value(), b[item.key()])) return false;
-  }
-  return true;
+  return a.size() == b.size() && std::ranges::all_of(a, [&](const auto& item) {
+           return b.contains(item.key()) && same_bits(item.value(), b[item.key()]);
+         });
 }
 
 inline bool same_bits(const Fields& a, const Fields& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+  return std::ranges::equal(a, b, [](const auto& x, const auto& y) {
     if (x.first != y.first) return false;
     if (x.second.isTensor() && y.second.isTensor()) return same_bits(x.second.toTensor(), y.second.toTensor());
     return x.second == y.second;
@@ -92,18 +84,13 @@ inline bool same_bits(const OptimizerState& a, const OptimizerState& b) {
   const auto same_states = [](const auto& x, const auto& y) {
     return x.first == y.first && same_bits(x.second, y.second);
   };
-  return a.type == b.type &&
-         std::equal(a.param_groups.begin(), a.param_groups.end(), b.param_groups.begin(), b.param_groups.end(),
-                    same_groups) &&
-         std::equal(a.state.begin(), a.state.end(), b.state.begin(), b.state.end(), same_states);
+  return a.type == b.type && std::ranges::equal(a.param_groups, b.param_groups, same_groups) &&
+         std::ranges::equal(a.state, b.state, same_states);
 }
 
-/// Compares bit by bit.
 inline bool same_bits(const Snapshot& a, const Snapshot& b) {
   return same_bits(a.model, b.model) && same_bits(a.optimizer, b.optimizer) && a.epoch == b.epoch &&
          a.position == b.position && same_bits(a.random, b.random) && a.options == b.options && a.history == b.history;
 }
-
-}  // namespace samples
 
 }  // namespace gpipe

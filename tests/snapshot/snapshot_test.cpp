@@ -1,21 +1,8 @@
-#include "gpipe/snapshot.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <cmath>
-#include <cstdint>
-#include <string>
-
 #include "gpipe/snapshot/atomic_file.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 TEST(Snapshot, RoundTrip) {
   const TemporaryDirectory folder;

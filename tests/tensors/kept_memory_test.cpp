@@ -1,14 +1,7 @@
-#include "gpipe/tensors/kept_memory.h"
-
-#include <gtest/gtest.h>
 #include <sys/resource.h>
-#include <torch/nn/modules/linear.h>
 
-#include <algorithm>
-#include <limits>
-
-#include "gpipe/gpipe.h"
 #include "gpipe/memory_reuse.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
@@ -20,11 +13,11 @@ long page_faults() {
 }
 
 TEST(KeptMemory, HasNoPageFaultsInASteadyStep) {
-  const torch::nn::Sequential model(torch::nn::Linear(64, 1024), torch::nn::Linear(1024, 64));
-  GPipe pipe(model, {1, 1}, GPipeOptions().devices({2, torch::kCPU}).chunks(4).schedule("1f1b").intraop_threads(1));
+  const Sequential model(Linear(64, 1024), Linear(1024, 64));
+  GPipe pipe(model, {1, 1}, in_chunks(4).devices({2, torch::kCPU}).schedule("1f1b").intraop_threads(1));
   const auto input = torch::ones({2048, 64});  // activations of 8 MiB
   const auto step = [&] {
-    for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
+    take_gradients(*model);
     pipe->step(input, input, [](const Value& output, const Value&) { return output.tensor().mean(); });
   };
   reuse_cpu_memory();  // deprecated; changes nothing

@@ -1,15 +1,9 @@
 #include "gpipe/tensors/alias_check.h"
 
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <cstdint>
-#include <vector>
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
-
-using torch::Tensor;
 
 TEST(Overlap, AgreesWithCountingElements) {
   const auto base = torch::arange(48);
@@ -29,12 +23,8 @@ TEST(Overlap, AgreesWithCountingElements) {
   views.push_back(base.as_strided({4, 4}, {1, 1}, 7));
   for (const auto& a : views) {
     for (const auto& b : views) {
-      bool shared = false;
-      if (a.is_alias_of(b)) {
-        const auto elements = a.flatten();
-        const auto others = b.flatten();
-        shared = torch::isin(elements, others).any().item<bool>();  // the elements of the base are all different
-      }
+      // The elements of the base are all different.
+      const bool shared = a.is_alias_of(b) && torch::isin(a.flatten(), b.flatten()).any().item<bool>();
       EXPECT_EQ(overlap(a, b), shared) << a.sizes() << a.strides() << a.storage_offset() << b.sizes() << b.strides()
                                        << b.storage_offset();
     }
