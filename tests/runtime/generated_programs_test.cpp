@@ -1,57 +1,12 @@
 // Generated programs of all named schedules on the real executor, with random delays and errors.
-
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <exception>
-#include <map>
-#include <memory>
-#include <random>
-#include <string>
-#include <vector>
-
-#include "gpipe/runtime/executor.h"
-#include "gpipe/schedules.h"
-#include "tests/runtime/fake_cells.h"
 #include "tests/runtime/generated_programs.h"
 
-namespace gpipe {
+#include <memory>
+
+#include "tests/runtime/fake_cells.h"
+
+namespace gpipe::testing {
 namespace {
-
-using testing::dally;
-using testing::describe;
-using testing::expect_reference;
-using testing::expect_success;
-using testing::FakeCells;
-using testing::Fault;
-using testing::generate;
-
-/// One executor per number of workers. Every run follows runs that succeeded and runs that failed.
-class Executors {
- public:
-  Executor& of(const Program& program) {
-    auto& executor = executors_[program.workers()];
-    if (!executor) executor = std::make_unique<Executor>(program.workers());
-    return *executor;
-  }
-
- private:
-  std::map<int, std::unique_ptr<Executor>> executors_;
-};
-
-void expect_correct(Executor& executor, const Program& program, std::uint64_t seed) {
-  FakeCells cells(program);
-  cells.on_action = [seed](const Action& action) { dally(seed, action); };
-  if (program.two_phase() && seed % 2 == 0) {
-    expect_success(executor.run(program, Part::kForward, cells));
-    expect_success(executor.run(program, Part::kBackward, cells));
-  } else {
-    expect_success(executor.run(program, Part::kAll, cells));
-  }
-  EXPECT_EQ(cells.ran, program.schedule());
-  expect_reference(program, cells);
-}
 
 /// Lets one or two actions throw.
 void expect_failure(Executor& executor, const Program& program, std::mt19937_64& random) {
@@ -63,9 +18,8 @@ void expect_failure(Executor& executor, const Program& program, std::mt19937_64&
   const auto throws = [&faulty](const Action& action) {
     return std::find(faulty.begin(), faulty.end(), action) != faulty.end();
   };
-  FakeCells cells(program);
-  cells.on_action = [&, seed = random()](const Action& action) {
-    dally(seed, action);
+  FakeCells cells(program, random());
+  cells.on_action = [&](const Action& action) {
     if (throws(action)) throw Fault{action};
   };
   const auto failure = executor.run(program, Part::kAll, cells);
@@ -90,15 +44,17 @@ void expect_failure(Executor& executor, const Program& program, std::mt19937_64&
 TEST(GeneratedPrograms, RunFailAndRunAgain) {
   const auto seeds = seeds_from_environment(250);
   Counts counts;
-  Executors executors;
+  std::map<int, std::unique_ptr<Executor>> executors;  // by workers; each runs programs that succeed and that fail
   for (auto seed = seeds.first; seed < seeds.first + seeds.count && !HasFailure(); ++seed) {
     std::mt19937_64 random(seed);
     const auto generated = generate(random);
     SCOPED_TRACE("seed " + std::to_string(seed) + ": " + describe(generated));
-    auto& executor = executors.of(generated.program);
-    expect_correct(executor, generated.program, random());
-    expect_failure(executor, generated.program, random);
-    if (draw(random, 0, 3) == 0) expect_correct(executor, generated.program, random());
+    const auto& program = generated.program;
+    auto& executor = executors[program.workers()];
+    if (!executor) executor = std::make_unique<Executor>(program.workers());
+    expect_runs(*executor, program, random());
+    expect_failure(*executor, program, random);
+    if (draw(random, 0, 3) == 0) expect_runs(*executor, program, random());
     ++counts[generated.schedule];
     ++counts[to_string(generated.checkpoint)];
   }
@@ -108,4 +64,4 @@ TEST(GeneratedPrograms, RunFailAndRunAgain) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -1,5 +1,5 @@
-// Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
-// fails the test.
+// Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is
+// lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails the test.
 #include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
@@ -66,16 +66,12 @@ void wait(EventCount& event, bool with_limit, absl::FunctionRef<bool()> conditio
   }
 }
 
-void let_others_run(int times) {
-  for (int i = 0; i < times; ++i) std::this_thread::yield();
-}
-
 /// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between
 /// the check and the sleep.
 void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
   wait(event, with_limit, [&] {
     const bool is = holds();
-    let_others_run(yields);
+    for (int i = 0; i < yields; ++i) std::this_thread::yield();
     return is;
   });
 }
@@ -196,18 +192,12 @@ TEST(Channel, PutHappensBeforeTake) {
   EXPECT_EQ(sum, kCount * (kCount + 1L) / 2);
 }
 
-TEST(Channel, CancelReleasesAConsumer) {
+TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
   Channel channel(2);
   std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
   channel.put(0);
   channel.cancel();
   consumer.join();
-}
-
-TEST(Channel, EveryTakeFailsAfterCancel) {
-  Channel channel(2);
-  channel.put(0);
-  channel.cancel();
   channel.cancel();
   EXPECT_FALSE(channel.take(0));
   EXPECT_FALSE(channel.take(1));

@@ -1,24 +1,13 @@
 // The choice of "auto" against all named schedules, simulated with the costs that it should have measured.
 #include "gpipe/schedule/auto_schedule.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <map>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
-
-using testing::chain;
-using testing::looped;
 
 /// Each stage takes longer than the one before by `growth`.
 Costs costs(const Layout& layout, double growth) {
@@ -33,7 +22,7 @@ Costs costs(const Layout& layout, double growth) {
 }
 
 Simulation simulated(const Layout& layout, Schedule schedule, double growth) {
-  return simulate(Program::make(layout, chain(layout.stages), std::move(schedule)), costs(layout, growth));
+  return simulate(plain_program(layout, std::move(schedule)), costs(layout, growth));
 }
 
 std::string chosen(const Layout& layout, Checkpoint checkpoint, double growth = 0, bool saves_memory = false) {
@@ -47,14 +36,13 @@ TEST(AutoSchedule, IsWithinOnePercentOfTheFastest) {
     for (const int workers : {1, 2, 4}) {
       for (const int micro_batches : {2, 3, 8}) {
         for (const bool v : {false, true}) {
-          Layout layout = looped(workers, v ? 2 : 1, micro_batches);
-          if (v) layout.placement = v_placement(layout.stages);
+          const auto layout = v ? v_shaped(workers, micro_batches) : straight(workers, micro_batches);
           const auto seconds_of = [&](std::string_view name) {
             return simulated(layout, make_schedule(name, layout, checkpoint), kGrowth).makespan;
           };
           const auto name = chosen(layout, checkpoint, kGrowth);
           for (const auto& rule : schedule_rules()) {
-            if (!rule.misfit(layout).empty() || rule.name == "gpipe" || rule.name == "looped_bfs") continue;
+            if (!rule.misfit(layout).empty() || fills_and_drains(rule.name)) continue;
             EXPECT_LE(seconds_of(name), seconds_of(rule.name) * 1.01)
                 << name << " instead of " << rule.name << ", " << workers << " workers, " << micro_batches
                 << " micro-batches";
@@ -66,16 +54,13 @@ TEST(AutoSchedule, IsWithinOnePercentOfTheFastest) {
 }
 
 TEST(AutoSchedule, SavesMemory) {
-  const auto layout = looped(4, 1, 8);
-  EXPECT_EQ(chosen(layout, Checkpoint::kNever), "zb_h2");
-  EXPECT_EQ(chosen(layout, Checkpoint::kNever, /*growth=*/0, /*saves_memory=*/true), "zb_h1");
-  EXPECT_EQ(chosen(looped(1, 1, 8), Checkpoint::kNever), "1f1b") << "equally fast, with the fewest cells";
-}
-
-TEST(AutoSchedule, SavesMemoryAlsoWithMoreMicroBatches) {
-  EXPECT_EQ(chosen(looped(4, 1, 3), Checkpoint::kNever, /*growth=*/0, /*saves_memory=*/true), "zb_h1");
-  EXPECT_EQ(chosen(looped(4, 1, 8), Checkpoint::kAlways, /*growth=*/0, /*saves_memory=*/true), "1f1b")
-      << "zb_h1 holds more graphs";
+  const auto saving = [](const Layout& layout, Checkpoint checkpoint) { return chosen(layout, checkpoint, 0, true); };
+  EXPECT_EQ(chosen(straight(4, 8), Checkpoint::kNever), "zb_h2");
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kNever), "zb_h1");
+  EXPECT_EQ(saving(straight(4, 3), Checkpoint::kNever), "zb_h1") << "zb_h2 needs more with more micro-batches";
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kAlways), "1f1b") << "zb_h1 holds more graphs";
+  EXPECT_EQ(chosen(straight(1, 8), Checkpoint::kNever), "1f1b") << "equally fast, with the fewest cells";
+  EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
 }
 
 TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
@@ -89,28 +74,5 @@ TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
   EXPECT_EQ(fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/true, false), name);
 }
 
-TEST(AutoSchedule, HasTheOrderOfSumsOf1f1b) {
-  for (const auto& rule : schedule_rules()) {
-    if (fills_and_drains(rule.name)) continue;
-    for (int stages : {2, 4}) {
-      for (const auto& placement : {looped_placement(2, stages), v_placement(stages)}) {
-        const Layout layout{stages, 7, placement};
-        if (!rule.misfit(layout).empty()) continue;
-        for (const auto& list : make_schedule(rule.name, layout, Checkpoint::kNever)) {
-          std::map<int, int> next;  // micro-batch, by stage
-          for (const auto& [kind, stage, micro_batch] : list) {
-            const bool sums = kind == Kind::B || kind == Kind::W;
-            if (sums) EXPECT_EQ(micro_batch, next[stage]++) << rule.name;
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(AutoSchedule, OfOneMicroBatchIsKnownFromWholeBackwards) {
-  EXPECT_EQ(chosen(looped(2, 1, 1), Checkpoint::kNever), "1f1b");
-}
-
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing
