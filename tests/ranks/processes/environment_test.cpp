@@ -1,20 +1,16 @@
 // Ranks as launchers start them: by the environment, and on two hosts. Attempts to run a job.
 
 #include <arpa/inet.h>
-#include <gmock/gmock.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <set>
-#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -25,13 +21,7 @@
 namespace gpipe {
 namespace {
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using ::testing::AllOf;
 using ::testing::Each;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 /// Names an attempt on all ranks, which come in this order, a while one after the other.
 std::vector<std::string> attempt(c10d::Store& store, const std::vector<int>& order) {

@@ -3,8 +3,6 @@
 // Only a rank that stops or hangs is told by a time-out. The message says so.
 
 #include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
-#include <torch/torch.h>
 
 #include <csignal>
 #include <thread>
@@ -15,11 +13,6 @@
 
 namespace gpipe {
 namespace {
-
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr int kRanks = 3;
 

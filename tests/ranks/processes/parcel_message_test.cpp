@@ -1,8 +1,5 @@
 #include "gpipe/ranks/parcel_message.h"
 
-#include <gmock/gmock.h>
-#include <torch/torch.h>
-
 #include <algorithm>
 #include <cstring>
 

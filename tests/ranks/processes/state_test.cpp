@@ -1,9 +1,6 @@
 // The state of a model over processes: parameters that ranks share, snapshots that ranks join, layers that factories
 // make.
 
-#include <gmock/gmock.h>
-#include <torch/torch.h>
-
 #include <algorithm>
 #include <csignal>
 #include <numeric>
@@ -17,7 +14,6 @@ namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
-using ::testing::HasSubstr;
 
 // Parameters that ranks share.
 
@@ -37,10 +33,8 @@ TEST(RanksTied, TheOwnersRankFreezesTheParameter) {
         pipe->zero_grad();
         pipe->forward(words_of(8)).square().sum().backward();
         pipe->step(words_of(8), next_words(words_of(8)), kCrossEntropy);
-        for (const auto& parameter : pipe->named_parameters()) {
-          if (parameter.key() != "2.weight" && parameter.key() != "6.weight") {
-            record[when + parameter.key()] = parameter->grad().defined() ? parameter->grad().clone() : Tensor();
-          }
+        for (const auto& [name, gradient] : gradients_of(pipe)) {
+          if (name != "2.weight" && name != "6.weight") record[when + name] = gradient;
         }
       }
       return record;
@@ -67,19 +61,18 @@ TEST(RanksTied, TheParameterCountsOnce) {
   });
 }
 
-struct TiedError {
-  std::string name;
-  std::function<void(const std::shared_ptr<Ranks>&)> run;
-  std::string on_rank_1;
-  std::string on_rank_0 = "rank 1 failed";
-};
-
 void double_the_matrix(const GPipe& pipe, int rank) {
   if (rank == 0) pipe->parameters()[0].detach().mul_(2);
 }
 
 TEST(RanksTied, WrongUsesAreRefused) {
-  const std::vector<TiedError> errors = {
+  struct Case {
+    std::string name;
+    Body run;
+    std::string on_rank_1;
+    std::string on_rank_0 = "rank 1 failed";
+  };
+  const std::vector<Case> cases = {
       {"a graph of a former value",
        [](const auto& ranks) {
          auto pipe = tied_pipe(ranks);
@@ -117,11 +110,10 @@ TEST(RanksTied, WrongUsesAreRefused) {
        },
        "is Float[11, 6] on the rank that owns it, but Double[11, 6] on this rank"}};
   expect_job(2, [&](const std::shared_ptr<Ranks>& first) {
-    for (const auto& error : errors) {
-      SCOPED_TRACE(error.name);
-      const auto ranks = new_ranks(2);
-      EXPECT_THAT(message_from([&] { error.run(ranks); }),
-                  HasSubstr(first->rank() == 1 ? error.on_rank_1 : error.on_rank_0));
+    for (const auto& test : cases) {
+      SCOPED_TRACE(test.name);
+      EXPECT_THAT(message_from([&] { test.run(new_ranks(2)); }),
+                  HasSubstr(first->rank() == 1 ? test.on_rank_1 : test.on_rank_0));
     }
   });
 }
@@ -162,9 +154,8 @@ TEST(RanksSnapshot, TheStateOfAnotherModelIsRefused) {
     other.optimizer.param_groups[0].params.push_back("10.weight");
     EXPECT_THAT(error_of(other), HasSubstr("'10.weight'"));
     other = good;
-    other.model.erase("0.weight");
-    EXPECT_THAT(error_of(other), HasSubstr(ranks->rank() == 0 ? "'0.weight' is missing" : "nothing"))
-        << "each rank restores its own part";
+    other.model.erase("0.weight");  // each rank restores its own part
+    EXPECT_THAT(error_of(other), HasSubstr(ranks->rank() == 0 ? "'0.weight' is missing" : "nothing"));
     EXPECT_EQ(error_of(good), "nothing");
   });
 }
@@ -194,9 +185,11 @@ TEST(RanksSnapshot, RanksThatGatherDifferentStatesAreTold) {
       if (rank == 1) test.change(mine);
       EXPECT_THAT(message_from([&] { gather(*pipe, mine); }), HasSubstr(rank == 1 ? test.on_rank_1 : test.on_rank_0));
     }
-    EXPECT_THAT(
-        message_from([&] { rank == 1 ? static_cast<void>(pipe->largest(1)) : static_cast<void>(gather(*pipe, good)); }),
-        HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));
+    EXPECT_THAT(message_from([&] {
+                  if (rank == 1) pipe->largest(1);
+                  gather(*pipe, good);
+                }),
+                HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));
     EXPECT_EQ(gather(*pipe, good).model.contains("2.weight"), rank == 0);
   });
 }

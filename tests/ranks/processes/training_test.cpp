@@ -1,12 +1,9 @@
 // Trainings over processes leave what they leave in one process, bit by bit: outputs, parameters, gradients, buffers,
 // random numbers, and snapshots, from which a training goes on at another cut.
 
-#include <gtest/gtest.h>
 #include <malloc.h>
-#include <torch/torch.h>
 
 #include <iterator>
-#include <optional>
 
 #include "gpipe/rank_state.h"
 #include "tests/gpipe/generated_case.h"
@@ -290,12 +287,8 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
   }
 }
 
-TEST(RanksTraining, OnTwoRanksEqualsOneProcess) {
-  expect_job(2, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
-}
-TEST(RanksTraining, OnFourRanksEqualsOneProcess) {
-  expect_job(4, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
-}
+TEST(RanksTraining, OnTwoRanksEqualsOneProcess) { expect_job(2, expect_equal_trainings, {.limit = seconds(180)}); }
+TEST(RanksTraining, OnFourRanksEqualsOneProcess) { expect_job(4, expect_equal_trainings, {.limit = seconds(180)}); }
 
 /// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
 TEST(RanksTraining, OfSomeStagesOnly) {
@@ -318,7 +311,7 @@ TEST(RanksTraining, OfSomeStagesOnly) {
           const auto leaf = waves(7).requires_grad_();
           pipe->forward(leaf).sum().backward();
           if (leaf.grad().defined()) record["input"] = leaf.grad();
-          for (const auto& parameter : pipe->named_parameters()) record[parameter.key()] = parameter->grad();
+          record.merge(gradients_of(pipe));
           return record;
         };
         expect_part_of(run(ranks), run(nullptr));
@@ -349,9 +342,7 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
 }
 
 /// Pipelines over processes equal the reference bit by bit.
-void expect_transparency(int ranks) {
-  expect_job(ranks, run_cases, {.limit = std::chrono::seconds(60 + cases().count)});
-}
+void expect_transparency(int ranks) { expect_job(ranks, run_cases, {.limit = seconds(60 + cases().count)}); }
 TEST(RanksTransparency, TwoRanks) { expect_transparency(2); }
 TEST(RanksTransparency, FourRanks) { expect_transparency(4); }
 
