@@ -46,14 +46,6 @@ struct Subject {
   GPipe pipe{nullptr};
 };
 
-void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause) {
-  for (int r = 0; r < kRanks; ++r) {
-    if (r == culprit) continue;
-    EXPECT_EQ(ends[r].status, 2) << "rank " << r << ":\n" << ends[r].output;
-    EXPECT_THAT(ends[r].output, HasSubstr(cause)) << "rank " << r;
-  }
-}
-
 TEST(RanksFailures, ALayerThrows) {
   struct Case {
     FaultPlan::Where where;

@@ -161,6 +161,14 @@ void expect_job(int size, const Body& body, const JobOptions& options) {
   }
 }
 
+void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause) {
+  for (int r = 0; r < static_cast<int>(ends.size()); ++r) {
+    if (r == culprit) continue;
+    EXPECT_EQ(ends[r].status, 2) << "rank " << r << ":\n" << ends[r].output;
+    EXPECT_THAT(ends[r].output, HasSubstr(cause)) << "rank " << r;
+  }
+}
+
 void repeat_job(int count, const std::function<void(int number)>& run) {
   if (rank_of_this_process() >= 0) return run(present.number);
   for (int number = 0; number < count && !::testing::Test::HasFailure(); ++number) {
@@ -202,6 +210,19 @@ Record gradients_of(const GPipe& pipe) {
   Record record;
   for (const auto& parameter : pipe->named_parameters()) record[parameter.key()] = parameter->grad();
   return record;
+}
+
+Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer) {
+  Snapshot snapshot;
+  snapshot.model = capture_model(*pipe);
+  snapshot.optimizer = capture_optimizer(optimizer, *pipe);
+  return snapshot;
+}
+
+void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole) {
+  const auto part = own_part(*pipe, whole);
+  restore_model(*pipe, part.model);
+  restore_optimizer(optimizer, *pipe, part.optimizer);
 }
 
 }  // namespace gpipe

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 
+#include "gpipe/rank_state.h"
 #include "gpipe/ranks.h"
 #include "tests/gpipe/helpers.h"
 
@@ -50,6 +51,9 @@ std::vector<End> run_job(int size, const Body& body, const JobOptions& options =
 /// The same, and expects each process to end with status 0.
 void expect_job(int size, const Body& body, const JobOptions& options = {});
 
+/// Expects that the other ranks ended with an exception that names the cause.
+void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause);
+
 /// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the
 /// job's number only. Stops when an expectation has failed.
 void repeat_job(int count, const std::function<void(int number)>& run);
@@ -74,6 +78,11 @@ void expect_part_of(const Record& part, const Record& whole);
 
 /// The gradients of the parameters on this rank.
 Record gradients_of(const GPipe& pipe);
+
+/// The state of the model and of the optimizer, as far as they are on this rank.
+Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer);
+/// Restores this rank's part of the state that all ranks have.
+void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole);
 
 inline const LossFunction kSquaredError =
     tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });

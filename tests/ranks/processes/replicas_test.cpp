@@ -3,7 +3,6 @@
 #include <csignal>
 
 #include "gpipe/gradients.h"
-#include "gpipe/rank_state.h"
 #include "gpipe/timeline.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"

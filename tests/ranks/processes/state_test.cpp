@@ -5,7 +5,6 @@
 #include <csignal>
 #include <numeric>
 
-#include "gpipe/rank_state.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/tied_model.h"
 #include "tests/ranks/processes/job.h"
@@ -52,9 +51,7 @@ TEST(RanksTied, TheParameterCountsOnce) {
     // An optimizer of the module's parameters has the copies too.
     const nn::Module& module = *pipe;
     torch::optim::SGD optimizer(distinct_parameters(module), torch::optim::SGDOptions(0.1));
-    Snapshot mine;
-    mine.model = capture_model(*pipe);
-    mine.optimizer = capture_optimizer(optimizer, *pipe);
+    const auto mine = capture(pipe, optimizer);
     EXPECT_THAT(message_from([&] { gather(*pipe, mine); }),
                 HasSubstr("the optimizer has '2.weight', which another rank trains as '0.weight'"));
     EXPECT_TRUE(pipe->ties_unchanged());
@@ -124,19 +121,6 @@ GPipe three_layers(const std::shared_ptr<Ranks>& ranks) {
   torch::manual_seed(3);
   return GPipe(Sequential(Linear(6, 6), Linear(6, 6), Linear(6, 6)), Balance{2, 1},
                GPipeOptions().chunks(2).ranks(ranks));
-}
-
-Snapshot capture(GPipe& pipe, const torch::optim::Optimizer& optimizer) {
-  Snapshot snapshot;
-  snapshot.model = capture_model(*pipe);
-  snapshot.optimizer = capture_optimizer(optimizer, *pipe);
-  return snapshot;
-}
-
-void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole) {
-  const auto part = own_part(*pipe, whole);
-  restore_model(*pipe, part.model);
-  restore_optimizer(optimizer, *pipe, part.optimizer);
 }
 
 TEST(RanksSnapshot, TheStateOfAnotherModelIsRefused) {
@@ -227,11 +211,8 @@ TEST(RanksSnapshot, ARankIsKilledWhileTheyGather) {
         if (ranks->rank() == culprit) kill_after(std::chrono::microseconds(kill * 102947 % 300000));
       });
     });
-    for (int r = 0; r < kRanks; ++r) {
-      EXPECT_EQ(ends[r].status, r == culprit ? -SIGKILL : 2) << "rank " << r << ":\n" << ends[r].output;
-      if (r == culprit) continue;
-      EXPECT_THAT(ends[r].output, HasSubstr("rank " + std::to_string(culprit) + " was lost")) << "rank " << r;
-    }
+    EXPECT_EQ(ends[culprit].status, -SIGKILL);
+    expect_failed(ends, culprit, "rank " + std::to_string(culprit) + " was lost");
     const auto snapshot = read_snapshot(path);
     EXPECT_EQ(snapshot.model.size(), 6);
     for (const auto& tensor : snapshot.model) {

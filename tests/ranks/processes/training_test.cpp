@@ -5,7 +5,6 @@
 
 #include <iterator>
 
-#include "gpipe/rank_state.h"
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"
@@ -184,9 +183,7 @@ class Training {
 
   /// The bytes of the file that rank 0 writes; empty on the other ranks.
   std::string file() {
-    Snapshot mine;
-    mine.model = capture_model(*pipe_);
-    mine.optimizer = capture_optimizer(*adam_, *pipe_);
+    auto mine = capture(pipe_, *adam_);
     mine.epoch = 7;
     mine.position = {{"batch", 2}};
     mine.random = capture_random();
@@ -198,11 +195,10 @@ class Training {
   }
 
   void restore(const std::string& file) {
-    const auto part = own_part(*pipe_, from_bytes(file));
-    restore_model(*pipe_, part.model);
-    restore_optimizer(*adam_, *pipe_, part.optimizer);
+    const auto whole = from_bytes(file);
+    gpipe::restore(pipe_, *adam_, whole);
     evaluate(4);  // copies of other ranks' parameters get their values
-    restore_random(part.random);
+    restore_random(whole.random);
   }
 
   const Record& record() const { return record_; }
