@@ -177,20 +177,18 @@ std::vector<std::string> listens_at() {
   return addresses;
 }
 
-TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& outer) {
-    EXPECT_THAT(listens_at(), IsEmpty());
-    const auto port = outer->share(std::to_string(outer->rank() == 0 ? free_port() : 0));
-    set(loopback(outer->rank(), 2, std::stoi(port)));
-    const auto ranks = Ranks::from_environment(patient());
-    EXPECT_EQ(ranks->rank(), outer->rank());
-    EXPECT_EQ(ranks->size(), 2);
-    step(ranks);
-    // Rank 0 also serves the store.
-    EXPECT_THAT(listens_at(), std::vector<std::string>(outer->rank() == 0 ? 2 : 1, "0100007F"));
-    set({{"LOCAL_RANK", std::to_string(outer->rank())}});
-    EXPECT_EQ(new_ranks(2)->local_rank(), outer->rank());
-  });
+RANKS_TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface, 2) {
+  EXPECT_THAT(listens_at(), IsEmpty());
+  const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
+  set(loopback(ranks->rank(), 2, std::stoi(port)));
+  const auto named = Ranks::from_environment(patient());
+  EXPECT_EQ(named->rank(), ranks->rank());
+  EXPECT_EQ(named->size(), 2);
+  step(named);
+  // Rank 0 also serves the store.
+  EXPECT_THAT(listens_at(), std::vector<std::string>(ranks->rank() == 0 ? 2 : 1, "0100007F"));
+  set({{"LOCAL_RANK", std::to_string(ranks->rank())}});
+  EXPECT_EQ(new_ranks(2)->local_rank(), ranks->rank());
 }
 
 struct Output {

@@ -51,6 +51,12 @@ std::vector<End> run_job(int size, const Body& body, const JobOptions& options =
 /// The same, and expects each process to end with status 0.
 void expect_job(int size, const Body& body, const JobOptions& options = {});
 
+/// RANKS_TEST(suite, name, size, options...) { ... } is a test whose body runs as a job, with `ranks`.
+#define RANKS_TEST(suite, name, size, ...)                                           \
+  void suite##_##name(const std::shared_ptr<Ranks>& ranks);                          \
+  TEST(suite, name) { expect_job(size, suite##_##name __VA_OPT__(, ) __VA_ARGS__); } \
+  void suite##_##name([[maybe_unused]] const std::shared_ptr<Ranks>& ranks)
+
 /// Expects that the other ranks ended with an exception that names the cause.
 void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause);
 

@@ -283,37 +283,35 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
   }
 }
 
-TEST(RanksTraining, OnTwoRanksEqualsOneProcess) { expect_job(2, expect_equal_trainings, {.limit = seconds(180)}); }
-TEST(RanksTraining, OnFourRanksEqualsOneProcess) { expect_job(4, expect_equal_trainings, {.limit = seconds(180)}); }
+RANKS_TEST(RanksTraining, OnTwoRanksEqualsOneProcess, 2, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
+RANKS_TEST(RanksTraining, OnFourRanksEqualsOneProcess, 4, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
 
 /// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
-TEST(RanksTraining, OfSomeStagesOnly) {
-  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto* schedule : {"gpipe", "zb_h1"}) {
-      for (int trained = -1; trained < 3; ++trained) {
-        SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
-        const auto run = [&](const std::shared_ptr<Ranks>& over) {
-          torch::manual_seed(3);
-          Sequential model(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
-          for (int stage = 0; stage < 3; ++stage) {
-            for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
-          }
-          GPipe pipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(over));
-          Record record;
-          record["output"] = pipe->forward(waves(7));
-          EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
-          if (trained >= 0) record["output"].sum().backward();
-          record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
-          const auto leaf = waves(7).requires_grad_();
-          pipe->forward(leaf).sum().backward();
-          if (leaf.grad().defined()) record["input"] = leaf.grad();
-          record.merge(gradients_of(pipe));
-          return record;
-        };
-        expect_part_of(run(ranks), run(nullptr));
-      }
+RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3) {
+  for (const auto* schedule : {"gpipe", "zb_h1"}) {
+    for (int trained = -1; trained < 3; ++trained) {
+      SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
+      const auto run = [&](const std::shared_ptr<Ranks>& over) {
+        torch::manual_seed(3);
+        Sequential model(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
+        for (int stage = 0; stage < 3; ++stage) {
+          for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
+        }
+        GPipe pipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(over));
+        Record record;
+        record["output"] = pipe->forward(waves(7));
+        EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
+        if (trained >= 0) record["output"].sum().backward();
+        record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
+        const auto leaf = waves(7).requires_grad_();
+        pipe->forward(leaf).sum().backward();
+        if (leaf.grad().defined()) record["input"] = leaf.grad();
+        record.merge(gradients_of(pipe));
+        return record;
+      };
+      expect_part_of(run(ranks), run(nullptr));
     }
-  });
+  }
 }
 
 /// The seeds to begin with, and the number of cases for each number of ranks.
@@ -337,10 +335,9 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
   print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);
 }
 
-/// Pipelines over processes equal the reference bit by bit.
-void expect_transparency(int ranks) { expect_job(ranks, run_cases, {.limit = seconds(60 + cases().count)}); }
-TEST(RanksTransparency, TwoRanks) { expect_transparency(2); }
-TEST(RanksTransparency, FourRanks) { expect_transparency(4); }
+// Pipelines over processes equal the reference bit by bit.
+RANKS_TEST(RanksTransparency, TwoRanks, 2, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, FourRanks, 4, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
 
 /// What a process has in use.
 struct Used {
@@ -349,24 +346,22 @@ struct Used {
   std::ptrdiff_t descriptors = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
 };
 
-TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
-    int step = 0;
-    const auto step_some = [&] {
-      for (int i = 0; i < 150; ++i, ++step) {
-        const auto x = torch::ones({1 + step * 7 % 50, 4});
-        pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
-      }
-      return Used();
-    };
-    step_some();
-    const auto before = step_some();
-    const auto after = step_some();
-    EXPECT_LT(after.bytes, before.bytes + 200'000);
-    EXPECT_LE(after.threads, before.threads);
-    EXPECT_LE(after.descriptors, before.descriptors);
-  });
+RANKS_TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind, 2) {
+  GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+  int step = 0;
+  const auto step_some = [&] {
+    for (int i = 0; i < 150; ++i, ++step) {
+      const auto x = torch::ones({1 + step * 7 % 50, 4});
+      pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
+    }
+    return Used();
+  };
+  step_some();
+  const auto before = step_some();
+  const auto after = step_some();
+  EXPECT_LT(after.bytes, before.bytes + 200'000);
+  EXPECT_LE(after.threads, before.threads);
+  EXPECT_LE(after.descriptors, before.descriptors);
 }
 
 }  // namespace
