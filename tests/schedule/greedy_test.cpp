@@ -1,7 +1,10 @@
 #include "gpipe/schedule/greedy.h"
 
 #include <array>
+#include <functional>
+#include <limits>
 
+#include "gpipe/schedule/schedule_source.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {
@@ -81,10 +84,7 @@ class Draw {
 
 bool fits(const Simulation& simulation, const std::vector<std::int64_t>& most_bytes) {
   const auto peaks = simulation.timeline.peak_bytes();
-  for (std::size_t w = 0; w < most_bytes.size(); ++w) {
-    if (peaks[w] > most_bytes[w]) return false;
-  }
-  return true;
+  return std::equal(most_bytes.begin(), most_bytes.end(), peaks.begin(), std::greater_equal<>());
 }
 
 // The makespan of the fastest named schedule that keeps to the limit; infinite if none does.
@@ -99,11 +99,8 @@ double fastest_named(const Workload& work, const std::vector<std::int64_t>& most
 }
 
 std::int64_t count(const Schedule& schedule, Kind kind) {
-  std::int64_t sum = 0;
-  for (const auto& list : schedule) {
-    sum += std::count_if(list.begin(), list.end(), [&](const Action& action) { return action.kind == kind; });
-  }
-  return sum;
+  const auto text = to_text(schedule);
+  return std::count(text.begin(), text.end(), to_char(kind));
 }
 
 TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {

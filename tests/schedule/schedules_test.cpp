@@ -198,11 +198,6 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
   EXPECT_THROW(v_placement(3), std::invalid_argument);
 }
 
-TEST(Placement, VSharesTheFirstWorkerWithTheLastStage) {
-  EXPECT_EQ(v_placement(6), (std::vector<int>{0, 1, 2, 2, 1, 0}));
-  EXPECT_EQ(v_placement(2), (std::vector<int>{0, 0}));
-}
-
 TEST(ZeroBubble, HasAFormulaForUnequalTimes) {
   std::mt19937 random(1);  // NOLINT: the same costs in each run
   std::uniform_real_distribution<double> time(0.1, 2);

@@ -191,12 +191,8 @@ RANKS_TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface, 2) {
   EXPECT_EQ(new_ranks(2)->local_rank(), ranks->rank());
 }
 
-struct Output {
-  int status;
-  std::string text;
-};
-
-Output shell(const std::string& command) {
+/// Returns the command's exit status, or minus a signal, and its output.
+End shell(const std::string& command) {
   FILE* pipe = popen(("exec 2>&1\n" + command).c_str(), "r");
   if (pipe == nullptr) throw std::runtime_error("cannot start a shell");
   std::string text;
@@ -239,11 +235,11 @@ TEST(RanksEnvironment, TheEndOfTheStorePrintsNothingAfterTheError) {
     const auto run = shell("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) +
                            "\n" + kill + "RANK=0 " + this_test_as_a_rank() + " >/dev/null 2>&1 &\n" + kill +
                            "RANK=1 timeout 60 " + this_test_as_a_rank() + "; wait");
-    const auto said = run.text.find("rank 1 says: ");
-    ASSERT_NE(said, run.text.npos) << run.text;
-    EXPECT_THAT(run.text.substr(said),
+    const auto said = run.output.find("rank 1 says: ");
+    ASSERT_NE(said, run.output.npos) << run.output;
+    EXPECT_THAT(run.output.substr(said),
                 AllOf(HasSubstr(kill.empty() ? "all is well" : "rank 0"), Not(HasSubstr("c10d"))));
-    if (kill.empty()) EXPECT_THAT(run.text, Not(HasSubstr("c10d")));
+    if (kill.empty()) EXPECT_THAT(run.output, Not(HasSubstr("c10d")));
   }
 }
 
@@ -259,8 +255,8 @@ TEST(RanksEnvironment, ARankWithAnotherClock) {
       shell("ahead() { timeout 60 unshare --time --monotonic 5000 --fork \"$@\"; }\nahead true || exit 77\n" +
             ("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port())) +
             "\nRANK=1 ahead " + command + " &\nRANK=0 " + command + "; wait");
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.text;
-  EXPECT_THAT(run.text, HasSubstr("10 spans, on one axis"));
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.output;
+  EXPECT_THAT(run.output, HasSubstr("10 spans, on one axis"));
 }
 
 // Two network namespaces, joined by a cable, which is cut when both ranks train. $1: the command.
@@ -295,11 +291,11 @@ TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
       std::_Exit(3);
     }
   const auto run = shell("set -- '" + this_test_as_a_rank() + "'\n" + kTwoHosts);
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
-  EXPECT_THAT(run.text, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
-                              Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
-                              HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
-                              HasSubstr("rank 1 ended with 3")));
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.output;
+  EXPECT_THAT(run.output, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
+                                Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
+                                HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
+                                HasSubstr("rank 1 ended with 3")));
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ int rank_of_this_process();
 /// A folder that all processes of these tests share.
 std::filesystem::path shared_folder();
 
-/// How a process of a job ended.
+/// How a process ended.
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
   std::string output;

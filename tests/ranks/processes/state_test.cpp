@@ -104,7 +104,8 @@ RANKS_TEST(RanksTied, WrongUsesAreRefused, 2) {
        "is Float[11, 6] on the rank that owns it, but Double[11, 6] on this rank"}};
   for (const auto& test : cases) {
     SCOPED_TRACE(test.name);
-    EXPECT_THAT(message_from([&] { test.run(new_ranks(2)); }),
+    const auto of_case = new_ranks(2);
+    EXPECT_THAT(message_from([&] { test.run(of_case); }),
                 HasSubstr(ranks->rank() == 1 ? test.on_rank_1 : test.on_rank_0));
   }
 }
@@ -251,13 +252,13 @@ RANKS_TEST(RanksFactories, ARankHoldsItsOwnLayersAndOneMoreWithValuesOfAnyCut, 3
 RANKS_TEST(RanksFactories, AFactoryThrowsOnOneRank, 3) {
   for (int culprit = 0; culprit < 3; ++culprit) {
     SCOPED_TRACE("rank " + std::to_string(culprit));
-    const auto ranks = new_ranks(3);
+    const auto of_case = new_ranks(3);
     const auto throwing = [&] {
       if (ranks->rank() == culprit) throw std::runtime_error("injected");
       return Counted();
     };
     const LayerFactories model{[] { return Counted(); }, {"bad", throwing}, [] { return Counted(); }};
-    const auto make = [&] { GPipe(model, Balance{1, 1, 1}, GPipeOptions().ranks(ranks)); };
+    const auto make = [&] { GPipe(model, Balance{1, 1, 1}, GPipeOptions().ranks(of_case)); };
     const auto cause = "rank " + std::to_string(culprit) + " cannot make layer 'bad': injected";
     for (int repeat = 0; repeat < 2; ++repeat) {
       EXPECT_THAT(message_from(make), HasSubstr(ranks->rank() == culprit ? "injected" : cause));

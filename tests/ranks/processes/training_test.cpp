@@ -29,7 +29,6 @@ struct Cut {
 Tensor waves(std::int64_t samples) {
   return torch::arange(samples * kSide, torch::kFloat).reshape({samples, kSide}).sin();
 }
-Tensor cosine(const Tensor& x) { return x.cos(); }
 
 /// A model to train, and how.
 struct TrainedModel {
@@ -37,7 +36,7 @@ struct TrainedModel {
   std::function<GPipe(const Balance&, const GPipeOptions&)> make;
   std::vector<Cut> cuts;  // the first can run on any number of ranks
   std::function<Tensor(std::int64_t samples)> input = waves;
-  std::function<Tensor(const Tensor& input)> target = cosine;
+  std::function<Tensor(const Tensor& input)> target = [](const Tensor& x) { return x.cos(); };
   LossFunction loss = kSquaredError;
 };
 
