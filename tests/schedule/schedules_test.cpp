@@ -13,15 +13,10 @@
 namespace gpipe::testing {
 namespace {
 
-struct Times {
-  double forward = 1;
-  double input = 1;
-  double weight = 1;
-};
-
-/// Simulates a schedule. Transfers take no time.
-Simulation simulated(const std::string& name, const Layout& layout, const Times& times = {}) {
-  const std::array<double, 5> actions = {times.forward, 0, times.input + times.weight, times.input, times.weight};
+/// Simulates a schedule with these times of F, I and W. Transfers take no time.
+Simulation simulated(const std::string& name, const Layout& layout, const std::array<double, 3>& times = {1, 1, 1}) {
+  const auto [forward, input, weight] = times;
+  const std::array<double, 5> actions = {forward, 0, input + weight, input, weight};
   return simulate(plain_program(layout, make_schedule(name, layout, Checkpoint::kNever)),
                   {.actions = std::vector(layout.stages, actions), .edges = std::vector(layout.stages - 1, 0.0)});
 }
@@ -202,19 +197,16 @@ TEST(ZeroBubble, HasAFormulaForUnequalTimes) {
   std::mt19937 random(1);  // NOLINT: the same costs in each run
   std::uniform_real_distribution<double> time(0.1, 2);
   for (int i = 0; i < 500; ++i) {
-    const Times times{time(random), time(random), time(random)};
+    const std::array<double, 3> times{time(random), time(random), time(random)};
+    const auto [forward, input, weight] = times;
     const int p = std::uniform_int_distribution<int>(1, 8)(random);
     const int v = std::uniform_int_distribution<int>(1, 3)(random);
     const int m = std::uniform_int_distribution<int>(2 * p, 4 * p + 3)(random);
-    const double expected =
-        (p - 1) * std::max({times.forward, times.input, times.forward + times.input - times.weight});
-    // The makespan without the work of a worker.
-    const auto overhead = [&](const char* name, int loops) {
-      const double cell = times.forward + times.input + times.weight;
-      return simulated(name, looped(p, loops, m), times).makespan - loops * m * cell;
-    };
-    EXPECT_NEAR(overhead("zb_h1", 1), expected, 1e-9) << p << ' ' << m;
-    EXPECT_NEAR(overhead("interleaved_zb", v), expected, 1e-9) << p << ' ' << v << ' ' << m;
+    const double idle = (p - 1) * std::max({forward, input, forward + input - weight});
+    for (const auto& [name, loops] : {std::pair("zb_h1", 1), std::pair("interleaved_zb", v)}) {
+      const double busy = loops * m * (forward + input + weight);
+      EXPECT_NEAR(simulated(name, looped(p, loops, m), times).makespan - busy, idle, 1e-9) << p << ' ' << v << ' ' << m;
+    }
   }
 }
 

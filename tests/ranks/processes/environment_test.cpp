@@ -69,28 +69,25 @@ void unset(const std::vector<std::string>& names) {
   for (const auto& name : names) unsetenv(name.c_str());
 }
 
-/// A TCP socket on the loopback interface, at a port that the system chose.
-class Listener {
- public:
-  Listener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    auto* any = reinterpret_cast<sockaddr*>(&address);
-    if (bind(socket_, any, size) != 0 || listen(socket_, 1) != 0 || getsockname(socket_, any, &size) != 0) {
-      throw std::runtime_error("cannot listen");
-    }
-    port = ntohs(address.sin_port);
+/// Listens on the loopback interface, at a port that the system chooses. Returns the socket and the port.
+std::pair<int, int> listen_somewhere() {
+  const int own = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* any = reinterpret_cast<sockaddr*>(&address);
+  if (bind(own, any, size) != 0 || listen(own, 1) != 0 || getsockname(own, any, &size) != 0) {
+    throw std::runtime_error("cannot listen");
   }
-  ~Listener() { close(socket_); }
-  int port;
+  return {own, ntohs(address.sin_port)};
+}
 
- private:
-  int socket_;
-};
-
-int free_port() { return Listener().port; }
+int free_port() {
+  const auto [socket, port] = listen_somewhere();
+  close(socket);
+  return port;
+}
 
 Variables loopback(int rank, int size, int port) {
   return {{"RANK", std::to_string(rank)},
@@ -137,20 +134,20 @@ TEST(RanksEnvironment, VariablesAreChecked) {
 }
 
 TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
-  static const Listener taken;  // until the process ends, because a thread waits for its answer
+  const int taken = listen_somewhere().second;  // until the process ends, because a thread waits for its answer
   const auto error_of = [](int rank, int port, const Variables& more = {}) {
     set(loopback(rank, 2, port));
     set(more);
     return message_from([] { Ranks::from_environment(RanksOptions().join_timeout(milliseconds(300))); });
   };
   const auto at = [](int port) { return " at 127.0.0.1:" + std::to_string(port); };
-  EXPECT_THAT(error_of(0, taken.port), HasSubstr("rank 0 cannot listen" + at(taken.port)));
+  EXPECT_THAT(error_of(0, taken), HasSubstr("rank 0 cannot listen" + at(taken)));
   const Variables elsewhere = {{"MASTER_ADDR", "192.0.2.1"}};  // not an address of this host
-  EXPECT_THAT(error_of(0, taken.port, elsewhere), HasSubstr("rank 0 cannot listen at 192.0.2.1"));
+  EXPECT_THAT(error_of(0, taken, elsewhere), HasSubstr("rank 0 cannot listen at 192.0.2.1"));
   const int unserved = free_port();
   EXPECT_THAT(error_of(1, unserved), HasSubstr("rank 1 cannot reach the store" + at(unserved)));
-  EXPECT_THAT(error_of(1, taken.port),  // by a program that does not answer
-              HasSubstr("rank 1 cannot reach the store" + at(taken.port) + ": no answer within 300 ms"));
+  EXPECT_THAT(error_of(1, taken),  // by a program that does not answer
+              HasSubstr("rank 1 cannot reach the store" + at(taken) + ": no answer within 300 ms"));
   unset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"});
 }
 
