@@ -216,7 +216,7 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
-       "layer 2", "weight Float[4, 4]", "weight Float[5, 4]"},
+       "layer 2", "'2', weight Float[4, 4], bias", "'2', weight Float[5, 4]"},
       {[](auto&, auto&, auto& model) { model->parameters()[4].requires_grad_(false); }, "layer 2", "weight Float[4, 4]",
        "weight Float[4, 4] frozen"},
       {[](auto&, auto&, auto& model) {

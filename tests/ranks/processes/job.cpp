@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <cstring>
+#include <cstdio>
 #include <fstream>
 #include <iostream>
 #include <set>
@@ -133,8 +133,7 @@ std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
 std::vector<End> run_job(int size, const Body& body, const JobOptions& options) {
   if (rank_of_this_process() >= 0) run_as_rank(size, body, options);
   const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-  const auto test = std::string(info->test_suite_name()) + "." + info->name();
-  std::strncpy(present.test, test.c_str(), sizeof present.test - 1);
+  std::snprintf(present.test, sizeof present.test, "%s.%s", info->test_suite_name(), info->name());
   present.size = size;
   ++present.job;
   present.limit = options.limit;
