@@ -47,10 +47,6 @@ GPipe make_stateful(const Balance& balance, const GPipeOptions& options) {
   return GPipe(model, balance, options);
 }
 
-GPipe make_tied(const Balance& balance, const GPipeOptions& options) {
-  return GPipe(tied_model(torch::kFloat), balance, options);
-}
-
 /// Nine layers with skips and a buffer, of factories. The first and the last share a matrix.
 GPipe make_of_factories(const Balance& balance, const GPipeOptions& options) {
   const auto matrix = std::make_shared<Tensor>();
@@ -79,7 +75,8 @@ const std::vector<TrainedModel> kTrainedModels = {
       {{1, 1, 2, 1, 1, 1, 2, 1}, "zb_v"},
       {{2, 1, 1, 1, 1, 1, 2, 1}, "interleaved_1f1b", 2}}},
     {"tied",
-     make_tied,                               // layer 0 owns a matrix, which 2 and 6 share
+     [](const auto& balance, const auto& options) { return GPipe(tied_model(torch::kFloat), balance, options); },
+     // Layer 0 owns a matrix, which 2 and 6 share.
      {{{1, 2, 2, 2}, "1f1b"},                 // over two ranks, one stage borrows on the owner's, one on the other
       {{1, 6}, "zb_h1"},                      // two layers of one stage borrow
       {{1, 1, 1, 4}, "zb_h1"},                // two workers of a rank borrow
@@ -150,10 +147,8 @@ class Training {
     const auto loss = pipe_->loss(x, model_.target(x), model_.loss);
     (2 * loss).backward();
     const auto output = pipe_->forward(x);
-    std::vector<Tensor> trained;
-    for (const auto& parameter : pipe_->parameters()) {
-      if (parameter.requires_grad()) trained.push_back(parameter);
-    }
+    auto trained = pipe_->parameters();
+    std::erase_if(trained, [](const Tensor& parameter) { return !parameter.requires_grad(); });
     if (trained.empty()) {
       output.sum().backward();
     } else {
