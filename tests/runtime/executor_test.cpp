@@ -75,25 +75,6 @@ TEST(Executor, RefusesWhatItCannotRun) {
   EXPECT_THROW(Executor(-1), std::invalid_argument);
 }
 
-TEST(Executor, RefusesToRunOnItsOwnWorkers) {
-  const auto program = gpipe_program(straight(2, 2));
-  Executor executor(2);
-  Executor other(2);
-  FakeCells cells(program);
-  EXPECT_FALSE(executor.on_worker());
-  cells.on_action = [&](const Action& it) {
-    EXPECT_TRUE(executor.on_worker());
-    EXPECT_FALSE(other.on_worker());
-    expect_runs(other, program, 0);
-    if (it == action("1F0")) executor.run(program, Part::kAll, cells);
-  };
-  const auto failure = executor.run(program, Part::kAll, cells);
-  ASSERT_TRUE(failure);
-  EXPECT_EQ(failure->action, action("1F0"));
-  EXPECT_THROW(std::rethrow_exception(failure->error), std::logic_error);
-  EXPECT_THAT(message(*failure), HasSubstr("own workers"));
-}
-
 TEST(Executor, ConcurrentCallersTakeTurns) {
   const auto program = every_kind();
   const auto other = gpipe_program(straight(3, 5));

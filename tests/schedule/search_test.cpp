@@ -1,9 +1,11 @@
-#include "gpipe/schedule/greedy.h"
-
+// Schedules that simulation finds: list schedules, the search for the fastest one, and the choice of "auto".
 #include <array>
 #include <functional>
 #include <limits>
+#include <string_view>
 
+#include "gpipe/schedule/auto_schedule.h"
+#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "tests/schedule/programs.h"
 
@@ -233,6 +235,73 @@ TEST(NamedGreedy, IsFasterThanWholeBackwards) {
       }
     }
   }
+}
+
+// "auto" against all named schedules, simulated with the costs that it should have measured.
+
+/// Each stage takes longer than the one before by `growth`.
+Costs costs(const Layout& layout, double growth) {
+  Costs costs;
+  for (int s = 0; s < layout.stages; ++s) {
+    const double size = 1 + growth * s;
+    costs.actions.push_back({size, size, 1.9 * size, 1.1 * size, 0.9 * size});
+    costs.stored.push_back(0.9 * size);
+  }
+  costs.edges.assign(layout.stages - 1, 0);
+  return costs;
+}
+
+Simulation simulated(const Layout& layout, Schedule schedule, double growth) {
+  return simulate(plain_program(layout, std::move(schedule)), costs(layout, growth));
+}
+
+std::string chosen(const Layout& layout, Checkpoint checkpoint, double growth = 0, bool saves_memory = false) {
+  const auto measured = simulated(layout, measuring_schedule(layout, checkpoint), growth).timeline;
+  return fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/false, saves_memory);
+}
+
+TEST(AutoSchedule, IsWithinOnePercentOfTheFastest) {
+  constexpr double kGrowth = 0.1;
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const int workers : {1, 2, 4}) {
+      for (const int micro_batches : {2, 3, 8}) {
+        for (const bool v : {false, true}) {
+          const auto layout = v ? v_shaped(workers, micro_batches) : straight(workers, micro_batches);
+          const auto seconds_of = [&](std::string_view name) {
+            return simulated(layout, make_schedule(name, layout, checkpoint), kGrowth).makespan;
+          };
+          const auto name = chosen(layout, checkpoint, kGrowth);
+          for (const auto& rule : schedule_rules()) {
+            if (!rule.misfit(layout).empty() || fills_and_drains(rule.name)) continue;
+            EXPECT_LE(seconds_of(name), seconds_of(rule.name) * 1.01)
+                << name << " instead of " << rule.name << ", " << workers << " workers, " << micro_batches
+                << " micro-batches";
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(AutoSchedule, SavesMemory) {
+  const auto saving = [](const Layout& layout, Checkpoint checkpoint) { return chosen(layout, checkpoint, 0, true); };
+  EXPECT_EQ(chosen(straight(4, 8), Checkpoint::kNever), "zb_h2");
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kNever), "zb_h1");
+  EXPECT_EQ(saving(straight(4, 3), Checkpoint::kNever), "zb_h1") << "zb_h2 needs more with more micro-batches";
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kAlways), "1f1b") << "zb_h1 holds more graphs";
+  EXPECT_EQ(chosen(straight(1, 8), Checkpoint::kNever), "1f1b") << "equally fast, with the fewest cells";
+  EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
+}
+
+TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
+  const auto layout = looped(2, 1, 4);
+  auto measured = simulated(layout, measuring_schedule(layout, Checkpoint::kNever), /*growth=*/0).timeline;
+  const auto name = fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/false, false);
+  for (auto& span : measured.spans) {
+    if (span.action.micro_batch == 3) span.end = span.start + 0.01;
+  }
+  EXPECT_NE(name, "1f1b");
+  EXPECT_EQ(fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/true, false), name);
 }
 
 }  // namespace
