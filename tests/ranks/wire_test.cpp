@@ -83,10 +83,7 @@ TEST(Wire, PostsMemoryAheadWithinBounds) {
   EXPECT_EQ(carry(kLarge), 4);
   EXPECT_EQ(carry(kLarge / 2), 7);  // about a megabyte
   EXPECT_EQ(carry(1), 10);
-  for (int i = 0; i < 10; ++i) {
-    wire.send(i, {"", "x"});
-    wire.receive(i);
-  }
+  wire.network.of(0).close();
 }
 
 TEST(Wire, KeepsAnOwnerUntilDelivery) {

@@ -8,6 +8,9 @@
 namespace gpipe::testing {
 namespace {
 
+using ::testing::Field;
+using ::testing::Throws;
+
 /// Lets one or two actions throw.
 void expect_failure(Executor& executor, const Program& program, std::mt19937_64& random) {
   std::vector<Action> faulty;
@@ -26,16 +29,11 @@ void expect_failure(Executor& executor, const Program& program, std::mt19937_64&
   ASSERT_TRUE(failure);
   ASSERT_TRUE(failure->action);
   EXPECT_TRUE(throws(*failure->action)) << to_string(*failure->action);
-  try {
-    std::rethrow_exception(failure->error);
-  } catch (const Fault& fault) {
-    EXPECT_EQ(fault.action, failure->action);
-  }
+  EXPECT_THAT([&] { std::rethrow_exception(failure->error); }, Throws<Fault>(Field(&Fault::action, *failure->action)));
   for (int w = 0; w < program.workers(); ++w) {
     const auto& list = program.schedule()[w];
     const auto& ran = cells.ran[w];
-    ASSERT_LE(ran.size(), list.size());
-    EXPECT_TRUE(std::equal(ran.begin(), ran.end(), list.begin()));
+    EXPECT_TRUE(std::mismatch(ran.begin(), ran.end(), list.begin(), list.end()).first == ran.end());
     const auto thrown = std::find_if(ran.begin(), ran.end(), throws);
     EXPECT_TRUE(thrown == ran.end() || thrown + 1 == ran.end()) << "worker " << w << " ran on after its error";
   }

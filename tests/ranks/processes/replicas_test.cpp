@@ -13,8 +13,6 @@ namespace {
 
 using MakeModel = std::function<Sequential()>;
 
-const LossFunction kSum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
-
 Tensor inputs(std::int64_t samples) { return torch::arange(samples * 6, torch::kDouble).reshape({samples, 6}).sin(); }
 Tensor targets(std::int64_t samples) { return inputs(samples).cos() * 2; }
 
@@ -215,7 +213,8 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
 
 RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2)}) {
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
-  pair.step(9, true, kSum, StepOptions().reduction(Reduction::kSum));
+  const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
+  pair.step(9, true, sum, StepOptions().reduction(Reduction::kSum));
   pair.step(9, true, kSquaredError, StepOptions().scale(4));
   // The weights are those of all replicas' micro-batches.
   const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
