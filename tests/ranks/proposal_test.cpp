@@ -2,9 +2,7 @@
 
 #include <gmock/gmock.h>
 
-#include <stdexcept>
-#include <string>
-#include <vector>
+#include "tests/support/support.h"
 
 namespace gpipe {
 namespace {
@@ -17,12 +15,7 @@ constexpr Mesh kThree{.positions = 3, .replicas = 1};
 std::string told(const std::vector<Proposal>& calls, SameData& data, const Mesh& mesh = kThree) {
   std::vector<std::string> words;
   for (const auto& call : calls) words.push_back(encode(call));
-  try {
-    decode_agreement(decide(words, mesh, data));
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "";
+  return error_of([&] { decode_agreement(decide(words, mesh, data)); });
 }
 
 std::vector<Proposal> with_data(const std::vector<std::uint64_t>& data) {

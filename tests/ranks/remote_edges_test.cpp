@@ -1,10 +1,5 @@
 #include "gpipe/ranks/remote_edges.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <random>
-
 #include "gpipe/ranks/mesh.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
@@ -66,8 +61,7 @@ TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
 }
 
 TEST(PlanWires, JoinsTheEdgesOfAnAction) {
-  const auto program =
-      make(straight(3, 1), with_skips(chain(3), {{0, 2}, {0, 1}}), lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
+  const auto program = Program::make(straight(3, 1), chain(3, {{0, 2, ""}, {0, 1, ""}}), fill(straight(3, 1)));
   const auto plans = plan_wires(program, Part::kForward, {0, 1, 1});
   ASSERT_EQ(plans.size(), 2);
   EXPECT_EQ(plans[0].to, 1);

@@ -1,37 +1,17 @@
 #include "gpipe/ranks/wire.h"
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest-spi.h>
 
 #include <array>
-#include <random>
 #include <thread>
 
-#include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 
 namespace gpipe::testing {
 namespace {
 
-/// Messages with sizes of every kind.
-std::vector<Strings> contents() {
-  return {
-      {"values", "small", ""},
-      {"values", std::string(kLarge, 'x'), "", "tail"},
-      {""},
-      {"values without pieces"},
-      {"", "", ""},
-      {"", std::string(kLarge, 'y'), std::string(kLarge + 1, 'z')},
-      {"other values", "longer pieces, but small"},
-  };
-}
-
-/// The same sizes, other bytes.
-Strings altered(Strings strings) {
-  for (auto& string : strings) {
-    for (auto& letter : string) letter = static_cast<char>(letter + 1);
-  }
-  return strings;
-}
+using ::testing::HasSubstr;
 
 TEST(Wire, DrainsUntilTheMemoryMayChange) {
   Wire wire(/*seed=*/4);
@@ -60,7 +40,7 @@ TEST(Wire, SendsALayoutOnlyWhenItChanges) {
     const auto before = sends();
     wire.expect(1);
     wire.send(0, content);
-    wire.receive(0);
+    EXPECT_EQ(wire.receive(0), content);
     auto after = sends();
     for (int i = 0; i < 3; ++i) after[i] -= before[i];
     return after;
@@ -68,10 +48,14 @@ TEST(Wire, SendsALayoutOnlyWhenItChanges) {
   const Strings small = {"values", "a piece", "another"};
   const Strings large = {"values", std::string(kLarge, 'x'), "", "y"};
   EXPECT_EQ(carry(small), (std::array{1, 0, 3}));
-  EXPECT_EQ(carry(small), (std::array{1, 0, 0}));
+  EXPECT_EQ(carry({"others", "of such", "lengths"}), (std::array{1, 0, 0}));
   EXPECT_EQ(carry(large), (std::array{1, 0, 3}));
-  EXPECT_EQ(carry(large), (std::array{1, 2, 0}));
+  EXPECT_EQ(carry({"others", std::string(kLarge, 'z'), "", "!"}), (std::array{1, 2, 0}));
   EXPECT_EQ(carry(small), (std::array{1, 2, 3}));  // completes the receives for the large one
+  for (const auto& content : std::vector<Strings>{{""}, {"no pieces"}, {"", "", ""}, large, {""}}) {
+    carry(content);
+    EXPECT_EQ(carry(content)[2], 0);
+  }
 }
 
 TEST(Wire, PostsMemoryAheadWithinBounds) {
@@ -99,10 +83,7 @@ TEST(Wire, PostsMemoryAheadWithinBounds) {
   EXPECT_EQ(carry(kLarge), 4);
   EXPECT_EQ(carry(kLarge / 2), 7);  // about a megabyte
   EXPECT_EQ(carry(1), 10);
-  for (int i = 0; i < 10; ++i) {
-    wire.send(i, {"", "x"});
-    wire.receive(i);
-  }
+  wire.network.of(0).close();
 }
 
 TEST(Wire, KeepsAnOwnerUntilDelivery) {
@@ -132,42 +113,149 @@ TEST(Wire, KeepsAnOwnerUntilDelivery) {
   wire.network.of(0).close();
 }
 
-/// Several calls of random messages in one direction, some as in the call before. Each end on its own thread.
-void carry_random_messages(std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  const auto all = contents();
-  std::vector<std::vector<Strings>> calls;
-  for (int call = draw(random, 1, 4); call > 0; --call) {
-    auto& messages = calls.emplace_back();
-    for (int i = 0; i < 12; ++i) {
-      const bool repeats = calls.size() > 1 && draw(random, 0, 2) > 0;
-      messages.push_back(repeats ? altered(calls[calls.size() - 2][i])
-                                 : all[draw(random, 0, static_cast<int>(all.size()) - 1)]);
-    }
+/// What stands before each message.
+struct Header {
+  std::uint64_t magic = 0x6770697065000001;
+  std::uint64_t sequence = 0;
+  std::uint64_t label = 0;
+  std::uint64_t layout_bytes = 3;
+  std::uint64_t values_bytes = 0;
+};
+
+/// Expects that what is sent by hand, a header and a layout with values, is refused with each of the words.
+void expect_refused(Header header, const std::string& layout_and_values, const std::vector<std::string>& words) {
+  FakeNetwork network(2);
+  WireReceiver receiver(network.of(1), 0, kFirstTag, kLongLimit, allocate);
+  LastLayout last;
+  receiver.expect({&last});
+  const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+  const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+  try {
+    receiver.receive(0);
+    ADD_FAILURE() << "no error";
+  } catch (const ConnectionError& error) {
+    ADD_FAILURE() << error.what();
+  } catch (const std::runtime_error& error) {
+    for (const auto& word : words) EXPECT_THAT(error.what(), HasSubstr(word));
   }
-  Wire wire(seed);
-  wire.sender_layouts.resize(12);
-  wire.receiver_layouts.resize(12);
-  std::jthread sender([&] {
-    for (const auto& messages : calls) {
-      for (int i = 0; i < 12; ++i) {
-        wire.sender->send(wire.sender_layouts[i], i, message(messages[i]));
-      }
-    }
-  });
-  for (const auto& messages : calls) {
-    wire.receiver.expect(pointers_to(wire.receiver_layouts, 12));
-    for (int i = 0; i < 12; ++i) EXPECT_EQ(wire.receive(i), messages[i]);
-  }
-  sender.join();
+  EXPECT_FALSE(last.known);
+  network.of(1).close();
 }
 
-TEST(Wire, CarriesRandomMessagesUnderDelays) {
-  const auto seeds = seeds_from_environment(20);
-  for (auto seed = seeds.first; seed < seeds.first + seeds.count && !HasFailure(); ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    carry_random_messages(seed);
+TEST(WireFailure, RefusesMalformedMessages) {
+  const std::vector<std::string> due = {"rank 0 sent message", "message 0 with label 0 was due", "the same program"};
+  expect_refused({.magic = 1}, "0 0", due);
+  expect_refused({.sequence = 1}, "0 0", due);
+  expect_refused({.label = 0xabc}, "0 0", {"rank 0 sent message 0 with label abc", "label 0 was due"});
+  expect_refused({.layout_bytes = 1 << 21}, "0 0", {"announced a layout of 2097152 bytes"});
+  expect_refused({.layout_bytes = ~std::uint64_t{0}}, "0 0", {"announced a layout"});
+  expect_refused({.values_bytes = 1 << 21}, "0 0", {"with 2097152 bytes of values"});
+  expect_refused({.values_bytes = 1}, "0 0!", {"1 bytes of values, but the layout has 0"});
+  expect_refused({}, "5 0", {"0 bytes of values, but the layout has 5"});
+  expect_refused({}, "bad", {"the layout is malformed: bad"});
+  expect_refused({.layout_bytes = 0}, "0 0", {"message 0 without a layout"});
+}
+
+TEST(WireFailure, IsRousedByAClose) {
+  for (const int closes : {0, 1}) {
+    Wire wire;
+    wire.expect(2);
+    std::jthread closer([&] { wire.network.of(closes).close(); });
+    EXPECT_THROW(wire.receive(0), ConnectionError);
+    closer.join();
+    EXPECT_THROW(wire.receive(1), ConnectionError);
+    EXPECT_THROW(wire.send(0, {"", ""}), ConnectionError);
   }
+}
+
+TEST(WireFailure, TellsOfALostConnectionWhenItReceives) {
+  Wire wire;
+  wire.network.of(0).close();
+  EXPECT_NO_THROW(wire.expect(2));
+  EXPECT_THROW(wire.receive(0), ConnectionError);
+}
+
+TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
+  Wire wire;
+  wire.expect(5);
+  auto large = message({"", std::string(kLarge, 'x')});
+  const std::weak_ptr<const void> owner = large.owner;
+  wire.sender->send(wire.sender_layouts[0], 0, std::move(large));
+  for (int i = 1; i < 5; ++i) wire.send(i, {"", "x"});
+  wire.network.of(1).close();
+  wire.sender.reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+[[noreturn]] void send_until_it_throws(WireSender& sender) {
+  for (LastLayout last;; std::this_thread::yield()) sender.send(last, 1, message({""}));
+}
+
+TEST(WireFailure, KeepsMemoryAfterATimeOutUntilTheConnectionsAreClosed) {
+  FakeNetwork network(2);
+  std::optional<WireSender> sender(std::in_place, network.of(0), 1, kFirstTag, kShortLimit);
+  LastLayout by_sender;
+  auto large = message({"", std::string(kLarge, 'x')});
+  const std::weak_ptr<const void> owner = large.owner;
+  sender->send(by_sender, 0, std::move(large));
+  EXPECT_THROW(send_until_it_throws(*sender), TimeoutError);
+  EXPECT_THROW(sender->send(by_sender, 0, message({""})), TimeoutError) << "the error of an earlier message";
+  EXPECT_FALSE(owner.expired());
+  network.of(0).close();
+  sender.reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
+  const std::string layout_and_values = "2 3ab";
+  const std::string piece = "xyz";
+  for (const bool piece_comes : {false, true}) {
+    FakeNetwork network(2);
+    WireReceiver receiver(network.of(1), 0, kFirstTag, kShortLimit, allocate);
+    LastLayout last;
+    receiver.expect({&last});
+    Header header{.values_bytes = 2};
+    const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+    std::shared_ptr<Transfer> second;
+    if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+    EXPECT_THROW(receiver.receive(0), TimeoutError);
+    const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)));
+    late->wait(kLongLimit);
+    network.of(1).close();
+  }
+}
+
+// The network of these tests is strict.
+
+template <typename T>
+auto bytes(T& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+TEST(FakeConnections, MoveNothingToARankThatHasStopped) {
+  FakeNetwork network(3);
+  std::array<int, 2> memory = {};
+  const auto receive = network.of(1).receive(0, 0, bytes(memory));
+  const auto send = network.of(0).send(1, 0, bytes(memory));
+  const auto other = network.of(2).receive(1, 0, bytes(memory));
+  network.stop(1);
+  EXPECT_THROW(send->wait(kShortLimit), TimeoutError);
+  EXPECT_THROW(other->wait(kShortLimit), TimeoutError);
+  network.of(0).close();
+  network.of(2).close();
+  network.await_the_others_end(1);
+  EXPECT_THROW(receive->wait(kLongLimit), ConnectionError);
+}
+
+TEST(FakeConnections, ReportAMessageThatIsTooLongAndATransferThatIsDropped) {
+  FakeNetwork network(2);
+  std::array<int, 2> memory = {};
+  const auto send = network.of(0).send(1, 0, bytes(memory));
+  EXPECT_THROW(send->wait(kShortLimit), TimeoutError) << "nothing receives it";
+  auto receive = network.of(1).receive(0, 0, bytes(memory).first(7));
+  EXPECT_NONFATAL_FAILURE(EXPECT_THROW(receive->wait(kLongLimit), ConnectionError), "sent 8 bytes");
+  receive = network.of(1).receive(0, 0, bytes(memory));
+  EXPECT_NONFATAL_FAILURE(receive.reset(), "rank 1 dropped a message from rank 0");
 }
 
 }  // namespace

@@ -1,27 +1,19 @@
 // Wires that carry plain bytes.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
 #include <exception>
-#include <memory>
 #include <optional>
-#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "gpipe/ranks/remote_edges.h"
 #include "tests/ranks/fake_connections.h"
 
 namespace gpipe::testing {
+
+using Strings = std::vector<std::string>;
 
 /// The memory of a message of plain bytes. Its layout has the sizes of the values and of each piece, as text.
 class Bytes : public Incoming {
@@ -29,9 +21,7 @@ class Bytes : public Incoming {
   explicit Bytes(std::string_view layout) {
     std::istringstream in{std::string(layout)};
     std::size_t size = 0;
-    while (in >> size) {
-      strings.push_back(std::string(size, '?'));
-    }
+    while (in >> size) strings.emplace_back(size, '?');
     if (!in.eof() || strings.empty()) throw std::runtime_error("the layout is malformed: " + std::string(layout));
   }
 
@@ -42,7 +32,7 @@ class Bytes : public Incoming {
     return pieces;
   }
 
-  std::vector<std::string> strings;  ///< the values, then the pieces
+  Strings strings;  ///< the values, then the pieces
 
  private:
   static std::span<std::byte> bytes(std::string& string) { return std::as_writable_bytes(std::span(string)); }
@@ -51,8 +41,8 @@ class Bytes : public Incoming {
 inline std::unique_ptr<Incoming> allocate(std::string_view layout) { return std::make_unique<Bytes>(layout); }
 
 /// A message of the values, then the pieces.
-inline Outgoing message(std::vector<std::string> strings) {
-  const auto owner = std::make_shared<std::vector<std::string>>(std::move(strings));
+inline Outgoing message(Strings strings) {
+  const auto owner = std::make_shared<Strings>(std::move(strings));
   Outgoing result;
   result.values = owner->front();
   for (const auto& string : *owner) {
@@ -63,11 +53,7 @@ inline Outgoing message(std::vector<std::string> strings) {
   return result;
 }
 
-inline std::vector<std::string> strings(std::unique_ptr<Incoming> message) {
-  return std::move(static_cast<Bytes&>(*message).strings);
-}
-
-using Strings = std::vector<std::string>;
+inline Strings strings(std::unique_ptr<Incoming> message) { return std::move(static_cast<Bytes&>(*message).strings); }
 
 inline constexpr std::size_t kLarge = 300'000;  // does not travel with its header
 

@@ -1,5 +1,5 @@
-// Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
-// fails the test.
+// Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is
+// lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails the test.
 #include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
@@ -58,81 +58,73 @@ class Watchdog {
   std::thread thread_;  // last, because the thread uses the other members
 };
 
-void wait(EventCount& event, bool with_limit, absl::FunctionRef<bool()> condition) {
-  if (with_limit) {
-    EXPECT_TRUE(event.await_for(/*spins=*/0, kLong, condition));
-  } else {
-    event.await(/*spins=*/0, condition);
+class EventCountStress : public ::testing::TestWithParam<bool> {
+ protected:
+  void wait(absl::FunctionRef<bool()> condition) {
+    if (GetParam()) {
+      EXPECT_TRUE(event.await_for(/*spins=*/0, kLong, condition));
+    } else {
+      event.await(/*spins=*/0, condition);
+    }
   }
-}
 
-void let_others_run(int times) {
-  for (int i = 0; i < times; ++i) std::this_thread::yield();
-}
+  /// Waits until holds() is true, or the test is stuck. Lets other threads run after each check, so that the condition
+  /// often changes between the check and the sleep.
+  void wait_slowly(int yields, absl::FunctionRef<bool()> holds) {
+    wait([&] {
+      const bool is = holds() || watchdog.stuck();
+      for (int i = 0; i < yields; ++i) std::this_thread::yield();
+      return is;
+    });
+  }
 
-/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between
-/// the check and the sleep.
-void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
-  wait(event, with_limit, [&] {
-    const bool is = holds();
-    let_others_run(yields);
-    return is;
-  });
-}
+  void TearDown() override { EXPECT_FALSE(watchdog.stuck()) << "a wake-up was lost after " << progress << " rounds"; }
 
-class EventCountStress : public ::testing::TestWithParam<bool> {};
+  EventCount event;
+  std::atomic<int> progress = 0;
+  Watchdog watchdog{event, progress};
+};
 INSTANTIATE_TEST_SUITE_P(, EventCountStress, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "AwaitFor" : "Await"; });
 
 TEST_P(EventCountStress, TwoThreadsTakeTurns) {
-  EventCount event;
-  std::atomic<int> turn = 0;
-  Watchdog watchdog(event, turn);
   const auto play = [&](int player) {
     for (int round = 0; round < kRounds && !watchdog.stuck(); ++round) {
-      wait_slowly(event, GetParam(), 1 + round % 3, [&] { return turn % 2 == player || watchdog.stuck(); });
-      ++turn;
+      wait_slowly(1 + round % 3, [&] { return progress % 2 == player; });
+      ++progress;
       event.announce();
     }
   };
   std::thread other([&] { play(1); });
   play(0);
   other.join();
-  EXPECT_FALSE(watchdog.stuck()) << "a wake-up was lost after " << turn << " turns";
 }
 
 TEST_P(EventCountStress, EveryWaiterIsWoken) {
   constexpr int kWaiters = 3;
-  EventCount event;
-  std::atomic<int> round = 0;
   std::atomic<int> arrived = 0;
-  Watchdog watchdog(event, round);
   std::array<std::thread, kWaiters> waiters;
   for (auto& waiter : waiters) {
     waiter = std::thread([&] {
       for (int wanted = 1; wanted <= kRounds / 4 && !watchdog.stuck(); ++wanted) {
-        wait_slowly(event, GetParam(), 1 + wanted % 3, [&] { return round >= wanted || watchdog.stuck(); });
+        wait_slowly(1 + wanted % 3, [&] { return progress >= wanted; });
         ++arrived;
         event.announce();
       }
     });
   }
   for (int number = 1; number <= kRounds / 4 && !watchdog.stuck(); ++number) {
-    ++round;
+    ++progress;
     event.announce();
-    wait_slowly(event, GetParam(), 1 + number % 2, [&] { return arrived >= kWaiters * number || watchdog.stuck(); });
+    wait_slowly(1 + number % 2, [&] { return arrived >= kWaiters * number; });
   }
   for (auto& waiter : waiters) waiter.join();
-  EXPECT_FALSE(watchdog.stuck()) << "a wake-up was lost in round " << round;
 }
 
 TEST_P(EventCountStress, SleeperIsCountedBeforeItsLastCheck) {
-  EventCount event;
   std::atomic<int> checks = 0;
   std::atomic<bool> changed = false;
   std::atomic<bool> announced = false;
-  std::atomic<int> progress = 0;
-  Watchdog watchdog(event, progress);
   std::atomic<bool> ready = false;
   std::thread other([&] {
     ready = true;
@@ -142,7 +134,7 @@ TEST_P(EventCountStress, SleeperIsCountedBeforeItsLastCheck) {
     announced = true;
   });
   while (!ready) std::this_thread::yield();
-  wait(event, GetParam(), [&] {
+  wait([&] {
     const bool is = changed || watchdog.stuck();
     // The second check is the last one before the sleep. The change comes after it. announce() returns at once if it
     // sees no sleeper; otherwise it waits until this thread sleeps.
@@ -152,7 +144,6 @@ TEST_P(EventCountStress, SleeperIsCountedBeforeItsLastCheck) {
     return is;
   });
   other.join();
-  EXPECT_FALSE(watchdog.stuck()) << "announce() did not see the sleeper";
 }
 
 TEST(EventCount, AwaitForEndsAfterItsTimeAndReturnsWhetherTheConditionHolds) {
@@ -196,18 +187,12 @@ TEST(Channel, PutHappensBeforeTake) {
   EXPECT_EQ(sum, kCount * (kCount + 1L) / 2);
 }
 
-TEST(Channel, CancelReleasesAConsumer) {
+TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
   Channel channel(2);
   std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
   channel.put(0);
   channel.cancel();
   consumer.join();
-}
-
-TEST(Channel, EveryTakeFailsAfterCancel) {
-  Channel channel(2);
-  channel.put(0);
-  channel.cancel();
   channel.cancel();
   EXPECT_FALSE(channel.take(0));
   EXPECT_FALSE(channel.take(1));

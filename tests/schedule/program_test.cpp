@@ -1,133 +1,88 @@
-// Programs: actions, edges, the lists of gpipe, and their text.
+// Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
 #include "gpipe/schedule/program.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <cstdint>
 #include <limits>
-#include <random>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
+#include <span>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule/verifier.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
-
-using testing::action;
-using testing::chain;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using testing::layout_of;
-using testing::print;
-using testing::straight;
-using ::testing::ThrowsMessage;
-using testing::with_skips;
 
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;
   const auto edges = cut_edges({2, 1, 3}, {{0, 1, "inside"}, {1, 3, "far"}, {2, 2, "own"}, {0, 2, "near"}}, &crossing);
-  ASSERT_EQ(edges.size(), 4U);
-  const auto ends = [&](int edge) { return std::pair(edges[edge].from, edges[edge].to); };
-  EXPECT_EQ(ends(0), std::pair(0, 1));
-  EXPECT_EQ(ends(1), std::pair(1, 2));
-  EXPECT_EQ(ends(2), std::pair(0, 2));
+  std::vector<std::pair<int, int>> ends;
+  for (const auto& edge : edges) ends.emplace_back(edge.from, edge.to);
+  EXPECT_THAT(ends, ElementsAre(std::pair(0, 1), std::pair(1, 2), std::pair(0, 2), std::pair(0, 1)));
   EXPECT_EQ(edges[2].name, "skip far");
-  EXPECT_EQ(ends(3), std::pair(0, 1));
   EXPECT_THAT(crossing, ElementsAre(1, 3));
 }
 
 TEST(CutEdges, RefusesInvalidBalancesAndLayers) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
-  const auto refused = [](const std::string& why) {
-    return ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(why));
-  };
-  EXPECT_THAT([] { cut_edges({kHuge, kHuge, 41}, {}); }, refused("sums to more than 2147483647"));
-  EXPECT_THAT([] { cut_edges({std::int64_t{1} << 31}, {}); }, refused("[2147483648] sums to more than 2147483647"));
-  EXPECT_THAT([] { cut_edges({3, -1}, {}); }, refused("balance is [3, -1], but every stage needs at least one layer"));
+  EXPECT_THAT([] { cut_edges({kHuge, kHuge, 41}, {}); }, refuses("sums to more than 2147483647"));
+  EXPECT_THAT([] { cut_edges({std::int64_t{1} << 31}, {}); }, refuses("[2147483648] sums to more than 2147483647"));
+  EXPECT_THAT([] { cut_edges({3, -1}, {}); }, refuses("balance is [3, -1], but every stage needs at least one layer"));
   EXPECT_EQ(cut_edges({1, (std::int64_t{1} << 31) - 2}, {}).size(), 1U) << "needs no memory for its layers";
   EXPECT_THROW(cut_edges({1, 1}, {{0, 2, "s"}}), std::out_of_range);
   EXPECT_THROW(cut_edges({1, 1}, {{-1, 1, "s"}}), std::out_of_range);
 }
 
 TEST(Wiring, GivesEachActionItsEdges) {
-  const Wiring wiring(3, with_skips(chain(3), {{0, 2}}));
-  const auto takes = [&](const char* text) {
-    const auto edges = wiring.takes(action(text));
-    return std::vector<int>(edges.begin(), edges.end());
+  struct Case {
+    std::string action;
+    std::vector<int> takes, puts;
   };
-  const auto puts = [&](const char* text) {
-    const auto edges = wiring.puts(action(text));
-    return std::vector<int>(edges.begin(), edges.end());
-  };
-  EXPECT_THAT(takes("0F0"), ElementsAre());
-  EXPECT_THAT(puts("0F0"), ElementsAre(0, 2));
-  EXPECT_THAT(takes("2F0"), ElementsAre(1, 2));
-  EXPECT_THAT(puts("2F0"), ElementsAre());
-  for (const char* backward : {"0B0", "0I0"}) {
-    EXPECT_THAT(takes(backward), ElementsAre(0, 2));
-    EXPECT_THAT(puts(backward), ElementsAre());
-  }
-  EXPECT_THAT(puts("2I0"), ElementsAre(1, 2));
-  for (const char* local : {"1R0", "1W0"}) {
-    EXPECT_THAT(takes(local), ElementsAre());
-    EXPECT_THAT(puts(local), ElementsAre());
+  const std::vector<Case> cases = {{"0F0", {}, {0, 2}}, {"2F0", {1, 2}, {}}, {"0B0", {0, 2}, {}}, {"0I0", {0, 2}, {}},
+                                   {"2I0", {}, {1, 2}}, {"1R0", {}, {}},     {"1W0", {}, {}}};
+  const Wiring wiring(3, chain(3, {{0, 2, ""}}));
+  const auto list = [](std::span<const int> edges) { return std::vector(edges.begin(), edges.end()); };
+  for (const auto& [text, takes, puts] : cases) {
+    EXPECT_EQ(list(wiring.takes(action(text))), takes) << text;
+    EXPECT_EQ(list(wiring.puts(action(text))), puts) << text;
   }
 }
 
-TEST(Program, KnowsItsEdgesAndPhases) {
-  const auto program = testing::make(straight(3, 2), with_skips(chain(3), {{0, 2}}),
-                                     fill_drain(straight(3, 2), Checkpoint::kExceptLast));
-  EXPECT_EQ(program.workers(), 3);
-  EXPECT_THAT(program.out_edges(0), ElementsAre(0, 2));
-  EXPECT_THAT(program.in_edges(0), ElementsAre());
-  EXPECT_THAT(program.in_edges(2), ElementsAre(1, 2));
-  EXPECT_TRUE(program.has_backward());
-  EXPECT_TRUE(program.two_phase());
+TEST(Program, KnowsItsPhases) {
+  const auto fills = gpipe_program(straight(3, 2));
+  EXPECT_EQ(fills.workers(), 3);
+  EXPECT_TRUE(fills.has_backward());
+  EXPECT_TRUE(fills.two_phase());
   for (int s = 0; s < 3; ++s) {
-    EXPECT_TRUE(program.recomputes(s, 0));
-    EXPECT_FALSE(program.recomputes(s, 1));
-    EXPECT_EQ(program.actions(s, Part::kForward).size(), 2u);
+    EXPECT_TRUE(fills.recomputes(s, 0));
+    EXPECT_FALSE(fills.recomputes(s, 1));
+    EXPECT_EQ(fills.actions(s, Part::kForward).size(), 2u);
   }
-}
-
-TEST(Program, MayHaveNoBackwardOrMixItWithForwards) {
-  const auto inference = testing::make(straight(2, 3), chain(2), fill(straight(2, 3)));
+  const auto inference = plain_program(straight(2, 3), fill(straight(2, 3)));
   EXPECT_FALSE(inference.has_backward());
   EXPECT_TRUE(inference.two_phase());
   EXPECT_EQ(inference.actions(1, Part::kForward).size(), 3u);
-  const auto program = testing::make(straight(2, 3), chain(2), testing::one_forward_one_backward(2, 3));
-  EXPECT_FALSE(program.two_phase());
-  EXPECT_EQ(program.actions(0, Part::kForward).size(), 2u);
-  EXPECT_EQ(program.actions(1, Part::kForward).size(), 1u);
+  const auto mixes = plain_program(straight(2, 3), make_schedule("1f1b", straight(2, 3), Checkpoint::kNever));
+  EXPECT_FALSE(mixes.two_phase());
+  EXPECT_EQ(mixes.actions(0, Part::kForward).size(), 2u);
+  EXPECT_EQ(mixes.actions(1, Part::kForward).size(), 1u);
 }
 
 TEST(Fill, RunsTheStagesOfAWorkerInOrder) {
-  EXPECT_THAT(print(fill(straight(2, 3))), ElementsAre("0F0 0F1 0F2", "1F0 1F1 1F2"));
-  EXPECT_THAT(print(fill(layout_of({0, 1, 0}, 2))), ElementsAre("0F0 0F1 2F0 2F1", "1F0 1F1"));
+  EXPECT_EQ(to_text(fill(straight(2, 3))), "0F0 0F1 0F2\n1F0 1F1 1F2\n");
+  EXPECT_EQ(to_text(fill(layout_of({0, 1, 0}, 2))), "0F0 0F1 2F0 2F1\n1F0 1F1\n");
 }
 
 TEST(FillDrain, RecomputesAsTheModeSaysAndDrainsInReverse) {
-  struct Case {
-    Layout layout;
-    Checkpoint checkpoint;
-    std::vector<std::string> lists;
+  const auto lists = [](const Layout& layout, Checkpoint checkpoint) {
+    return to_text(fill_drain(layout, checkpoint));
   };
-  const std::vector<Case> cases = {
-      {straight(2, 2), Checkpoint::kNever, {"0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"}},
-      {straight(2, 3), Checkpoint::kExceptLast, {"0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0", "1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0"}},
-      {straight(1, 1), Checkpoint::kExceptLast, {"0F0 0B0"}},
-      {straight(2, 2), Checkpoint::kAlways, {"0F0 0F1 0R1 0B1 0R0 0B0", "1F0 1F1 1R1 1B1 1R0 1B0"}},
-      {straight(1, 1), Checkpoint::kAlways, {"0F0 0R0 0B0"}},
-      {layout_of({0, 1, 1, 0}, 2),
-       Checkpoint::kExceptLast,
-       {"0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0", "1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0"}}};
-  for (const auto& [layout, checkpoint, lists] : cases) EXPECT_EQ(print(fill_drain(layout, checkpoint)), lists);
+  EXPECT_EQ(lists(straight(2, 2), Checkpoint::kNever), "0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0\n");
+  EXPECT_EQ(lists(straight(2, 3), Checkpoint::kExceptLast),
+            "0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0\n1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0\n");
+  EXPECT_EQ(lists(straight(1, 1), Checkpoint::kExceptLast), "0F0 0B0\n");
+  EXPECT_EQ(lists(straight(2, 2), Checkpoint::kAlways), "0F0 0F1 0R1 0B1 0R0 0B0\n1F0 1F1 1R1 1B1 1R0 1B0\n");
+  EXPECT_EQ(lists(straight(1, 1), Checkpoint::kAlways), "0F0 0R0 0B0\n");
+  EXPECT_EQ(lists(layout_of({0, 1, 1, 0}, 2), Checkpoint::kExceptLast),
+            "0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0\n1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0\n");
 }
 
 TEST(Generators, RefuseTooManyCellsAndInvalidLayouts) {
@@ -135,23 +90,19 @@ TEST(Generators, RefuseTooManyCellsAndInvalidLayouts) {
   // In int arithmetic 65536 x 65536 would be 0, and 65537 x 65536 would be 65536.
   for (const auto& [stages, micro_batches] :
        {std::pair(2, kMost), std::pair(kMost, 2), std::pair(1 << 16, 1 << 16), std::pair((1 << 16) + 1, 1 << 16)}) {
-    const auto make = [stages = stages, micro_batches = micro_batches] {
-      Program::make({stages, micro_batches, {}}, {}, {});
-    };
-    EXPECT_THAT(make, ThrowsMessage<std::invalid_argument>(HasSubstr("at most 4194304 cells"))) << stages;
+    EXPECT_THAT(refusal({stages, micro_batches, {}}, {}, {}), HasSubstr("at most 4194304 cells")) << stages;
   }
   EXPECT_THROW(fill(layout_of({0, 2}, 1)), std::invalid_argument);
   EXPECT_THROW(fill(layout_of({0, -1}, 1)), std::invalid_argument);
   EXPECT_THROW(fill_drain(straight(2, 0), Checkpoint::kNever), std::invalid_argument);
   EXPECT_THROW(fill(straight(2, kMost)), std::invalid_argument);
   EXPECT_THROW(fill_drain(straight(2, kMost), Checkpoint::kNever), std::invalid_argument);
-  EXPECT_THAT([] { Program::make({-1, 1, {}}, {}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
 }
 
 TEST(ScheduleText, ParsesWhatItPrints) {
   std::mt19937 random(1);
   for (int i = 0; i < 500; ++i) {
-    const auto parts = testing::random_parts(random);
+    const auto parts = random_parts(random);
     const auto parsed = parse_schedule(to_text(parts.schedule));
     EXPECT_EQ(parsed.schedule, parts.schedule);
     EXPECT_EQ(parsed.layout.placement, parts.layout.placement);
@@ -180,5 +131,126 @@ TEST(ScheduleText, NamesLineColumnAndReason) {
   EXPECT_THAT(error(" , \n# nothing\n"), HasSubstr("the schedule is empty"));
 }
 
+TEST(Verifier, BoundsLiveCellsAndGraphs) {
+  using Bounds = std::vector<std::vector<int>>;
+  const auto bounds = [](const Layout& layout, const Schedule& schedule) {
+    const auto peaks = verify(layout, chain(layout.stages), schedule);
+    return Bounds{peaks.live, peaks.graphs};
+  };
+  const auto layout = straight(2, 3);
+  EXPECT_EQ(bounds(layout, fill_drain(layout, Checkpoint::kNever)), (Bounds{{3, 3}, {3, 3}}));
+  EXPECT_EQ(bounds(layout, fill_drain(layout, Checkpoint::kExceptLast)), (Bounds{{3, 3}, {1, 1}}));
+  EXPECT_EQ(bounds(layout, fill_drain(layout, Checkpoint::kAlways)), (Bounds{{3, 3}, {1, 1}}));
+  EXPECT_EQ(bounds(layout, fill(layout)), (Bounds{{1, 1}, {0, 0}}));
+  const auto longer = straight(4, 8);
+  EXPECT_THAT(bounds(longer, make_schedule("1f1b", longer, Checkpoint::kNever))[0], ElementsAre(4, 3, 2, 1));
+  EXPECT_THAT(bounds(longer, make_schedule("zb_h1", longer, Checkpoint::kNever))[0], ElementsAre(4, 4, 4, 4));
+}
+
+/// Expects Program::make to refuse the program with a message that contains all `parts`.
+void invalid(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule,
+             const std::vector<std::string>& parts) {
+  const auto error = refusal(layout, edges, schedule);
+  EXPECT_THAT(error, AllOf(Not(""), Not(HasSubstr("deadlocks"))));
+  for (const auto& part : parts) EXPECT_THAT(error, HasSubstr(part));
+}
+
+TEST(Verifier, RefusesInvalidLayouts) {
+  const Schedule one = lists({"0F0"});
+  invalid({-1, 1, {}}, {}, {}, {"-1 stages"});
+  invalid({0, 1, {}}, {}, {}, {"0 stages"});
+  invalid({1, 0, {0}}, {}, one, {"0 micro-batches"});
+  invalid({2, 1, {0}}, {}, one, {"1 entries", "2 stages"});
+  invalid({1, 1, {-1}}, {}, one, {"stage 0", "worker -1"});
+  invalid({2, 1, {0, 2000000000}}, {}, one, {"stage 1", "worker 2000000000"});
+  invalid({3, 1, {0, 2, 2}}, {}, one, {"worker 1 has no stage", "worker 2"});
+  invalid({2, 1, {0, 1}}, {}, one, {"1 lists", "2 workers"});
+}
+
+TEST(Verifier, RefusesInvalidEdges) {
+  const auto layout = straight(3, 1);
+  const auto schedule = fill(layout);
+  invalid(layout, {{1, 1, "loop"}}, schedule, {"edge 0 ('loop')", "stage 1 to stage 1"});
+  invalid(layout, {{0, 1, ""}, {2, 1, "back"}}, schedule, {"edge 1 ('back')", "stage 2 to stage 1", "0..2"});
+  invalid(layout, {{0, 3, ""}}, schedule, {"edge 0", "stage 0 to stage 3"});
+  invalid(layout, {{-1, 2, ""}}, schedule, {"stage -1 to stage 2"});
+}
+
+TEST(Verifier, RefusesActionsInTheWrongPlace) {
+  const auto refused = [](const Schedule& schedule, const std::vector<std::string>& parts) {
+    invalid(straight(2, 1), chain(2), schedule, parts);
+  };
+  refused(lists({"0F0 2F0", "1F0"}), {"worker 0 has 2F0", "stage 2", "0..1"});
+  refused(lists({"0F0", "1F0 1F1"}), {"worker 1 has 1F1", "micro-batch 1", "0..0"});
+  refused(lists({"-1F0", "1F0"}), {"worker 0 has -1F0"});
+  refused(lists({"0F-1", "1F0"}), {"worker 0 has 0F-1"});
+  refused(lists({"0F0 1F0", ""}), {"worker 0 has 1F0", "placed on worker 1"});
+  refused(lists({"0F0", "1F0 1B0"}), {"lacks 0B0"});
+}
+
+TEST(Verifier, RefusesRepeatedMissingAndMisplacedActionsOfACell) {
+  const auto refused = [](const std::string& list, const std::vector<std::string>& parts) {
+    invalid(straight(1, 1), {}, lists({list}), parts);
+  };
+  refused("0F0 0F0", {"0F0 twice"});
+  refused("0F0 0R0 0R0 0B0", {"0R0 twice"});
+  refused("0F0 0B0 0I0 0W0", {"both 0B0 and 0I0"});
+  refused("0F0 0B0 0W0", {"both 0B0 and 0W0"});
+  refused("", {"lacks 0F0"});
+  refused("0B0", {"lacks 0F0"});
+  refused("0F0 0I0", {"lacks 0W0", "0I0 needs it"});
+  refused("0F0 0W0", {"lacks 0I0", "0W0 needs it"});
+  refused("0F0 0R0", {"0R0", "no backward"});
+  refused("0B0 0F0", {"0B0 stands before 0F0"});
+  refused("0R0 0F0 0B0", {"0R0 stands before 0F0"});
+  refused("0F0 0B0 0R0", {"0B0 stands before 0R0"});
+  refused("0F0 0W0 0I0", {"0W0 stands before 0I0"});
+  refused("0F0 0I0 0R0 0W0", {"0I0 stands before 0R0"});
+  invalid(straight(1, 2), {}, lists({"0F0 0F1 0B1 0B0 0B1"}), {"0B1 twice"});
+  invalid(straight(2, 2), chain(2), lists({"0F0 0F1", "1F0"}), {"lacks 1F1"});
+}
+
+TEST(Verifier, DeadlockMessageNamesGradientsAndOmitsWorkersThatFinish) {
+  const auto schedule = lists({"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"});
+  EXPECT_THAT(refusal(straight(3, 2), {{0, 1, "a"}, {1, 2, "b"}}, schedule),
+              AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('a') for 0B0"),
+                    HasSubstr("worker 1 waits to take edge 0 ('a') for 1F1"),
+                    HasSubstr("worker 2 waits to take edge 1 ('b') for 2F1")));
+}
+
+/// A second, simple implementation of rule 4: workers take turns until none can go on.
+bool finishes(const Parts& parts) {
+  Sent sent(parts.edges);
+  std::vector<std::size_t> next(parts.schedule.size());
+  std::size_t left = 0;
+  for (const auto& list : parts.schedule) left += list.size();
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (std::size_t w = 0; w < next.size(); ++w) {
+      const auto& list = parts.schedule[w];
+      if (next[w] == list.size() || !sent.reaches(list[next[w]])) continue;
+      sent.add(list[next[w]++]);
+      --left;
+      moved = true;
+    }
+  }
+  return left == 0;
+}
+
+TEST(Verifier, AgreesWithASimpleImplementationOnRandomPrograms) {
+  std::mt19937 random(7);
+  int accepted = 0;
+  int refused = 0;
+  for (int i = 0; i < 3500; ++i) {
+    const auto parts = random_parts(random);
+    const auto error = refusal(parts.layout, parts.edges, parts.schedule);
+    ASSERT_EQ(error.empty(), finishes(parts)) << error << to_text(parts.schedule);
+    ++(error.empty() ? accepted : refused);
+    EXPECT_THAT(error, ::testing::AnyOf("", HasSubstr("the schedule deadlocks")));
+  }
+  EXPECT_GT(accepted, 500);
+  EXPECT_GT(refused, 500);
+}
+
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -1,14 +1,18 @@
 #pragma once
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <initializer_list>
 #include <random>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,19 +22,25 @@
 
 namespace gpipe::testing {
 
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// Matches a callable that throws std::invalid_argument with a message that contains the text.
+inline auto refuses(const std::string& text) {
+  return ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(text));
+}
+
 /// The inverse of to_string(Action).
 inline Action action(const std::string& text) {
   Action result;
-  char kind = 0;
-  std::istringstream in(text);
-  in >> result.stage >> kind >> result.micro_batch;
-  for (const Kind it : {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W}) {
-    if (in && in.eof() && to_char(it) == kind) {
-      result.kind = it;
-      return result;
-    }
-  }
-  throw std::invalid_argument("not an action: " + text);
+  char letter = 0;
+  std::istringstream(text) >> result.stage >> letter >> result.micro_batch;
+  const auto kind = std::string("FRBIW").find(letter);
+  result.kind = static_cast<Kind>(kind);
+  if (kind == std::string::npos || to_string(result) != text) throw std::invalid_argument("not an action: " + text);
+  return result;
 }
 
 /// Makes a schedule from one string of actions per worker.
@@ -44,45 +54,41 @@ inline Schedule lists(std::initializer_list<std::string> workers) {
   return result;
 }
 
-/// The inverse of lists().
-inline std::vector<std::string> print(const Schedule& schedule) {
-  std::vector<std::string> result;
-  for (const auto& list : schedule) {
-    std::string& line = result.emplace_back();
-    for (const Action& it : list) line += (line.empty() ? "" : " ") + to_string(it);
-  }
-  return result;
-}
-
 inline Layout layout_of(std::vector<int> placement, int micro_batches) {
   return {static_cast<int>(placement.size()), micro_batches, std::move(placement)};
 }
 
+inline Layout looped(int workers, int stages_per_worker, int micro_batches) {
+  return layout_of(looped_placement(workers, workers * stages_per_worker), micro_batches);
+}
+
 /// One stage per worker.
-inline Layout straight(int stages, int micro_batches) {
-  std::vector<int> placement;
-  for (int s = 0; s < stages; ++s) placement.push_back(s);
-  return layout_of(placement, micro_batches);
+inline Layout straight(int stages, int micro_batches) { return looped(stages, 1, micro_batches); }
+
+inline Layout v_shaped(int workers, int micro_batches) { return layout_of(v_placement(2 * workers), micro_batches); }
+
+/// The activations between neighbouring stages, and skips.
+inline std::vector<Edge> chain(int stages, const std::vector<LayerLink>& skips = {}) {
+  return cut_edges(std::vector<std::int64_t>(stages, 1), skips);
 }
 
-/// The activations between neighbouring stages.
-inline std::vector<Edge> chain(int stages) {
+/// Every pair of stages has an edge.
+inline std::vector<Edge> all_pairs(int stages) {
   std::vector<Edge> edges;
-  for (int s = 0; s + 1 < stages; ++s) {
-    edges.push_back({s, s + 1, "activation " + std::to_string(s) + "->" + std::to_string(s + 1)});
+  for (int from = 0; from < stages; ++from) {
+    for (int to = from + 1; to < stages; ++to) edges.push_back({from, to, ""});
   }
   return edges;
 }
 
-inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<std::pair<int, int>>& skips) {
-  for (const auto& [from, to] : skips) {
-    edges.push_back({from, to, "skip " + std::to_string(from) + "->" + std::to_string(to)});
-  }
-  return edges;
+/// A schedule on a model without skips.
+inline Program plain_program(const Layout& layout, Schedule schedule) {
+  return Program::make(layout, chain(layout.stages), std::move(schedule));
 }
 
-inline Program make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
-  return Program::make(std::move(layout), std::move(edges), std::move(schedule));
+/// GPipe's program of a model without skips.
+inline Program gpipe_program(const Layout& layout, Checkpoint checkpoint = Checkpoint::kExceptLast) {
+  return plain_program(layout, fill_drain(layout, checkpoint));
 }
 
 /// The error of Program::make(); "" if there is none.
@@ -90,38 +96,29 @@ inline std::string refusal(const Layout& layout, const std::vector<Edge>& edges,
   return error_of<std::invalid_argument>([&] { Program::make(layout, edges, schedule); });
 }
 
-/// The textbook 1F1B schedule with one stage per worker.
-inline Schedule one_forward_one_backward(int stages, int micro_batches) {
-  Schedule result(stages);
-  for (int s = 0; s < stages; ++s) {
-    const int warm_up = std::min(micro_batches, stages - s);
-    for (int m = 0; m < warm_up; ++m) result[s].push_back({Kind::F, s, m});
-    for (int m = 0; m < micro_batches; ++m) {
-      result[s].push_back({Kind::B, s, m});
-      if (warm_up + m < micro_batches) result[s].push_back({Kind::F, s, warm_up + m});
-    }
-  }
-  return result;
-}
+/// The executor's rules in a simple form: what the actions so far have sent.
+class Sent {
+ public:
+  explicit Sent(std::vector<Edge> edges) : edges_(std::move(edges)) {}
 
-/// ZB-H1: 1F1B with each B split into I and W. Worker r delays its W by r micro-batches.
-inline Schedule zero_bubble(int stages, int micro_batches) {
-  const Schedule whole = one_forward_one_backward(stages, micro_batches);
-  Schedule result(stages);
-  for (int s = 0; s < stages; ++s) {
-    int weights = 0;
-    for (const Action& it : whole[s]) {
-      if (it.kind == Kind::F) {
-        result[s].push_back(it);
-        continue;
-      }
-      result[s].push_back({Kind::I, s, it.micro_batch});
-      if (it.micro_batch + 1 - weights > s) result[s].push_back({Kind::W, s, weights++});
-    }
-    while (weights < micro_batches) result[s].push_back({Kind::W, s, weights++});
+  /// Whether all that the action takes has been sent.
+  bool reaches(const Action& action) const {
+    const bool forward = action.kind == Kind::F;
+    return !exchanges(action) || std::all_of(edges_.begin(), edges_.end(), [&](const Edge& edge) {
+      const auto [from, to] = forward ? std::pair(edge.from, edge.to) : std::pair(edge.to, edge.from);
+      return to != action.stage || sent_.contains({forward, from, action.micro_batch});
+    });
   }
-  return result;
-}
+  void add(const Action& action) {
+    if (exchanges(action)) sent_.insert({action.kind == Kind::F, action.stage, action.micro_batch});
+  }
+
+ private:
+  static bool exchanges(const Action& action) { return action.kind != Kind::R && action.kind != Kind::W; }
+
+  std::vector<Edge> edges_;
+  std::set<std::tuple<bool, int, int>> sent_;  // whether forward, from which stage, micro-batch
+};
 
 /// The arguments of Program::make.
 struct Parts {
@@ -141,10 +138,8 @@ inline Parts random_parts(std::mt19937& random) {
   std::shuffle(placement.begin(), placement.end(), random);
   Parts parts{layout_of(placement, micro_batches), {}, Schedule(workers)};
 
-  for (int from = 0; from < stages; ++from) {
-    for (int to = from + 1; to < stages; ++to) {
-      if (to == from + 1 || pick(0, 3) == 0) parts.edges.push_back({from, to, ""});
-    }
+  for (const Edge& edge : all_pairs(stages)) {
+    if (edge.to == edge.from + 1 || pick(0, 3) == 0) parts.edges.push_back(edge);
   }
   std::shuffle(parts.edges.begin(), parts.edges.end(), random);
 
@@ -152,68 +147,32 @@ inline Parts random_parts(std::mt19937& random) {
   // draws only cells whose next action has its data, so that the schedule runs.
   const bool backward = pick(0, 5) != 0;
   const bool data_first = pick(0, 3) != 0;
-  std::vector<std::vector<Action>> cells;
+  std::vector<std::deque<Action>> cells;
   for (int s = 0; s < stages; ++s) {
     for (int m = 0; m < micro_batches; ++m) {
       auto& cell = cells.emplace_back(1, Action{Kind::F, s, m});
       if (!backward) continue;
       if (pick(0, 1) == 0) cell.push_back({Kind::R, s, m});
-      if (pick(0, 1) == 0) {
-        cell.push_back({Kind::B, s, m});
-      } else {
-        cell.push_back({Kind::I, s, m});
-        cell.push_back({Kind::W, s, m});
-      }
+      const bool whole = pick(0, 1) == 0;
+      for (const Kind kind : whole ? std::vector{Kind::B} : std::vector{Kind::I, Kind::W}) cell.push_back({kind, s, m});
     }
   }
-  std::vector<std::size_t> next(cells.size(), 0);
-  const auto done = [&](int stage, int m, bool is_backward) {
-    const std::size_t c = stage * micro_batches + m;
-    for (std::size_t i = 0; i < next[c]; ++i) {
-      const Kind kind = cells[c][i].kind;
-      if (is_backward ? kind == Kind::B || kind == Kind::I : kind == Kind::F) return true;
-    }
-    return false;
-  };
-  const auto ready = [&](const Action& it) {
-    return std::all_of(parts.edges.begin(), parts.edges.end(), [&](const Edge& edge) {
-      if (it.kind == Kind::F) return edge.to != it.stage || done(edge.from, it.micro_batch, false);
-      if (it.kind == Kind::B || it.kind == Kind::I) return edge.from != it.stage || done(edge.to, it.micro_batch, true);
-      return true;
-    });
-  };
+  Sent sent(parts.edges);
   while (true) {
-    std::vector<std::size_t> open;
-    for (std::size_t c = 0; c < cells.size(); ++c) {
-      if (next[c] < cells[c].size() && (!data_first || ready(cells[c][next[c]]))) open.push_back(c);
+    std::vector<std::deque<Action>*> open;
+    for (auto& cell : cells) {
+      if (!cell.empty() && (!data_first || sent.reaches(cell.front()))) open.push_back(&cell);
     }
     if (open.empty()) return parts;
     // Prefers the first open cell, so that the lists resemble real schedules.
-    const std::size_t c = open[pick(0, 1) == 0 ? 0 : pick(0, static_cast<int>(open.size()) - 1)];
-    const Action it = cells[c][next[c]++];
-    parts.schedule[placement[it.stage]].push_back(it);
+    auto& cell = *open[pick(0, 1) == 0 ? 0 : pick(0, static_cast<int>(open.size()) - 1)];
+    sent.add(cell.front());
+    parts.schedule[placement[cell.front().stage]].push_back(cell.front());
+    cell.pop_front();
   }
 }
 
 inline const std::vector<int> kMicroBatches = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 23, 32, 40, 64};
-
-inline Layout looped(int workers, int stages_per_worker, int micro_batches) {
-  const int stages = workers * stages_per_worker;
-  return {stages, micro_batches, looped_placement(workers, stages)};
-}
-
-inline Layout v_shaped(int workers, int micro_batches) {
-  return {2 * workers, micro_batches, v_placement(2 * workers)};
-}
-
-/// Every pair of stages has an edge.
-inline std::vector<Edge> all_pairs(int stages) {
-  std::vector<Edge> edges;
-  for (int from = 0; from < stages; ++from) {
-    for (int to = from + 1; to < stages; ++to) edges.push_back({from, to, ""});
-  }
-  return edges;
-}
 
 /// Calls f(name, layout) for every named schedule and the looped and V layouts that it fits, with up to `most_workers`
 /// workers and `most_loops` stages on each.

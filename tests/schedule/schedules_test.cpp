@@ -1,56 +1,24 @@
 // The rules of schedules.h: their formulas, their lists, and what they refuse.
 #include "gpipe/schedules.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <array>
-#include <cstddef>
 #include <functional>
 #include <optional>
-#include <random>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
 
-using testing::all_pairs;
-using testing::for_each_shape;
-using ::testing::HasSubstr;
-using testing::kMicroBatches;
-using testing::looped;
-using ::testing::ThrowsMessage;
-using testing::v_shaped;
-
-struct Times {
-  double forward = 1;
-  double input = 1;
-  double weight = 1;
-
-  double cell() const { return forward + input + weight; }
-};
-
-/// Simulates a schedule. Transfers take no time.
-Simulation simulate(const Layout& layout, const Schedule& schedule, Times times = {}) {
-  const auto edges = testing::chain(layout.stages);
-  const std::array<double, 5> actions = {times.forward, 0, times.input + times.weight, times.input, times.weight};
-  return gpipe::simulate(testing::make(layout, edges, schedule),
-                         {.actions = std::vector(layout.stages, actions), .edges = std::vector<double>(edges.size())});
-}
-
-/// The makespan without the work of a worker.
-double overhead(const std::string& name, const Layout& layout, Times times = {}) {
-  const auto result = simulate(layout, make_schedule(name, layout, Checkpoint::kNever), times);
-  const int loops = layout.stages / layout.workers();
-  return result.makespan - loops * layout.micro_batches * times.cell();
+/// Simulates a schedule with these times of F, I and W. Transfers take no time.
+Simulation simulated(const std::string& name, const Layout& layout, const std::array<double, 3>& times = {1, 1, 1}) {
+  const auto [forward, input, weight] = times;
+  const std::array<double, 5> actions = {forward, 0, input + weight, input, weight};
+  return simulate(plain_program(layout, make_schedule(name, layout, Checkpoint::kNever)),
+                  {.actions = std::vector(layout.stages, actions), .edges = std::vector(layout.stages - 1, 0.0)});
 }
 
 /// The size of the largest group of micro-batches that an interleaved schedule runs at once.
@@ -111,12 +79,11 @@ TEST(Schedules, TakeTheTimeAndTheCellsOfTheirFormulas) {
     const int p = layout.workers();
     const int v = layout.stages / p;
     const int m = layout.micro_batches;
-    const bool fills = name == "gpipe";
-    if (fills && layout.placement != looped_placement(p, layout.stages)) return;
+    if (name == "gpipe" && layout.placement != looped_placement(p, layout.stages)) return;
     for (const auto& of : formulas) {
       if (of.name != name) continue;
       seen.insert(name);
-      const auto result = simulate(layout, make_schedule(name, layout, Checkpoint::kNever));
+      const auto result = simulated(name, layout);
       if (const auto expected = of.overhead(p, v, m)) EXPECT_EQ(result.makespan - 3 * v * m, *expected);
       // With few micro-batches, some workers of a V hold fewer cells.
       const bool is_bound = of.is_bound || (layout.placement.back() == 0 && p > 1 && m < 2 * p);
@@ -133,7 +100,7 @@ TEST(Schedules, TakeTheTimeAndTheCellsOfTheirFormulas) {
 // order. In split backwards, neither part changes it.
 TEST(Schedules, SumInOneOrder) {
   for_each_shape(8, 3, {1, 2, 3, 5, 8, 13, 40}, [](const std::string& name, const Layout& layout) {
-    const bool descending = name == "gpipe" || name == "looped_bfs";
+    const bool descending = fills_and_drains(name);
     const int first = descending ? layout.micro_batches - 1 : 0;
     const int step = descending ? -1 : 1;
     for (const auto& list : make_schedule(name, layout, Checkpoint::kNever)) {
@@ -141,9 +108,7 @@ TEST(Schedules, SumInOneOrder) {
       std::vector<int> inputs(layout.stages, first);
       std::vector<int> weights(layout.stages, first);
       for (const auto& [kind, stage, m] : list) {
-        if (kind == Kind::F) {
-          EXPECT_EQ(m, forward[stage]++);
-        }
+        if (kind == Kind::F) EXPECT_EQ(m, forward[stage]++);
         if (kind == Kind::B || kind == Kind::I) {
           EXPECT_EQ(m, inputs[stage]);
           inputs[stage] += step;
@@ -158,93 +123,90 @@ TEST(Schedules, SumInOneOrder) {
 }
 
 TEST(Schedules, RecomputeDirectlyBeforeTheBackward) {
-  for_each_shape(4, 2, {1, 3, 6}, [](const std::string& name, const Layout& layout) {
-    const auto program = testing::make(layout, {}, make_schedule(name, layout, Checkpoint::kExceptLast));
-    for (const auto& list : program.schedule()) {
-      for (std::size_t i = 0; i < list.size(); ++i) {
-        if (list[i].kind != Kind::R) continue;
-        const auto [kind, stage, m] = list[i + 1];
-        EXPECT_TRUE(kind == Kind::B || kind == Kind::I);
-        EXPECT_EQ((Action{Kind::R, stage, m}), list[i]);
-      }
-    }
-    for (int stage = 0; stage < layout.stages; ++stage) {
-      for (int m = 0; m < layout.micro_batches; ++m) {
-        EXPECT_EQ(program.recomputes(stage, m), m + 1 < layout.micro_batches);
-      }
-    }
-  });
+  EXPECT_EQ(to_text(make_schedule("zb_h1", straight(2, 2), Checkpoint::kExceptLast)),
+            "0F0 0F1 0R0 0I0 0W0 0I1 0W1\n"
+            "1F0 1R0 1I0 1F1 1I1 1W0 1W1\n");
 }
 
 TEST(Schedules, RunForAnyNumberOfMicroBatchesWithASkipBetweenAnyTwoStages) {
   for_each_shape(8, 3, kMicroBatches, [](const std::string& name, const Layout& layout) {
     const auto schedule = make_schedule(name, layout, Checkpoint::kAlways);
-    const auto edges = layout.micro_batches > 16 ? testing::chain(layout.stages) : all_pairs(layout.stages);
+    const auto edges = layout.micro_batches > 16 ? chain(layout.stages) : all_pairs(layout.stages);
     EXPECT_NO_THROW(verify(layout, edges, schedule));
   });
 }
 
-TEST(Schedules, OneForwardOneBackward) {
-  EXPECT_EQ(to_text(make_schedule("1f1b", looped(3, 1, 4), Checkpoint::kNever)),
+// The interleaved lists, zb_v's and dualpipe_v's are those that PyTorch 2.11 makes.
+TEST(Schedules, HaveTheirLists) {
+  const auto lists = [](const char* name, const Layout& layout) {
+    return to_text(make_schedule(name, layout, Checkpoint::kNever));
+  };
+  EXPECT_EQ(lists("1f1b", looped(3, 1, 4)),
             "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n"
             "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
             "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n");
-}
-
-// The lists that PyTorch 2.11's ScheduleInterleaved1F1B makes.
-TEST(Schedules, Interleaved) {
-  EXPECT_EQ(to_text(make_schedule("interleaved_1f1b", looped(2, 2, 4), Checkpoint::kNever)),
+  EXPECT_EQ(lists("interleaved_1f1b", looped(2, 2, 4)),
             "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
             "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3\n");
+  EXPECT_EQ(lists("zb_h1", looped(3, 1, 4)),
+            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3\n"
+            "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3\n"
+            "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3\n");
+  EXPECT_EQ(lists("interleaved_zb", looped(2, 2, 2)),
+            "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1\n"
+            "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1\n");
+  EXPECT_EQ(lists("zb_v", v_shaped(2, 4)),
+            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3\n"
+            "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3\n");
+  EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 5)),
+            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4\n"
+            "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4\n");
+  // With fewer micro-batches than the rule needs, the others are left out.
+  EXPECT_EQ(lists("zb_v", v_shaped(2, 1)),
+            "0F0 3F0 3I0 3W0 0I0 0W0\n"
+            "1F0 2F0 2I0 2W0 1I0 1W0\n");
+  EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 1)),
+            "0F0 3F0 3I0 3W0 0B0\n"
+            "1F0 2F0 2B0 1B0\n");
 }
 
 TEST(Schedules, RefuseWhatDoesNotFit) {
   const auto make = [](const char* name, const Layout& layout) {
     return [=] { make_schedule(name, layout, Checkpoint::kNever); };
   };
+  const std::string one_each = "needs stage s on worker s, one stage per worker";
+  const std::string loops = "needs stage s on worker s mod the number of workers";
   EXPECT_THAT(make("1f1f", looped(2, 1, 2)),
-              ThrowsMessage<std::invalid_argument>(
-                  HasSubstr("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b")));
+              refuses("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b"));
   EXPECT_THAT(make("1f1b", looped(2, 2, 2)),
-              ThrowsMessage<std::invalid_argument>(HasSubstr(
-                  "schedule '1f1b' needs stage s on worker s, one stage per worker, but the layout has 4 stages "
-                  "on workers 0, 1, 0, 1")));
-  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}),
-              ThrowsMessage<std::invalid_argument>(HasSubstr("needs stage s on worker s mod the number of workers")));
-  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}),
-              ThrowsMessage<std::invalid_argument>(HasSubstr("the same number of stages")));
+              refuses("schedule '1f1b' " + one_each + ", but the layout has 4 stages on workers 0, 1, 0, 1"));
+  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)), refuses(one_each));
+  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}), refuses(loops));
+  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)), refuses(loops));
+  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), refuses("the same number of stages"));
   for (const auto& name : {"zb_v", "v_half", "v_min", "dualpipe_v"}) {
-    EXPECT_THAT(make(name, looped(2, 2, 2)),
-                ThrowsMessage<std::invalid_argument>(HasSubstr("needs stages s and 2p - 1 - s on worker s of p")));
-    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}),
-                ThrowsMessage<std::invalid_argument>(HasSubstr("but the layout has 3 stages on workers 0, 1, 0")));
+    EXPECT_THAT(make(name, looped(2, 2, 2)), refuses("needs stages s and 2p - 1 - s on worker s of p"));
+    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}), refuses("but the layout has 3 stages on workers 0, 1, 0"));
   }
-  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)),
-              ThrowsMessage<std::invalid_argument>(HasSubstr("needs stage s on worker s, one stage per worker")));
-  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)),
-              ThrowsMessage<std::invalid_argument>(HasSubstr("needs stage s on worker s mod the number of workers")));
   EXPECT_THROW(make("gpipe", {2, 0, {0, 1}})(), std::invalid_argument);
   EXPECT_THROW(looped_placement(0, 2), std::invalid_argument);
   EXPECT_THROW(v_placement(3), std::invalid_argument);
-}
-
-TEST(Placement, VSharesTheFirstWorkerWithTheLastStage) {
-  EXPECT_EQ(v_placement(6), (std::vector<int>{0, 1, 2, 2, 1, 0}));
-  EXPECT_EQ(v_placement(2), (std::vector<int>{0, 0}));
 }
 
 TEST(ZeroBubble, HasAFormulaForUnequalTimes) {
   std::mt19937 random(1);  // NOLINT: the same costs in each run
   std::uniform_real_distribution<double> time(0.1, 2);
   for (int i = 0; i < 500; ++i) {
-    const Times times{time(random), time(random), time(random)};
+    const std::array<double, 3> times{time(random), time(random), time(random)};
+    const auto [forward, input, weight] = times;
     const int p = std::uniform_int_distribution<int>(1, 8)(random);
     const int v = std::uniform_int_distribution<int>(1, 3)(random);
     const int m = std::uniform_int_distribution<int>(2 * p, 4 * p + 3)(random);
-    const double expected =
-        (p - 1) * std::max({times.forward, times.input, times.forward + times.input - times.weight});
-    EXPECT_NEAR(overhead("zb_h1", looped(p, 1, m), times), expected, 1e-9) << p << ' ' << m;
-    EXPECT_NEAR(overhead("interleaved_zb", looped(p, v, m), times), expected, 1e-9) << p << ' ' << v << ' ' << m;
+    const double idle = (p - 1) * std::max({forward, input, forward + input - weight});
+    for (const auto& [name, loops] : {std::pair("zb_h1", 1), std::pair("interleaved_zb", v)}) {
+      const double busy = loops * m * (forward + input + weight);
+      EXPECT_NEAR(simulated(name, looped(p, loops, m), times).makespan - busy, idle, 1e-9) << p << ' ' << v << ' ' << m;
+    }
   }
 }
 
@@ -285,35 +247,5 @@ TEST(ZeroBubble, HoldsRecomputedGraphsUntilTheirWeightGradients) {
   }
 }
 
-TEST(ZeroBubble, H1) {
-  EXPECT_EQ(to_text(make_schedule("zb_h1", looped(2, 1, 4), Checkpoint::kNever)),
-            "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3\n"
-            "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3\n");
-  EXPECT_EQ(make_schedule("zb_h1", looped(4, 1, 9), Checkpoint::kNever), testing::zero_bubble(4, 9));
-}
-
-// The lists that PyTorch 2.11's ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV make.
-TEST(ZeroBubble, EqualsTheListsOfPyTorch) {
-  EXPECT_EQ(to_text(make_schedule("interleaved_zb", looped(2, 2, 2), Checkpoint::kNever)),
-            "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1\n"
-            "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1\n");
-  EXPECT_EQ(to_text(make_schedule("zb_v", v_shaped(2, 4), Checkpoint::kNever)),
-            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3\n"
-            "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3\n");
-  EXPECT_EQ(to_text(make_schedule("dualpipe_v", v_shaped(2, 5), Checkpoint::kNever)),
-            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4\n"
-            "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4\n");
-}
-
-// With fewer micro-batches than the rule needs, the others are left out.
-TEST(ZeroBubble, RunsASingleMicroBatch) {
-  EXPECT_EQ(to_text(make_schedule("zb_v", v_shaped(2, 1), Checkpoint::kNever)),
-            "0F0 3F0 3I0 3W0 0I0 0W0\n"
-            "1F0 2F0 2I0 2W0 1I0 1W0\n");
-  EXPECT_EQ(to_text(make_schedule("dualpipe_v", v_shaped(2, 1), Checkpoint::kNever)),
-            "0F0 3F0 3I0 3W0 0B0\n"
-            "1F0 2F0 2B0 1B0\n");
-}
-
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -1,23 +1,17 @@
 #include "gpipe/timeline.h"
 
-#include <gtest/gtest.h>
-
 #include <array>
-#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
 
 using nlohmann::json;
-using testing::action;
+using ::testing::Pair;
 
 /// The events of one phase.
 std::vector<json> events(const Timeline& timeline, const std::string& phase) {
@@ -40,37 +34,32 @@ Timeline small() {
            {1, action("1B0"), 11.25, 12, 3}}};
 }
 
+/// The micro-batches of the most overlapped forwards, by stage.
+std::map<int, std::vector<int>> most_overlapped_of(const std::vector<Span>& spans) {
+  std::map<int, std::vector<int>> result;
+  const Timeline timeline{2, {}, spans};
+  for (const auto& [of, found] : most_overlapped(timeline)) {
+    for (const Span* span : found) result[of.first].push_back(span->action.micro_batch);
+  }
+  return result;
+}
+
 TEST(MostOverlapped, FindsSpansDuringWhichOtherWorkersAreBusy) {
-  const Timeline timeline{2,
-                          {},
-                          {{0, action("0F0"), 0, 10},     // alone for 5 s
-                           {1, action("1F0"), 5, 10},     // overlapped
-                           {0, action("0F1"), 10, 20},    // overlapped except for the last tenth
-                           {1, action("1F1"), 10, 19},    // overlapped
-                           {0, action("0F2"), 20, 30},    // overlapped
-                           {1, action("1F2"), 20, 34}}};  // alone for 4 s
-  const auto spans = most_overlapped(timeline);
-  ASSERT_EQ(spans.size(), 2U);
-  const auto micro_batches = [&](int stage) {
-    std::vector<int> found;
-    for (const Span* span : spans.at({stage, Kind::F})) found.push_back(span->action.micro_batch);
-    return found;
-  };
-  EXPECT_EQ(micro_batches(0), std::vector({1, 2}));
-  EXPECT_EQ(micro_batches(1), std::vector({0, 1}));
-  EXPECT_TRUE(most_overlapped({}).empty());
+  EXPECT_THAT(most_overlapped_of({{0, action("0F0"), 0, 10},     // alone for 5 s
+                                  {1, action("1F0"), 5, 10},     // overlapped
+                                  {0, action("0F1"), 10, 20},    // overlapped except for the last tenth
+                                  {1, action("1F1"), 10, 19},    // overlapped
+                                  {0, action("0F2"), 20, 30},    // overlapped
+                                  {1, action("1F2"), 20, 34}}),  // alone for 4 s
+              ElementsAre(Pair(0, ElementsAre(1, 2)), Pair(1, ElementsAre(0, 1))));
+  EXPECT_THAT(most_overlapped_of({}), ElementsAre());
 }
 
 TEST(MostOverlapped, IgnoresSpansOfTheSameWorker) {
-  const Timeline timeline{2,
-                          {},
-                          {{0, action("0F0"), 0, 10},   // half of it overlapped
-                           {0, action("0F1"), 10, 20},  // four tenths overlapped
-                           {1, action("1F0"), 5, 14}}};
-  const auto spans = most_overlapped(timeline);
-  const auto& found = spans.at({0, Kind::F});
-  ASSERT_EQ(found.size(), 1U);
-  EXPECT_EQ(found.front()->action.micro_batch, 0);
+  const auto found = most_overlapped_of({{0, action("0F0"), 0, 10},   // half of it overlapped
+                                         {0, action("0F1"), 10, 20},  // four tenths overlapped
+                                         {1, action("1F0"), 5, 14}});
+  EXPECT_THAT(found.at(0), ElementsAre(0));
 }
 
 TEST(Timeline, ComputesMakespanAndBubble) {
@@ -106,25 +95,23 @@ TEST(ChromeJson, HasAnArrowPerEdgeAndDirection) {
   const auto ends = events(small(), "f");
   ASSERT_EQ(starts.size(), 2);
   ASSERT_EQ(ends.size(), 2);
-  const auto inside = [](const json& event, double from, double to) {
-    return event.at("ts") > from * 1e6 && event.at("ts") < to * 1e6;
+  const auto expect_inside = [](const json& event, int worker, double from, double to) {
+    EXPECT_EQ(event.at("tid"), worker);
+    EXPECT_GT(event.at("ts"), from * 1e6);
+    EXPECT_LT(event.at("ts"), to * 1e6);
+    EXPECT_EQ(event.at("name"), "activation 0->1");
   };
-  EXPECT_TRUE(inside(starts[0], 0, 0.5));   // 0F0
-  EXPECT_TRUE(inside(ends[0], 0.5, 1));     // 1F0
-  EXPECT_TRUE(inside(starts[1], 1.25, 2));  // 1B0
-  EXPECT_TRUE(inside(ends[1], 2, 3));       // 0B0
-  EXPECT_EQ(starts[0].at("tid"), 0);
-  EXPECT_EQ(ends[0].at("tid"), 1);
-  EXPECT_EQ(starts[1].at("tid"), 1);
-  EXPECT_EQ(ends[1].at("tid"), 0);
-  for (const json& event : starts) EXPECT_EQ(event.at("name"), "activation 0->1");
+  expect_inside(starts[0], 0, 0, 0.5);   // 0F0
+  expect_inside(ends[0], 1, 0.5, 1);     // 1F0
+  expect_inside(starts[1], 1, 1.25, 2);  // 1B0
+  expect_inside(ends[1], 0, 2, 3);       // 0B0
 }
 
 TEST(ChromeJson, GivesEachArrowItsOwnId) {
-  const auto layout = testing::straight(4, 5);
-  const auto edges = testing::with_skips(testing::chain(4), {{0, 3}, {1, 3}});
-  for (const auto& schedule : {fill_drain(layout, Checkpoint::kAlways), testing::zero_bubble(4, 5)}) {
-    const auto program = testing::make(layout, edges, schedule);
+  const auto layout = straight(4, 5);
+  for (const auto* name : {"gpipe", "zb_h1"}) {
+    const auto program =
+        Program::make(layout, chain(4, {{0, 3, ""}, {1, 3, ""}}), make_schedule(name, layout, Checkpoint::kAlways));
     const auto timeline =
         simulate(program, {std::vector(4, std::array{1., 1., 2., 1., 1.}), std::vector(5, 0.)}).timeline;
     std::map<int, json> open;
@@ -160,4 +147,4 @@ TEST(ChromeJson, EscapesNames) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -1,16 +1,13 @@
 // Calls over ranks that train nothing: values that ranks share, and gradients that are clipped and unscaled together.
 
 #include <ATen/record_function.h>
-#include <gmock/gmock.h>
 #include <malloc.h>
 #include <torch/nn/utils/clip_grad.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <fstream>
 #include <limits>
 #include <numeric>
-#include <string_view>
 #include <thread>
 
 #include "gpipe/gradients.h"
@@ -20,10 +17,6 @@
 
 namespace gpipe {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -41,117 +34,106 @@ std::size_t resident_bytes() {
   return pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 }
 
-TEST(RanksCalls, ShareBytesAndTexts) {
-  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const std::string text : {"balance 1,2", "", "a\nb"}) {
-      EXPECT_EQ(ranks->share(ranks->rank() == 0 ? text : "nothing"), text);
-    }
-    auto pipe = make_pipe(3, "gpipe", ranks);
-    const int rank = ranks->rank();
-    for (const std::size_t size : {5, 1, 0, 1000000, 1000000, 3, 0}) {
-      const auto bytes_of = [&](std::size_t r) { return std::string(size * r, static_cast<char>('a' + r)); };
-      const auto all = pipe->gather(bytes_of(rank));
-      if (rank != 0) EXPECT_THAT(all, IsEmpty());
-      if (rank == 0) EXPECT_THAT(all, ElementsAre(bytes_of(0), bytes_of(1), bytes_of(2)));
-    }
-    EXPECT_THAT(message_from([&] { pipe->gather("", rank == 2 ? "apples" : "pears"); }),
-                HasSubstr("rank 2 calls gather of apples, but rank 0 calls gather of pears"));
-    if (rank == 1) pipe->withdraw("no bytes today");
-    if (rank != 1) {
-      EXPECT_THAT(message_from([&] { pipe->gather(""); }), HasSubstr("rank 1 refused the call: no bytes today"));
-    }
-  });
+RANKS_TEST(RanksCalls, ShareBytesAndTexts, 3) {
+  for (const std::string text : {"balance 1,2", "", "a\nb"}) {
+    EXPECT_EQ(ranks->share(ranks->rank() == 0 ? text : "nothing"), text);
+  }
+  auto pipe = make_pipe(3, "gpipe", ranks);
+  const int rank = ranks->rank();
+  for (const std::size_t size : {5, 1, 0, 1000000, 1000000, 3, 0}) {
+    const auto bytes_of = [&](std::size_t r) { return std::string(size * r, static_cast<char>('a' + r)); };
+    const auto all = pipe->gather(bytes_of(rank));
+    if (rank != 0) EXPECT_THAT(all, IsEmpty());
+    if (rank == 0) EXPECT_THAT(all, ElementsAre(bytes_of(0), bytes_of(1), bytes_of(2)));
+  }
+  EXPECT_THAT(message_from([&] { pipe->gather("", rank == 2 ? "apples" : "pears"); }),
+              HasSubstr("rank 2 calls gather of apples, but rank 0 calls gather of pears"));
+  if (rank == 1) pipe->withdraw("no bytes today");
+  if (rank != 1) {
+    EXPECT_THAT(message_from([&] { pipe->gather(""); }), HasSubstr("rank 1 refused the call: no bytes today"));
+  }
 }
 
-TEST(RanksCalls, LargeMessagesLeaveNoMemory) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    auto pipe = make_pipe(2, "gpipe", ranks);
-    constexpr std::size_t kLarge = std::size_t{100} << 20;
-    pipe->gather("");
-    const auto before = resident_bytes();
-    {
-      const auto all = pipe->gather(std::string(ranks->rank() == 0 ? 0 : kLarge, 'x'));
-      if (ranks->rank() == 0) EXPECT_EQ(all.at(1).size(), kLarge);
-    }
-    pipe->largest(0);  // rank 0 has received all
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-    const auto kept = [&] {
-      malloc_trim(0);  // the pipeline keeps freed memory
-      return resident_bytes() > before + kLarge / 4;
-    };
-    while (kept() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    EXPECT_FALSE(kept());
-  });
-}
-
-TEST(RanksCalls, ShareNumbers) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto rank = static_cast<std::uint64_t>(ranks->rank());
-    auto pipe = make_pipe(4, "zb_v", ranks);  // rank 0 has the first and the last stage
-    EXPECT_EQ(pipe->largest(3 * rank), 3);
-    EXPECT_EQ(pipe->largest(3 - rank), 3);
-    EXPECT_EQ(pipe->largest(rank == 0 ? 0 : ~std::uint64_t{0}), ~std::uint64_t{0});
-
-    std::vector<double> own;
-    for (const auto& parameter : pipe->named_parameters()) own.push_back(std::stoi(parameter.key()));  // its stage
-    EXPECT_THAT(pipe->of_all_parameters(own), ElementsAre(0, 0, 1, 1, 2, 2, 3, 3));
-    if (rank == 1) own.pop_back();
-    EXPECT_THAT(message_from([&] { pipe->of_all_parameters(own); }),
-                HasSubstr(rank == 1 ? "4, but there are 3" : "rank 1 refused the call"));
-  });
-}
-
-TEST(RanksCalls, SumOverReplicas) {
-  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
-    auto pipe = make_pipe(2, "gpipe", ranks);
-    // In another order, or with the numbers of more ranks, the first sum would not be 0.
-    const double large = std::vector<double>{1e16, 1, -1e16}[ranks->replica()];
-    const double counts = ranks->rank() < 3 ? 1 : 100;
-    EXPECT_THAT(pipe->sum_over_replicas({counts * large, counts}), ElementsAre(0, 3));
-    EXPECT_THAT(pipe->sum_over_replicas({}), IsEmpty());
-    EXPECT_THAT(message_from([&] { pipe->sum_over_replicas(std::vector<double>(ranks->rank() == 5 ? 2 : 1)); }),
-                HasSubstr("rank 5 calls sum of 2 numbers over replicas, but rank 0 calls sum of 1"));
-    for (const std::int64_t samples : {0, 1, 2, 3, 7, 12}) {
-      std::int64_t next = 0;
-      for (int r = 0; r < 3; ++r) {
-        const auto [begin, end] = ranks->part(samples, r);
-        EXPECT_EQ(begin, std::exchange(next, end));
-        EXPECT_GE(end - begin, samples / 3);
-        EXPECT_LE(end - begin, r == 2 ? samples / 3 : (samples + 2) / 3);
-        if (r == ranks->replica()) EXPECT_EQ(ranks->part(samples), std::pair(begin, end));
-      }
-      EXPECT_EQ(next, samples);
-    }
+RANKS_TEST(RanksCalls, LargeMessagesLeaveNoMemory, 2) {
+  auto pipe = make_pipe(2, "gpipe", ranks);
+  constexpr std::size_t kLarge = std::size_t{100} << 20;
+  pipe->gather("");
+  const auto before = resident_bytes();
+  {
+    const auto all = pipe->gather(std::string(ranks->rank() == 0 ? 0 : kLarge, 'x'));
+    if (ranks->rank() == 0) EXPECT_EQ(all.at(1).size(), kLarge);
+  }
+  pipe->largest(0);  // rank 0 has received all
+  const auto end = std::chrono::steady_clock::now() + seconds(20);
+  const auto kept = [&] {
+    malloc_trim(0);  // the pipeline keeps freed memory
+    return resident_bytes() > before + kLarge / 4;
   };
-  expect_job(6, body, {.ranks = patient().replicas(3)});
+  while (kept() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_FALSE(kept());
 }
 
-TEST(RanksCalls, GatherTimelines) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    auto pipe = make_pipe(4, "1f1b", ranks);
-    const auto timeline = std::make_shared<Timeline>();
-    pipe->trace(timeline);
-    for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kSquaredError);
-    const auto all = pipe->gather(*timeline);
-    EXPECT_EQ(all.spans.empty(), ranks->rank() != 0);
-    if (ranks->rank() != 0) return;
-    EXPECT_EQ(all.workers, 4);
-    EXPECT_EQ(all.edges.size(), 3);
-    std::map<std::tuple<int, int, int, Kind>, Span> spans;
-    for (const auto& span : all.spans) {
-      spans[{span.step, span.action.stage, span.action.micro_batch, span.action.kind}] = span;
+RANKS_TEST(RanksCalls, ShareNumbers, 2) {
+  const auto rank = static_cast<std::uint64_t>(ranks->rank());
+  auto pipe = make_pipe(4, "zb_v", ranks);  // rank 0 has the first and the last stage
+  EXPECT_EQ(pipe->largest(3 * rank), 3);
+  EXPECT_EQ(pipe->largest(3 - rank), 3);
+  EXPECT_EQ(pipe->largest(rank == 0 ? 0 : ~std::uint64_t{0}), ~std::uint64_t{0});
+
+  std::vector<double> own;
+  for (const auto& parameter : pipe->named_parameters()) own.push_back(std::stoi(parameter.key()));  // its stage
+  EXPECT_THAT(pipe->of_all_parameters(own), ElementsAre(0, 0, 1, 1, 2, 2, 3, 3));
+  if (rank == 1) own.pop_back();
+  EXPECT_THAT(message_from([&] { pipe->of_all_parameters(own); }),
+              HasSubstr(rank == 1 ? "4, but there are 3" : "rank 1 refused the call"));
+}
+
+RANKS_TEST(RanksCalls, SumOverReplicas, 6, {.ranks = patient().replicas(3)}) {
+  auto pipe = make_pipe(2, "gpipe", ranks);
+  // In another order, or with the numbers of more ranks, the first sum would not be 0.
+  const double large = std::vector<double>{1e16, 1, -1e16}[ranks->replica()];
+  const double counts = ranks->rank() < 3 ? 1 : 100;
+  EXPECT_THAT(pipe->sum_over_replicas({counts * large, counts}), ElementsAre(0, 3));
+  EXPECT_THAT(pipe->sum_over_replicas({}), IsEmpty());
+  EXPECT_THAT(message_from([&] { pipe->sum_over_replicas(std::vector<double>(ranks->rank() == 5 ? 2 : 1)); }),
+              HasSubstr("rank 5 calls sum of 2 numbers over replicas, but rank 0 calls sum of 1"));
+  for (const std::int64_t samples : {0, 1, 2, 3, 7, 12}) {
+    std::int64_t next = 0;
+    for (int r = 0; r < 3; ++r) {
+      const auto [begin, end] = ranks->part(samples, r);
+      EXPECT_EQ(begin, std::exchange(next, end));
+      EXPECT_GE(end - begin, samples / 3);
+      EXPECT_LE(end - begin, r == 2 ? samples / 3 : (samples + 2) / 3);
+      if (r == ranks->replica()) EXPECT_EQ(ranks->part(samples), std::pair(begin, end));
     }
-    EXPECT_EQ(spans.size(), all.spans.size());
-    // The ranks have one clock: an action ends before the next stage's begins.
-    for (int step = 0; step < 2; ++step) {
-      for (int i = 0; i < 4; ++i) {
-        for (int s = 0; s < 3; ++s) {
-          EXPECT_LE(spans.at({step, s, i, Kind::F}).end, spans.at({step, s + 1, i, Kind::F}).start);
-          EXPECT_LE(spans.at({step, s + 1, i, Kind::B}).end, spans.at({step, s, i, Kind::B}).start);
-        }
-      }
+    EXPECT_EQ(next, samples);
+  }
+}
+
+RANKS_TEST(RanksCalls, GatherTimelines, 2) {
+  auto pipe = make_pipe(4, "1f1b", ranks);
+  const auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kSquaredError);
+  const auto all = pipe->gather(*timeline);
+  EXPECT_EQ(all.spans.empty(), ranks->rank() != 0);
+  if (ranks->rank() != 0) return;
+  EXPECT_EQ(all.workers, 4);
+  EXPECT_EQ(all.edges.size(), 3);
+  std::map<std::tuple<int, int, Kind>, std::map<int, Span>> spans;  // by stage
+  for (const auto& span : all.spans) {
+    const auto& [kind, stage, micro_batch] = span.action;
+    if (kind == Kind::R) continue;
+    EXPECT_TRUE((spans[{span.step, micro_batch, kind}].emplace(stage, span).second));
+  }
+  EXPECT_EQ(spans.size(), 2 * 4 * 2);
+  // The ranks have one clock: an action ends before the next stage's begins.
+  for (const auto& [of, by_stage] : spans) {
+    const bool forward = std::get<Kind>(of) == Kind::F;
+    for (int s = 0; s < 3; ++s) {
+      EXPECT_LE(by_stage.at(forward ? s : s + 1).end, by_stage.at(forward ? s + 1 : s).start);
     }
-  });
+  }
 }
 
 // Clipping and unscaling over ranks have the bits of one process, which are PyTorch's up to rounding.
@@ -165,54 +147,41 @@ GPipe with_gradients(const std::shared_ptr<Ranks>& ranks) {
   return pipe;
 }
 
-void expect_same_gradients(GPipe& over, GPipe& alone) {
-  const auto expected = alone->named_parameters();
-  for (const auto& each : over->named_parameters()) {
-    EXPECT_TRUE(same(each.value().grad(), expected[each.key()].grad())) << each.key();
+RANKS_TEST(WholeGradients, AreClippedAsInOneProcess, 3) {
+  for (const double type : {2.0, 1.0, 3.0, kInfinity}) {
+    for (const double most : {0.01, 100.0}) {
+      auto over = with_gradients(ranks);
+      auto alone = with_gradients(nullptr);
+      auto plain = with_gradients(nullptr);
+      const auto total = clip_grad_norm_(*over, most, type);
+      EXPECT_TRUE(same(total, clip_grad_norm_(*alone, most, type)));
+      expect_part_of(gradients_of(over), gradients_of(alone));
+      const auto norm = total.item<double>();
+      EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(plain->parameters(), most, type), 1e-5 * norm);
+      expect_close(take_gradients(*alone), take_gradients(*plain));
+    }
+  }
+  for (const bool wrong : {true, false}) {  // arguments of one rank are refused on all
+    auto pipe = with_gradients(ranks);
+    const bool here = wrong && ranks->rank() == 1;
+    const auto refused = [](const std::function<void()>& call) { return message_from(call) != "nothing"; };
+    EXPECT_EQ(refused([&] { clip_grad_norm_(*pipe, here ? 0 : 1); }), wrong);
+    EXPECT_EQ(refused([&] { clip_grad_norm_(*pipe, 1, here ? -2 : 2); }), wrong);
+    EXPECT_EQ(refused([&] { unscale_grads_(*pipe, here ? kInfinity - kInfinity : 1); }), wrong);
   }
 }
 
-TEST(WholeGradients, AreClippedAsInOneProcess) {
-  expect_job(3, [](const auto& ranks) {
-    for (const double type : {2.0, 1.0, 3.0, kInfinity}) {
-      for (const double most : {0.01, 100.0}) {
-        auto over = with_gradients(ranks);
-        auto alone = with_gradients(nullptr);
-        auto plain = with_gradients(nullptr);
-        const auto total = clip_grad_norm_(*over, most, type);
-        EXPECT_TRUE(same(total, clip_grad_norm_(*alone, most, type)));
-        expect_same_gradients(over, alone);
-        const auto norm = total.template item<double>();
-        EXPECT_NEAR(norm, torch::nn::utils::clip_grad_norm_(plain->parameters(), most, type), 1e-5 * norm);
-        for (std::size_t p = 0; p < plain->parameters().size(); ++p) {
-          EXPECT_TRUE(torch::allclose(alone->parameters()[p].grad(), plain->parameters()[p].grad(), 1e-5, 1e-8));
-        }
-      }
-    }
-    for (const bool wrong : {true, false}) {  // arguments of one rank are refused on all
-      auto pipe = with_gradients(ranks);
-      const bool here = wrong && ranks->rank() == 1;
-      const auto refused = [](const std::function<void()>& call) { return message_from(call) != "nothing"; };
-      EXPECT_EQ(refused([&] { clip_grad_norm_(*pipe, here ? 0 : 1); }), wrong);
-      EXPECT_EQ(refused([&] { clip_grad_norm_(*pipe, 1, here ? -2 : 2); }), wrong);
-      EXPECT_EQ(refused([&] { unscale_grads_(*pipe, here ? kInfinity - kInfinity : 1); }), wrong);
-    }
-  });
-}
-
-TEST(WholeGradients, AreFiniteIfThoseOfAllRanksAre) {
-  expect_job(3, [](const auto& ranks) {
-    auto over = with_gradients(ranks);
-    auto alone = with_gradients(nullptr);
-    EXPECT_TRUE(unscale_grads_(*over, 8));
-    EXPECT_TRUE(unscale_grads_(*alone, 8));
-    expect_same_gradients(over, alone);
-    if (ranks->rank() == 1) over->parameters().front().mutable_grad()[0] = kInfinity;
-    EXPECT_FALSE(unscale_grads_(*over, 1));
-    EXPECT_THAT([&] { clip_grad_norm_(*over, 1, 2, /*error_if_nonfinite=*/true); }, throws<std::runtime_error>("inf"));
-    if (ranks->rank() != 0) return;
-    EXPECT_TRUE(torch::isfinite(over->parameters().front().grad()).all().template item<bool>());
-  });
+RANKS_TEST(WholeGradients, AreFiniteIfThoseOfAllRanksAre, 3) {
+  auto over = with_gradients(ranks);
+  auto alone = with_gradients(nullptr);
+  EXPECT_TRUE(unscale_grads_(*over, 8));
+  EXPECT_TRUE(unscale_grads_(*alone, 8));
+  expect_part_of(gradients_of(over), gradients_of(alone));
+  if (ranks->rank() == 1) over->parameters().front().mutable_grad()[0] = kInfinity;
+  EXPECT_FALSE(unscale_grads_(*over, 1));
+  EXPECT_THAT([&] { clip_grad_norm_(*over, 1, 2, /*error_if_nonfinite=*/true); }, throws<std::runtime_error>("inf"));
+  if (ranks->rank() != 0) return;
+  EXPECT_TRUE(torch::isfinite(over->parameters().front().grad()).all().item<bool>());
 }
 
 TEST(WholeGradients, AreReadAtOnce) {

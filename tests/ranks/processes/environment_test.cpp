@@ -1,20 +1,16 @@
 // Ranks as launchers start them: by the environment, and on two hosts. Attempts to run a job.
 
 #include <arpa/inet.h>
-#include <gmock/gmock.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
-#include <torch/torch.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <set>
-#include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -25,13 +21,7 @@
 namespace gpipe {
 namespace {
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using ::testing::AllOf;
 using ::testing::Each;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 /// Names an attempt on all ranks, which come in this order, a while one after the other.
 std::vector<std::string> attempt(c10d::Store& store, const std::vector<int>& order) {
@@ -79,28 +69,25 @@ void unset(const std::vector<std::string>& names) {
   for (const auto& name : names) unsetenv(name.c_str());
 }
 
-/// A TCP socket on the loopback interface, at a port that the system chose.
-class Listener {
- public:
-  Listener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof address;
-    auto* any = reinterpret_cast<sockaddr*>(&address);
-    if (bind(socket_, any, size) != 0 || listen(socket_, 1) != 0 || getsockname(socket_, any, &size) != 0) {
-      throw std::runtime_error("cannot listen");
-    }
-    port = ntohs(address.sin_port);
+/// Listens on the loopback interface, at a port that the system chooses. Returns the socket and the port.
+std::pair<int, int> listen_somewhere() {
+  const int own = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  auto* any = reinterpret_cast<sockaddr*>(&address);
+  if (bind(own, any, size) != 0 || listen(own, 1) != 0 || getsockname(own, any, &size) != 0) {
+    throw std::runtime_error("cannot listen");
   }
-  ~Listener() { close(socket_); }
-  int port;
+  return {own, ntohs(address.sin_port)};
+}
 
- private:
-  int socket_;
-};
-
-int free_port() { return Listener().port; }
+int free_port() {
+  const auto [socket, port] = listen_somewhere();
+  close(socket);
+  return port;
+}
 
 Variables loopback(int rank, int size, int port) {
   return {{"RANK", std::to_string(rank)},
@@ -147,20 +134,20 @@ TEST(RanksEnvironment, VariablesAreChecked) {
 }
 
 TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
-  static const Listener taken;  // until the process ends, because a thread waits for its answer
+  const int taken = listen_somewhere().second;  // until the process ends, because a thread waits for its answer
   const auto error_of = [](int rank, int port, const Variables& more = {}) {
     set(loopback(rank, 2, port));
     set(more);
     return message_from([] { Ranks::from_environment(RanksOptions().join_timeout(milliseconds(300))); });
   };
   const auto at = [](int port) { return " at 127.0.0.1:" + std::to_string(port); };
-  EXPECT_THAT(error_of(0, taken.port), HasSubstr("rank 0 cannot listen" + at(taken.port)));
+  EXPECT_THAT(error_of(0, taken), HasSubstr("rank 0 cannot listen" + at(taken)));
   const Variables elsewhere = {{"MASTER_ADDR", "192.0.2.1"}};  // not an address of this host
-  EXPECT_THAT(error_of(0, taken.port, elsewhere), HasSubstr("rank 0 cannot listen at 192.0.2.1"));
+  EXPECT_THAT(error_of(0, taken, elsewhere), HasSubstr("rank 0 cannot listen at 192.0.2.1"));
   const int unserved = free_port();
   EXPECT_THAT(error_of(1, unserved), HasSubstr("rank 1 cannot reach the store" + at(unserved)));
-  EXPECT_THAT(error_of(1, taken.port),  // by a program that does not answer
-              HasSubstr("rank 1 cannot reach the store" + at(taken.port) + ": no answer within 300 ms"));
+  EXPECT_THAT(error_of(1, taken),  // by a program that does not answer
+              HasSubstr("rank 1 cannot reach the store" + at(taken) + ": no answer within 300 ms"));
   unset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"});
 }
 
@@ -187,28 +174,22 @@ std::vector<std::string> listens_at() {
   return addresses;
 }
 
-TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& outer) {
-    EXPECT_THAT(listens_at(), IsEmpty());
-    const auto port = outer->share(std::to_string(outer->rank() == 0 ? free_port() : 0));
-    set(loopback(outer->rank(), 2, std::stoi(port)));
-    const auto ranks = Ranks::from_environment(patient());
-    EXPECT_EQ(ranks->rank(), outer->rank());
-    EXPECT_EQ(ranks->size(), 2);
-    step(ranks);
-    // Rank 0 also serves the store.
-    EXPECT_THAT(listens_at(), std::vector<std::string>(outer->rank() == 0 ? 2 : 1, "0100007F"));
-    set({{"LOCAL_RANK", std::to_string(outer->rank())}});
-    EXPECT_EQ(new_ranks(2)->local_rank(), outer->rank());
-  });
+RANKS_TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface, 2) {
+  EXPECT_THAT(listens_at(), IsEmpty());
+  const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
+  set(loopback(ranks->rank(), 2, std::stoi(port)));
+  const auto named = Ranks::from_environment(patient());
+  EXPECT_EQ(named->rank(), ranks->rank());
+  EXPECT_EQ(named->size(), 2);
+  step(named);
+  // Rank 0 also serves the store.
+  EXPECT_THAT(listens_at(), std::vector<std::string>(ranks->rank() == 0 ? 2 : 1, "0100007F"));
+  set({{"LOCAL_RANK", std::to_string(ranks->rank())}});
+  EXPECT_EQ(new_ranks(2)->local_rank(), ranks->rank());
 }
 
-struct Output {
-  int status;
-  std::string text;
-};
-
-Output shell(const std::string& command) {
+/// Returns the command's exit status, or minus a signal, and its output.
+End shell(const std::string& command) {
   FILE* pipe = popen(("exec 2>&1\n" + command).c_str(), "r");
   if (pipe == nullptr) throw std::runtime_error("cannot start a shell");
   std::string text;
@@ -251,11 +232,11 @@ TEST(RanksEnvironment, TheEndOfTheStorePrintsNothingAfterTheError) {
     const auto run = shell("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) +
                            "\n" + kill + "RANK=0 " + this_test_as_a_rank() + " >/dev/null 2>&1 &\n" + kill +
                            "RANK=1 timeout 60 " + this_test_as_a_rank() + "; wait");
-    const auto said = run.text.find("rank 1 says: ");
-    ASSERT_NE(said, run.text.npos) << run.text;
-    EXPECT_THAT(run.text.substr(said),
+    const auto said = run.output.find("rank 1 says: ");
+    ASSERT_NE(said, run.output.npos) << run.output;
+    EXPECT_THAT(run.output.substr(said),
                 AllOf(HasSubstr(kill.empty() ? "all is well" : "rank 0"), Not(HasSubstr("c10d"))));
-    if (kill.empty()) EXPECT_THAT(run.text, Not(HasSubstr("c10d")));
+    if (kill.empty()) EXPECT_THAT(run.output, Not(HasSubstr("c10d")));
   }
 }
 
@@ -271,8 +252,8 @@ TEST(RanksEnvironment, ARankWithAnotherClock) {
       shell("ahead() { timeout 60 unshare --time --monotonic 5000 --fork \"$@\"; }\nahead true || exit 77\n" +
             ("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port())) +
             "\nRANK=1 ahead " + command + " &\nRANK=0 " + command + "; wait");
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.text;
-  EXPECT_THAT(run.text, HasSubstr("10 spans, on one axis"));
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.output;
+  EXPECT_THAT(run.output, HasSubstr("10 spans, on one axis"));
 }
 
 // Two network namespaces, joined by a cable, which is cut when both ranks train. $1: the command.
@@ -307,11 +288,11 @@ TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
       std::_Exit(3);
     }
   const auto run = shell("set -- '" + this_test_as_a_rank() + "'\n" + kTwoHosts);
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
-  EXPECT_THAT(run.text, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
-                              Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
-                              HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
-                              HasSubstr("rank 1 ended with 3")));
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.output;
+  EXPECT_THAT(run.output, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
+                                Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
+                                HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
+                                HasSubstr("rank 1 ended with 3")));
 }
 
 }  // namespace

@@ -3,8 +3,6 @@
 // Only a rank that stops or hangs is told by a time-out. The message says so.
 
 #include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
-#include <torch/torch.h>
 
 #include <csignal>
 #include <thread>
@@ -15,11 +13,6 @@
 
 namespace gpipe {
 namespace {
-
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr int kRanks = 3;
 
@@ -53,15 +46,7 @@ struct Subject {
   GPipe pipe{nullptr};
 };
 
-void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause) {
-  for (int r = 0; r < kRanks; ++r) {
-    if (r == culprit) continue;
-    EXPECT_EQ(ends[r].status, 2) << "rank " << r << ":\n" << ends[r].output;
-    EXPECT_THAT(ends[r].output, HasSubstr(cause)) << "rank " << r;
-  }
-}
-
-TEST(RanksFailures, ALayerThrows) {
+RANKS_TEST(RanksFailures, ALayerThrows, kRanks) {
   struct Case {
     FaultPlan::Where where;
     std::string schedule;  // empty: forward and backward
@@ -72,33 +57,31 @@ TEST(RanksFailures, ALayerThrows) {
       {FaultPlan::kForward, "", "F1"},       {FaultPlan::kBackward, "", "B2"},
       {FaultPlan::kRecompute, "", "R2"},     {FaultPlan::kForward, "1f1b", "F1"},
       {FaultPlan::kBackward, "zb_h1", "I1"}, {FaultPlan::kBackward, "zb_v", "", 2 * kRanks}};
-  expect_job(kRanks, [&](const std::shared_ptr<Ranks>& first) {
-    const int rank = first->rank();
-    for (const auto& test : cases) {
-      for (int culprit = 0; culprit < kRanks; ++culprit) {
-        SCOPED_TRACE(test.schedule + " " + test.action + " on rank " + std::to_string(culprit));
-        const auto checkpoint = test.where == FaultPlan::kRecompute ? Checkpoint::kAlways : Checkpoint::kNever;
-        Subject subject(new_ranks(kRanks), test.schedule.empty() ? "gpipe" : test.schedule, checkpoint, test.stages);
-        const auto call = [&] { test.schedule.empty() ? subject.forward_and_backward() : subject.step(); };
-        call();
-        if (rank == culprit) subject.arm(test.where, [] { throw std::runtime_error("injected"); });
-        const auto stage = std::to_string(culprit);
-        auto cause = "rank " + stage + " failed in ";
-        if (!test.action.empty()) {
-          cause += stage + test.action + " (stage " + stage + ", micro-batch " + test.action.substr(1);
-          const bool has_layer = test.action[0] == 'F' || test.action[0] == 'R';
-          if (has_layer) cause += ", layer '" + std::to_string(2 * culprit + 1) + "'";
-          cause += "): injected";
-        }
-        // The last actions of rank 0 are the last of all, so the other ranks may learn of its failure in a later call.
-        auto message = message_from(call);
-        while (message == "nothing") message = message_from(call);
-        EXPECT_THAT(message, HasSubstr(rank == culprit ? "injected" : cause));
-        subject.plan->disarm();
-        EXPECT_THAT(message_from(call), AllOf(HasSubstr("cannot be used any more"), HasSubstr(cause)));
+  const int rank = ranks->rank();
+  for (const auto& test : cases) {
+    for (int culprit = 0; culprit < kRanks; ++culprit) {
+      SCOPED_TRACE(test.schedule + " " + test.action + " on rank " + std::to_string(culprit));
+      const auto checkpoint = test.where == FaultPlan::kRecompute ? Checkpoint::kAlways : Checkpoint::kNever;
+      Subject subject(new_ranks(kRanks), test.schedule.empty() ? "gpipe" : test.schedule, checkpoint, test.stages);
+      const auto call = [&] { test.schedule.empty() ? subject.forward_and_backward() : subject.step(); };
+      call();
+      if (rank == culprit) subject.arm(test.where, [] { throw std::runtime_error("injected"); });
+      const auto stage = std::to_string(culprit);
+      auto cause = "rank " + stage + " failed in ";
+      if (!test.action.empty()) {
+        cause += stage + test.action + " (stage " + stage + ", micro-batch " + test.action.substr(1);
+        const bool has_layer = test.action[0] == 'F' || test.action[0] == 'R';
+        if (has_layer) cause += ", layer '" + std::to_string(2 * culprit + 1) + "'";
+        cause += "): injected";
       }
+      // The last actions of rank 0 are the last of all, so the other ranks may learn of its failure in a later call.
+      auto message = message_from(call);
+      while (message == "nothing") message = message_from(call);
+      EXPECT_THAT(message, HasSubstr(rank == culprit ? "injected" : cause));
+      subject.plan->disarm();
+      EXPECT_THAT(message_from(call), AllOf(HasSubstr("cannot be used any more"), HasSubstr(cause)));
     }
-  });
+  }
 }
 
 /// Trains until an error ends it.
@@ -147,15 +130,11 @@ TEST(RanksFailures, ARankIsStopped) {
   expect_failed(ends, kCulprit, "rank 2 is stopped or cut off: rank ");
 }
 
-TEST(RanksFailures, ALayerHangs) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>&) {
-    const auto ranks = new_ranks(kRanks, patient().timeout(seconds(1)));
-    Subject subject(ranks, "1f1b");
-    subject.step();
-    if (ranks->rank() == 1) subject.arm(FaultPlan::kForward, [] { std::this_thread::sleep_for(seconds(4)); });
-    EXPECT_THAT(message_from([&] { subject.step(); }),
-                HasSubstr("rank 1 did not answer in time, it runs 1F1 (stage 1"));
-  });
+RANKS_TEST(RanksFailures, ALayerHangs, kRanks) {
+  Subject subject(new_ranks(kRanks, patient().timeout(seconds(1))), "1f1b");
+  subject.step();
+  if (ranks->rank() == 1) subject.arm(FaultPlan::kForward, [] { std::this_thread::sleep_for(seconds(4)); });
+  EXPECT_THAT(message_from([&] { subject.step(); }), HasSubstr("rank 1 did not answer in time, it runs 1F1 (stage 1"));
 }
 
 /// Something that one rank does instead of making and using a pipeline, and what the other ranks are told.
@@ -220,12 +199,12 @@ TEST(RanksFailures, ARankDoesNotComeOrLeaves) {
   });
 }
 
-TEST(RanksFailures, ALateRankIsAwaited) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) { Subject(ranks).step(); },
-             {.before = [](int rank) { std::this_thread::sleep_for(rank * milliseconds(200)); }});
+RANKS_TEST(RanksFailures, ALateRankIsAwaited, kRanks,
+           {.before = [](int rank) { std::this_thread::sleep_for(rank * milliseconds(200)); }}) {
+  Subject(ranks).step();
 }
 
-TEST(RanksFailures, RanksDisagree) {
+RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
   struct Case {
     std::function<void(GPipeOptions&, Balance&, Sequential&)> change;  // on rank 1
     std::string name, value, changed;
@@ -237,7 +216,7 @@ TEST(RanksFailures, RanksDisagree) {
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
-       "layer 2", "weight Float[4, 4]", "weight Float[5, 4]"},
+       "layer 2", "'2', weight Float[4, 4], bias", "'2', weight Float[5, 4]"},
       {[](auto&, auto&, auto& model) { model->parameters()[4].requires_grad_(false); }, "layer 2", "weight Float[4, 4]",
        "weight Float[4, 4] frozen"},
       {[](auto&, auto&, auto& model) {
@@ -246,135 +225,124 @@ TEST(RanksFailures, RanksDisagree) {
        },
        "the initial values of layer 1 (give all ranks the same seed)", "the hash", "the hash"},
   };
-  expect_job(kRanks, [&](const std::shared_ptr<Ranks>& first) {
-    for (const auto& test : cases) {
-      SCOPED_TRACE(test.name + " " + test.changed);
-      const auto ranks = new_ranks(kRanks);
-      GPipeOptions options = GPipeOptions().chunks(2).ranks(ranks);
-      Balance balance = {1, 2, 1};
-      torch::manual_seed(1);
-      Sequential model(Linear(4, 4), Linear(4, 4), Linear(4, 4), Linear(4, 4));
-      if (first->rank() == 1) test.change(options, balance, model);
-      EXPECT_THAT(message_from([&] { GPipe(model, balance, options); }),
-                  AllOf(HasSubstr("the ranks differ in " + test.name + ": rank 0 has"), HasSubstr(test.value),
-                        HasSubstr("but rank 1 has"), HasSubstr(test.changed)));
-    }
-  });
+  for (const auto& test : cases) {
+    SCOPED_TRACE(test.name + " " + test.changed);
+    GPipeOptions options = GPipeOptions().chunks(2).ranks(new_ranks(kRanks));
+    Balance balance = {1, 2, 1};
+    torch::manual_seed(1);
+    Sequential model(Linear(4, 4), Linear(4, 4), Linear(4, 4), Linear(4, 4));
+    if (ranks->rank() == 1) test.change(options, balance, model);
+    EXPECT_THAT(message_from([&] { GPipe(model, balance, options); }),
+                AllOf(HasSubstr("the ranks differ in " + test.name + ": rank 0 has"), HasSubstr(test.value),
+                      HasSubstr("but rank 1 has"), HasSubstr(test.changed)));
+  }
 }
 
-TEST(RanksFailures, CallsDiffer) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
-    Subject subject(ranks);
-    const auto step = [&] { subject.step(); };
-    const auto forward = [&] { subject.forward(); };
-    const auto shorter = [&, x = torch::ones({6, 4})] { subject.step(x); };
-    const auto without_gradients = [&] {
-      const torch::NoGradGuard no_grad;
-      subject.forward();
-    };
-    const auto with_autocast = [&] {
-      at::autocast::set_autocast_enabled(at::kCUDA, true);
-      const absl::Cleanup off = [] { at::autocast::set_autocast_enabled(at::kCUDA, false); };
-      subject.forward();
-    };
-    const auto scaled = [&](double scale) {
-      return [&subject, scale] { subject.step(torch::ones({8, 4}), StepOptions().scale(scale)); };
-    };
-    struct Case {
-      int rank;
-      std::function<void()> on_it, on_others;
-      std::string message;
-    };
-    const std::vector<Case> cases = {
-        {2, step, forward,
-         "rank 2 calls step of micro-batches [2, 2, 2, 2], checkpoint never, but rank 0 calls forward with gradients "
-         "of"},
-        {0, step, forward, "rank 1 calls forward with gradients of micro-batches"},
-        {1, shorter, step,
-         "rank 1 calls step of micro-batches [2, 2, 2], checkpoint never, but rank 0 calls step of micro-batches "
-         "[2, 2, 2, 2]"},
-        {0, without_gradients, forward, "but rank 0 calls forward of micro-batches"},
-        {2, with_autocast, forward, "checkpoint never, autocast of cuda to Half, but rank 0"},
-        {1, scaled(65536.001), scaled(65536), "step scaled by 65536 of"}};
-    for (const auto& test : cases) {
-      EXPECT_THAT(message_from(ranks->rank() == test.rank ? test.on_it : test.on_others), HasSubstr(test.message));
-    }
-    // One rank leaves its backward out, and makes the next call.
-    const auto output = subject.pipe->forward(torch::ones({8, 4})).sum();
-    EXPECT_THAT(message_from([&] { ranks->rank() == 1 ? step() : output.backward(); }),
-                HasSubstr("rank 1 calls step of micro-batches [2, 2, 2, 2], checkpoint never, but rank 0 calls the "
-                          "backward of call"));
-    EXPECT_EQ(message_from(step), "nothing");
-  });
+RANKS_TEST(RanksFailures, CallsDiffer, kRanks) {
+  Subject subject(ranks);
+  const auto step = [&] { subject.step(); };
+  const auto forward = [&] { subject.forward(); };
+  const auto shorter = [&, x = torch::ones({6, 4})] { subject.step(x); };
+  const auto without_gradients = [&] {
+    const torch::NoGradGuard no_grad;
+    subject.forward();
+  };
+  const auto with_autocast = [&] {
+    at::autocast::set_autocast_enabled(at::kCUDA, true);
+    const absl::Cleanup off = [] { at::autocast::set_autocast_enabled(at::kCUDA, false); };
+    subject.forward();
+  };
+  const auto scaled = [&](double scale) {
+    return [&subject, scale] { subject.step(torch::ones({8, 4}), StepOptions().scale(scale)); };
+  };
+  struct Case {
+    int rank;
+    std::function<void()> on_it, on_others;
+    std::string message;
+  };
+  const std::vector<Case> cases = {
+      {2, step, forward,
+       "rank 2 calls step of micro-batches [2, 2, 2, 2], checkpoint never, but rank 0 calls forward with gradients "
+       "of"},
+      {0, step, forward, "rank 1 calls forward with gradients of micro-batches"},
+      {1, shorter, step,
+       "rank 1 calls step of micro-batches [2, 2, 2], checkpoint never, but rank 0 calls step of micro-batches "
+       "[2, 2, 2, 2]"},
+      {0, without_gradients, forward, "but rank 0 calls forward of micro-batches"},
+      {2, with_autocast, forward, "checkpoint never, autocast of cuda to Half, but rank 0"},
+      {1, scaled(65536.001), scaled(65536), "step scaled by 65536 of"}};
+  for (const auto& test : cases) {
+    EXPECT_THAT(message_from(ranks->rank() == test.rank ? test.on_it : test.on_others), HasSubstr(test.message));
+  }
+  // One rank leaves its backward out, and makes the next call.
+  const auto output = subject.pipe->forward(torch::ones({8, 4})).sum();
+  EXPECT_THAT(message_from([&] { ranks->rank() == 1 ? step() : output.backward(); }),
+              HasSubstr("rank 1 calls step of micro-batches [2, 2, 2, 2], checkpoint never, but rank 0 calls the "
+                        "backward of call"));
+  EXPECT_EQ(message_from(step), "nothing");
 }
 
-TEST(RanksFailures, AHookThrows) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
-    Subject subject(ranks);
-    const std::vector<std::function<void()>> calls = {[&] { subject.step(); }, [&] { subject.forward_and_backward(); }};
-    for (int culprit = 0; culprit < kRanks; ++culprit) {
-      for (const auto& call : calls) {
-        SCOPED_TRACE(culprit);
-        const auto parameter = subject.pipe->parameters()[1];
-        const auto hook = parameter.register_hook([&](const Tensor& gradient) {
-          if (ranks->rank() == culprit) throw std::runtime_error("a hook's");
-          return gradient;
-        });
-        EXPECT_THAT(message_from(call), ranks->rank() == culprit ? HasSubstr("a hook's") : HasSubstr("nothing"));
-        parameter.remove_hook(hook);
-        EXPECT_THAT(message_from(call), HasSubstr("the last backward of rank " + std::to_string(culprit) +
-                                                  " ended with an exception, as of a hook, but that of rank "));
-        EXPECT_EQ(message_from(call), "nothing");
-      }
-    }
-    const auto hook = subject.pipe->parameters()[1].register_hook(
-        [](const Tensor&) -> Tensor { throw std::runtime_error("a hook of all ranks"); });
-    EXPECT_THAT(message_from(calls[0]), HasSubstr("a hook of all ranks"));
-    subject.pipe->parameters()[1].remove_hook(hook);
-    EXPECT_EQ(message_from(calls[0]), "nothing");
-  });
-}
-
-TEST(RanksFailures, ARankLeavesOutAMiniBatch) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto x = [](int step) { return torch::full({8, 4}, 1.0 + step); };
-    Subject subject(ranks);
-    for (int step = 0; step < 3; ++step) subject.step(x(step));
-    EXPECT_THAT(message_from([&] { subject.step(x(ranks->rank() == 2 ? 4 : 3)); }),
-                HasSubstr("rank 2 trains on another mini-batch than rank 0, but had the same in the calls before"));
-    // Only rank 0 reads the input.
-    Subject other(new_ranks(kRanks));
-    for (int step = 0; step < 5; ++step) other.step(x(ranks->rank() == 0 ? step : -1));
-  });
-}
-
-TEST(RanksFailures, ARefusedBatchIsRefusedByAll) {
-  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
-    Subject subject(ranks, "1f1b", Checkpoint::kAlways);
-    const auto ones = torch::ones({8, 4});
-    for (int culprit = 0; culprit < kRanks; ++culprit) {
+RANKS_TEST(RanksFailures, AHookThrows, kRanks) {
+  Subject subject(ranks);
+  const std::vector<std::function<void()>> calls = {[&] { subject.step(); }, [&] { subject.forward_and_backward(); }};
+  for (int culprit = 0; culprit < kRanks; ++culprit) {
+    for (const auto& call : calls) {
       SCOPED_TRACE(culprit);
-      const bool is_culprit = ranks->rank() == culprit;
-      const auto expect_refused = [&](const std::function<void()>& call, const std::string& reason) {
-        const auto told = "rank " + std::to_string(culprit) + " refused the call: ";
-        EXPECT_THAT(message_from(call), HasSubstr(is_culprit ? reason : told));
-      };
-      expect_refused([&] { subject.pipe->forward(is_culprit ? torch::tensor(1.0) : ones); }, "dimension");
-      if (is_culprit) subject.pipe->eval();
-      expect_refused([&] { subject.step(); }, "training mode");
-      subject.pipe->train();
-      // Also what only the backward finds.
-      auto input = ones.clone();
-      auto output = subject.pipe->forward(input).sum();
-      if (is_culprit) input.add_(1);
-      expect_refused([&] { output.backward(); }, "changed in place");
-      output = subject.pipe->forward(ones).sum();
-      if (is_culprit) subject.pipe->parameters()[0].detach().add_(1);
-      expect_refused([&] { output.backward(); }, "changed");
-      for (const auto& parameter : subject.pipe->parameters()) EXPECT_FALSE(parameter.grad().defined());
+      const auto parameter = subject.pipe->parameters()[1];
+      const auto hook = parameter.register_hook([&](const Tensor& gradient) {
+        if (ranks->rank() == culprit) throw std::runtime_error("a hook's");
+        return gradient;
+      });
+      EXPECT_THAT(message_from(call), ranks->rank() == culprit ? HasSubstr("a hook's") : HasSubstr("nothing"));
+      parameter.remove_hook(hook);
+      EXPECT_THAT(message_from(call), HasSubstr("the last backward of rank " + std::to_string(culprit) +
+                                                " ended with an exception, as of a hook, but that of rank "));
+      EXPECT_EQ(message_from(call), "nothing");
     }
-    EXPECT_EQ(message_from([&] { subject.step(); }), "nothing");
-  });
+  }
+  const auto hook = subject.pipe->parameters()[1].register_hook(
+      [](const Tensor&) -> Tensor { throw std::runtime_error("a hook of all ranks"); });
+  EXPECT_THAT(message_from(calls[0]), HasSubstr("a hook of all ranks"));
+  subject.pipe->parameters()[1].remove_hook(hook);
+  EXPECT_EQ(message_from(calls[0]), "nothing");
+}
+
+RANKS_TEST(RanksFailures, ARankLeavesOutAMiniBatch, kRanks) {
+  const auto x = [](int step) { return torch::full({8, 4}, 1.0 + step); };
+  Subject subject(ranks);
+  for (int step = 0; step < 3; ++step) subject.step(x(step));
+  EXPECT_THAT(message_from([&] { subject.step(x(ranks->rank() == 2 ? 4 : 3)); }),
+              HasSubstr("rank 2 trains on another mini-batch than rank 0, but had the same in the calls before"));
+  // Only rank 0 reads the input.
+  Subject other(new_ranks(kRanks));
+  for (int step = 0; step < 5; ++step) other.step(x(ranks->rank() == 0 ? step : -1));
+}
+
+RANKS_TEST(RanksFailures, ARefusedBatchIsRefusedByAll, kRanks) {
+  Subject subject(ranks, "1f1b", Checkpoint::kAlways);
+  const auto ones = torch::ones({8, 4});
+  for (int culprit = 0; culprit < kRanks; ++culprit) {
+    SCOPED_TRACE(culprit);
+    const bool is_culprit = ranks->rank() == culprit;
+    const auto expect_refused = [&](const std::function<void()>& call, const std::string& reason) {
+      const auto told = "rank " + std::to_string(culprit) + " refused the call: ";
+      EXPECT_THAT(message_from(call), HasSubstr(is_culprit ? reason : told));
+    };
+    expect_refused([&] { subject.pipe->forward(is_culprit ? torch::tensor(1.0) : ones); }, "dimension");
+    if (is_culprit) subject.pipe->eval();
+    expect_refused([&] { subject.step(); }, "training mode");
+    subject.pipe->train();
+    // Also what only the backward finds.
+    auto input = ones.clone();
+    auto output = subject.pipe->forward(input).sum();
+    if (is_culprit) input.add_(1);
+    expect_refused([&] { output.backward(); }, "changed in place");
+    output = subject.pipe->forward(ones).sum();
+    if (is_culprit) subject.pipe->parameters()[0].detach().add_(1);
+    expect_refused([&] { output.backward(); }, "changed");
+    for (const auto& parameter : subject.pipe->parameters()) EXPECT_FALSE(parameter.grad().defined());
+  }
+  EXPECT_EQ(message_from([&] { subject.step(); }), "nothing");
 }
 
 }  // namespace

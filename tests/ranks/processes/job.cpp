@@ -6,13 +6,10 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <cstdlib>
-#include <cstring>
+#include <cstdio>
 #include <fstream>
 #include <iostream>
 #include <set>
-#include <sstream>
-#include <stdexcept>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
@@ -28,7 +25,7 @@ struct Request {
   int size = 0;
   int job = 0;
   int number = 0;  // of a repeated job
-  std::chrono::seconds limit{0};
+  seconds limit{0};
 };
 
 pid_t tests_process = 0;
@@ -55,11 +52,11 @@ void become_rank(const Request& request, int rank) {
 }
 
 /// Waits until the processes of a job have ended. Returns their statuses, as in End.
-std::vector<int> await(std::vector<pid_t> processes, std::chrono::seconds limit) {
+std::vector<int> await(std::vector<pid_t> processes, seconds limit) {
   const auto begin = Clock::now();
   std::vector<int> ends(processes.size());
   std::set<pid_t> stopped;
-  for (auto left = processes.size(); left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+  for (auto left = processes.size(); left > 0; std::this_thread::sleep_for(milliseconds(1))) {
     for (std::size_t r = 0; r < processes.size(); ++r) {
       int status = 0;
       if (processes[r] == 0 || waitpid(processes[r], &status, WNOHANG | WUNTRACED) == 0) continue;
@@ -104,8 +101,7 @@ void start_server() {
   server = ends[0];
 }
 
-[[noreturn]] void run_as_rank(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
-                              const JobOptions& options) {
+[[noreturn]] void run_as_rank(int size, const Body& body, const JobOptions& options) {
   torch::set_num_threads(1);
   torch::manual_seed(1);
   try {
@@ -134,11 +130,10 @@ std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
                                  rank_of_this_process(), size, options.interface("lo"));
 }
 
-std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
+std::vector<End> run_job(int size, const Body& body, const JobOptions& options) {
   if (rank_of_this_process() >= 0) run_as_rank(size, body, options);
   const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-  const auto test = std::string(info->test_suite_name()) + "." + info->name();
-  std::strncpy(present.test, test.c_str(), sizeof present.test - 1);
+  std::snprintf(present.test, sizeof present.test, "%s.%s", info->test_suite_name(), info->name());
   present.size = size;
   ++present.job;
   present.limit = options.limit;
@@ -158,10 +153,18 @@ std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Rank
   return ends;
 }
 
-void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
+void expect_job(int size, const Body& body, const JobOptions& options) {
   const auto ends = run_job(size, body, options);
   for (std::size_t r = 0; r < ends.size(); ++r) {
     EXPECT_EQ(ends[r].status, 0) << "rank " << r << " of " << size << ":\n" << ends[r].output;
+  }
+}
+
+void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause) {
+  for (int r = 0; r < static_cast<int>(ends.size()); ++r) {
+    if (r == culprit) continue;
+    EXPECT_EQ(ends[r].status, 2) << "rank " << r << ":\n" << ends[r].output;
+    EXPECT_THAT(ends[r].output, HasSubstr(cause)) << "rank " << r;
   }
 }
 
@@ -200,6 +203,25 @@ void expect_part_of(const Record& part, const Record& whole) {
     ASSERT_NE(found, whole.end()) << name;
     EXPECT_TRUE(same(tensor, found->second)) << name;
   }
+}
+
+Record gradients_of(const GPipe& pipe) {
+  Record record;
+  for (const auto& parameter : pipe->named_parameters()) record[parameter.key()] = parameter->grad();
+  return record;
+}
+
+Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer) {
+  Snapshot snapshot;
+  snapshot.model = capture_model(*pipe);
+  snapshot.optimizer = capture_optimizer(optimizer, *pipe);
+  return snapshot;
+}
+
+void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole) {
+  const auto part = own_part(*pipe, whole);
+  restore_model(*pipe, part.model);
+  restore_optimizer(optimizer, *pipe, part.optimizer);
 }
 
 }  // namespace gpipe

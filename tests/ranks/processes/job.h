@@ -2,17 +2,22 @@
 #pragma once
 
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <map>
-#include <memory>
-#include <string>
-#include <vector>
 
+#include "gpipe/rank_state.h"
 #include "gpipe/ranks.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
 /// The rank of this process in a job of run_job(); -1 in the process that starts the job.
 int rank_of_this_process();
@@ -20,31 +25,40 @@ int rank_of_this_process();
 /// A folder that all processes of these tests share.
 std::filesystem::path shared_folder();
 
-/// How a process of a job ended.
+/// How a process ended.
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
   std::string output;
 };
 
 /// Time-outs that are long enough for a busy machine.
-inline RanksOptions patient() {
-  return RanksOptions().timeout(std::chrono::seconds(20)).join_timeout(std::chrono::seconds(20));
-}
+inline RanksOptions patient() { return RanksOptions().timeout(seconds(20)).join_timeout(seconds(20)); }
 
 struct JobOptions {
   RanksOptions ranks = patient();
   std::function<void(int rank)> before = nullptr;  ///< called in each process before its Ranks are made
-  std::chrono::seconds limit{60};                  ///< processes that still run then are killed
+  seconds limit{60};                               ///< processes that still run then are killed
 };
+
+/// What a process of a job does.
+using Body = std::function<void(std::shared_ptr<Ranks>)>;
 
 /// Runs the current test in `size` new processes, where this function calls `body` and then ends the process: with
 /// status 0 if no expectation failed, 1 if one did, 2 for an exception. In the process that starts the job, returns how
 /// the processes ended. Stopped processes are killed when the others have ended.
-std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
-                         const JobOptions& options = {});
+std::vector<End> run_job(int size, const Body& body, const JobOptions& options = {});
 
 /// The same, and expects each process to end with status 0.
-void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options = {});
+void expect_job(int size, const Body& body, const JobOptions& options = {});
+
+/// RANKS_TEST(suite, name, size, options...) { ... } is a test whose body runs as a job, with `ranks`.
+#define RANKS_TEST(suite, name, size, ...)                                           \
+  void suite##_##name(const std::shared_ptr<Ranks>& ranks);                          \
+  TEST(suite, name) { expect_job(size, suite##_##name __VA_OPT__(, ) __VA_ARGS__); } \
+  void suite##_##name([[maybe_unused]] const std::shared_ptr<Ranks>& ranks)
+
+/// Expects that the other ranks ended with an exception that names the cause.
+void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause);
 
 /// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the
 /// job's number only. Stops when an expectation has failed.
@@ -67,6 +81,14 @@ using Record = std::map<std::string, Tensor>;
 
 /// Expects that one process's record has the same bits for all that is in a rank's record.
 void expect_part_of(const Record& part, const Record& whole);
+
+/// The gradients of the parameters on this rank.
+Record gradients_of(const GPipe& pipe);
+
+/// The state of the model and of the optimizer, as far as they are on this rank.
+Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer);
+/// Restores this rank's part of the state that all ranks have.
+void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole);
 
 inline const LossFunction kSquaredError =
     tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });

@@ -1,8 +1,5 @@
 #include "gpipe/ranks/parcel_message.h"
 
-#include <gmock/gmock.h>
-#include <torch/torch.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -116,19 +113,17 @@ struct PlaceImpl : torch::nn::Module {
 };
 TORCH_MODULE(Place);
 
-TEST(ParcelMessage, BringsSlicesToOtherRanks) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    Place place;
-    const auto slice = [](Tensor x) { return x.slice(1, 3, 7); };
-    GPipe pipe(Sequential(Linear(4, 10), Functional(slice), place, Linear(4, 1)), Balance{2, 2},
-               GPipeOptions().chunks(2).ranks(ranks));
-    for (int call = 0; call < 3; ++call) {
-      pipe->forward(torch::ones({6, 4})).sum().backward();
-      if (ranks->rank() == 0) continue;
-      EXPECT_EQ(place->strides, (std::vector<std::int64_t>{10, 1}));
-      EXPECT_EQ(place->lead, 12);
-    }
-  });
+RANKS_TEST(ParcelMessage, BringsSlicesToOtherRanks, 2) {
+  Place place;
+  const auto slice = [](Tensor x) { return x.slice(1, 3, 7); };
+  GPipe pipe(Sequential(Linear(4, 10), Functional(slice), place, Linear(4, 1)), Balance{2, 2},
+             GPipeOptions().chunks(2).ranks(ranks));
+  for (int call = 0; call < 3; ++call) {
+    pipe->forward(torch::ones({6, 4})).sum().backward();
+    if (ranks->rank() == 0) continue;
+    EXPECT_EQ(place->strides, (std::vector<std::int64_t>{10, 1}));
+    EXPECT_EQ(place->lead, 12);
+  }
 }
 
 }  // namespace

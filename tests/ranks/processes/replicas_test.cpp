@@ -1,17 +1,8 @@
 // Replicas train as one pipeline does on the larger mini-batch, and are equal bit by bit.
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <csignal>
-#include <functional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/gradients.h"
-#include "gpipe/rank_state.h"
 #include "gpipe/timeline.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
@@ -20,16 +11,7 @@
 namespace gpipe {
 namespace {
 
-using ::testing::HasSubstr;
-
 using MakeModel = std::function<Sequential()>;
-
-/// Runs a job of replicas.
-void expect_replicas(int ranks, int replicas, const std::function<void(std::shared_ptr<Ranks>)>& body) {
-  expect_job(ranks, body, {.ranks = patient().replicas(replicas)});
-}
-
-const LossFunction kSum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
 
 Tensor inputs(std::int64_t samples) { return torch::arange(samples * 6, torch::kDouble).reshape({samples, 6}).sin(); }
 Tensor targets(std::int64_t samples) { return inputs(samples).cos() * 2; }
@@ -50,42 +32,44 @@ Sequential noisy_model() {
                               Linear(6, 6), Pop("a"), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.2)));
 }
 
-std::string bits_of(GPipe& pipe) {
-  std::string bits;
-  const auto add = [&](const Tensor& tensor) {
-    if (!tensor.defined()) return bits.append("undefined");
-    const auto values = tensor.detach().contiguous();
-    return bits.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-  };
-  for (const auto& parameter : pipe->parameters()) add(parameter), add(parameter.grad());
-  for (const auto& buffer : pipe->buffers()) add(buffer);
-  return bits;
+/// The values and gradients of a pipeline.
+Record record_of(const GPipe& pipe, bool with_buffers = true) {
+  Record record;
+  for (const auto& parameter : pipe->named_parameters()) {
+    record[parameter.key()] = *parameter;
+    record["gradient of " + parameter.key()] = parameter->grad();
+  }
+  for (const auto& buffer : pipe->named_buffers()) {
+    if (with_buffers) record[buffer.key()] = *buffer;
+  }
+  return record;
 }
 
 void expect_equal_replicas(const std::shared_ptr<Ranks>& ranks, GPipe& pipe) {
-  const auto all = pipe->gather(bits_of(pipe), "bits");
+  std::string bits;
+  for (const auto& [name, tensor] : record_of(pipe)) {
+    const auto values = tensor.defined() ? tensor.detach().contiguous() : Tensor();
+    bits += name;
+    if (tensor.defined()) bits.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+  }
+  const auto all = pipe->gather(bits, "bits");
   for (std::size_t r = 0; r < all.size(); ++r) {
     const auto& mesh = ranks->mesh();
     EXPECT_EQ(all[r], all[mesh.rank_at(mesh.position_of(static_cast<int>(r)), 0)]) << "rank " << r;
   }
 }
 
-void expect_close(const Tensor& actual, const Tensor& expected, const std::string& what) {
+void expect_near(const Tensor& actual, const Tensor& expected, const std::string& what) {
   ASSERT_EQ(actual.defined(), expected.defined()) << what;
   if (!actual.defined()) return;
-  EXPECT_TRUE(torch::allclose(actual, expected, 1e-10, 1e-12)) << what << "\n" << actual << "\n" << expected;
+  EXPECT_TRUE(torch::allclose(actual.to(torch::kDouble), expected.to(torch::kDouble), 1e-10, 1e-12)) << what << "\n"
+                                                                                                     << actual << "\n"
+                                                                                                     << expected;
 }
 
-void expect_close(GPipe& over, GPipe& alone, bool with_buffers) {
-  const auto parameters = alone->named_parameters();
-  for (const auto& each : over->named_parameters()) {
-    expect_close(each.value(), parameters[each.key()], each.key());
-    expect_close(each.value().grad(), parameters[each.key()].grad(), "gradient of " + each.key());
-  }
-  const auto buffers = alone->named_buffers();
-  for (const auto& each : over->named_buffers()) {
-    if (with_buffers) expect_close(each.value().to(torch::kDouble), buffers[each.key()].to(torch::kDouble), each.key());
-  }
+void expect_near(const GPipe& over, const GPipe& alone, bool with_buffers) {
+  const auto expected = record_of(alone);
+  for (const auto& [name, tensor] : record_of(over, with_buffers)) expect_near(tensor, expected.at(name), name);
 }
 
 void descend_all(GPipe& pipe) {
@@ -119,9 +103,9 @@ struct Pair {
     const auto expected = alone->step(inputs(samples), targets(samples), loss, options);
     torch::manual_seed(seed + (ranks->rank() == 0 ? 0 : 50));  // the first rank's counts
     const auto result = over->step(own(inputs(samples)), own(targets(samples)), loss, options.return_output(true));
-    expect_close(result.loss, expected.loss, "loss");
+    expect_near(result.loss, expected.loss, "loss");
     EXPECT_EQ(result.output.tensor().size(0), own(inputs(samples)).size(0));
-    expect_close(over, alone, with_buffers);
+    expect_near(over, alone, with_buffers);
     expect_equal_replicas(ranks, over);
     ++seed;
   }
@@ -137,7 +121,7 @@ void compare(const std::shared_ptr<Ranks>& ranks, const MakeModel& model, const 
              const GPipeOptions& options, const std::vector<std::int64_t>& batches) {
   Pair pair(ranks, model, balance, options);
   auto& [of, seed, over, alone] = pair;
-  expect_close(over, alone, /*with_buffers=*/true);
+  expect_near(over, alone, /*with_buffers=*/true);
   for (const auto samples : batches) {
     pair.step(samples, options.deferred_batch_norm());
     descend_all(over), descend_all(alone);
@@ -147,224 +131,205 @@ void compare(const std::shared_ptr<Ranks>& ranks, const MakeModel& model, const 
     torch::mse_loss(outputs, targets(samples)).backward();
     torch::manual_seed(seed);
     const auto own = over->forward(pair.own(inputs(samples)));
-    expect_close(own, pair.own(outputs), "output");
+    expect_near(own, pair.own(outputs), "output");
     torch::mse_loss(own, pair.own(targets(samples))).backward();
-    expect_close(over, alone, options.deferred_batch_norm());
+    expect_near(over, alone, options.deferred_batch_norm());
     expect_equal_replicas(ranks, over);
     descend_all(over), descend_all(alone);
   }
 }
 
-TEST(RanksReplicas, OneStageOnEach) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-      const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
-      compare(ranks, plain_model, {7}, options, {8, 9, 3, 1});
-      compare(ranks, noisy_model, {8}, GPipeOptions(options).deferred_batch_norm(true), {12, 8});
+RANKS_TEST(RanksReplicas, OneStageOnEach, 2, {.ranks = patient().replicas(2)}) {
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
+    compare(ranks, plain_model, {7}, options, {8, 9, 3, 1});
+    compare(ranks, noisy_model, {8}, GPipeOptions(options).deferred_batch_norm(true), {12, 8});
+  }
+}
+
+RANKS_TEST(RanksReplicas, TwoStagesOnEach, 4, {.ranks = patient().replicas(2)}) {
+  EXPECT_EQ(ranks->replica(), ranks->rank() % 2);
+  for (const auto* schedule : {"gpipe", "1f1b", "zb_h1", "zb_h2"}) {
+    const auto options = GPipeOptions().chunks(2).schedule(schedule).checkpoint(Checkpoint::kNever);
+    compare(ranks, plain_model, {3, 4}, options, {8, 7, 1});
+    compare(ranks, noisy_model, {5, 3}, GPipeOptions(options).deferred_batch_norm(true), {12});
+  }
+  compare(ranks, plain_model, {2, 2, 1, 2}, GPipeOptions().chunks(4).schedule("zb_v"), {16, 5});
+  compare(ranks, plain_model, {2, 2, 1, 2}, GPipeOptions().chunks(4).schedule("interleaved_1f1b").stages_per_worker(2),
+          {16});
+}
+
+RANKS_TEST(RanksReplicas, ThreeOfSeveralStages, 3, {.ranks = patient().replicas(3)}) {
+  compare(ranks, plain_model, {3, 2, 2}, GPipeOptions().chunks(2), {12, 11, 2, 1});
+}
+
+RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas(2)}) {
+  torch::manual_seed(1);
+  struct Odd : torch::nn::Module {
+    Tensor forward(Tensor x) {
+      if (x.index({0, 0}).item<double>() < 0.5) x = x * some;  // on the first replica only
+      return x.matmul(transposed).matmul(strided) + frozen + empty.sum();
     }
-  });
-}
-
-TEST(RanksReplicas, TwoStagesOnEach) {
-  expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    EXPECT_EQ(ranks->replica(), ranks->rank() % 2);
-    for (const auto* schedule : {"gpipe", "1f1b", "zb_h1", "zb_h2"}) {
-      const auto options = GPipeOptions().chunks(2).schedule(schedule).checkpoint(Checkpoint::kNever);
-      compare(ranks, plain_model, {3, 4}, options, {8, 7, 1});
-      compare(ranks, noisy_model, {5, 3}, GPipeOptions(options).deferred_batch_norm(true), {12});
+    Tensor unused = register_parameter("unused", torch::rand({3}, torch::kDouble));
+    Tensor frozen = register_parameter("frozen", torch::rand({6}, torch::kDouble), /*requires_grad=*/false);
+    Tensor transposed = register_parameter("transposed", torch::rand({6, 6}, torch::kDouble).t());
+    Tensor strided = register_parameter("strided", torch::rand({6, 12}, torch::kDouble).slice(1, 0, 12, 2));
+    Tensor empty = register_parameter("empty", torch::rand({0, 6}, torch::kDouble));
+    Tensor some = register_parameter("some", torch::rand({1}, torch::kDouble));
+  };
+  const auto model = [] {
+    return in_double(
+        Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
+  };
+  GPipe over(model(), {5}, GPipeOptions().chunks(1).ranks(ranks));
+  torch::manual_seed(1);
+  GPipe alone(model(), {5}, GPipeOptions().chunks(2));
+  const auto x = torch::cat({torch::zeros({4, 6}, torch::kDouble), torch::ones({4, 6}, torch::kDouble)});
+  const auto [begin, end] = ranks->part(8);
+  const auto step_over = [&, x = x.slice(0, begin, end), y = targets(8).slice(0, begin, end)] {
+    over->step(x, y, kSquaredError);
+  };
+  alone->step(x, targets(8), kSquaredError);
+  step_over();
+  expect_near(over, alone, true);
+  expect_equal_replicas(ranks, over);
+  auto gradients = gradients_of(over);
+  EXPECT_FALSE(gradients["0.unused"].defined());
+  EXPECT_TRUE(gradients["0.some"].defined());
+  EXPECT_EQ(gradients["0.transposed"].strides(), gradients_of(alone)["0.transposed"].strides());
+  // What a replica does to its gradients does not reach the other one.
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    over->zero_grad();
+    step_over();
+    if (repeat % 2 != ranks->replica()) {
+      expect_near(over, alone, true);
+      continue;
     }
-    compare(ranks, plain_model, {2, 2, 1, 2}, GPipeOptions().chunks(4).schedule("zb_v"), {16, 5});
-    compare(ranks, plain_model, {2, 2, 1, 2},
-            GPipeOptions().chunks(4).schedule("interleaved_1f1b").stages_per_worker(2), {16});
-  });
-}
-
-TEST(RanksReplicas, ThreeOfSeveralStages) {
-  expect_replicas(3, 3, [](const std::shared_ptr<Ranks>& ranks) {
-    compare(ranks, plain_model, {3, 2, 2}, GPipeOptions().chunks(2), {12, 11, 2, 1});
-  });
-}
-
-TEST(RanksReplicas, LargeAndOddParameters) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    torch::manual_seed(1);
-    struct Odd : torch::nn::Module {
-      Tensor forward(Tensor x) {
-        if (x.index({0, 0}).item<double>() < 0.5) x = x * some;  // on the first replica only
-        return x.matmul(transposed).matmul(strided) + frozen + empty.sum();
-      }
-      Tensor unused = register_parameter("unused", torch::rand({3}, torch::kDouble));
-      Tensor frozen = register_parameter("frozen", torch::rand({6}, torch::kDouble), /*requires_grad=*/false);
-      Tensor transposed = register_parameter("transposed", torch::rand({6, 6}, torch::kDouble).t());
-      Tensor strided = register_parameter("strided", torch::rand({6, 12}, torch::kDouble).slice(1, 0, 12, 2));
-      Tensor empty = register_parameter("empty", torch::rand({0, 6}, torch::kDouble));
-      Tensor some = register_parameter("some", torch::rand({1}, torch::kDouble));
-    };
-    const auto model = [] {
-      return in_double(
-          Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
-    };
-    GPipe over(model(), {5}, GPipeOptions().chunks(1).ranks(ranks));
-    torch::manual_seed(1);
-    GPipe alone(model(), {5}, GPipeOptions().chunks(2));
-    const auto x = torch::cat({torch::zeros({4, 6}, torch::kDouble), torch::ones({4, 6}, torch::kDouble)});
-    const auto [begin, end] = ranks->part(8);
-    alone->step(x, targets(8), kSquaredError);
-    over->step(x.slice(0, begin, end), targets(8).slice(0, begin, end), kSquaredError);
-    expect_close(over, alone, true);
-    expect_equal_replicas(ranks, over);
-    EXPECT_FALSE(over->named_parameters()["0.unused"].grad().defined());
-    EXPECT_TRUE(over->named_parameters()["0.some"].grad().defined());
-    EXPECT_EQ(over->named_parameters()["0.transposed"].grad().strides(),
-              alone->named_parameters()["0.transposed"].grad().strides());
-    // What a replica does to its gradients does not reach the other one.
-    for (int repeat = 0; repeat < 5; ++repeat) {
-      over->zero_grad();
-      over->step(x.slice(0, begin, end), targets(8).slice(0, begin, end), kSquaredError);
-      if (repeat % 2 != ranks->replica()) {
-        expect_close(over, alone, true);
-        continue;
-      }
-      for (auto& parameter : over->parameters()) {
-        if (parameter.grad().defined()) parameter.mutable_grad().zero_();
-      }
+    for (auto& parameter : over->parameters()) {
+      if (parameter.grad().defined()) parameter.mutable_grad().zero_();
     }
-  });
+  }
 }
 
-TEST(RanksReplicas, SumsCountsAndScales) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
-    pair.step(9, true, kSum, StepOptions().reduction(Reduction::kSum));
-    pair.step(9, true, kSquaredError, StepOptions().scale(4));
-    // The weights are those of all replicas' micro-batches.
-    const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
-    const auto x = inputs(9);
-    const auto y = targets(9);
-    const auto result = pair.over->step(pair.own(x), pair.own(y), kSquaredError, StepOptions().count(count));
-    double weighted = 0;
-    double total = 0;
-    for (const auto& [from, to] : std::vector<std::pair<int, int>>{{0, 3}, {3, 5}, {5, 7}, {7, 9}}) {
-      const torch::NoGradGuard no_grad;
-      const auto of_part = y.slice(0, from, to);
-      const double weight = of_part.sum().abs().item<double>();
-      weighted += weight * torch::mse_loss(pair.alone->forward(x.slice(0, from, to)), of_part).item<double>();
-      total += weight;
-    }
-    EXPECT_NEAR(result.loss.item<double>(), weighted / total, 1e-12);
-  });
-}
-
-TEST(RanksReplicas, TakeTheFirstOnesBuffers) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto model = [] { return in_double(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6))); };
-    Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
-    torch::manual_seed(3);
-    GPipe first(model(), {3}, GPipeOptions().chunks(1));
-    pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kSquaredError);
-    first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kSquaredError);
-    pair.over->eval(), first->eval();
+RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2)}) {
+  Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
+  const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
+  pair.step(9, true, sum, StepOptions().reduction(Reduction::kSum));
+  pair.step(9, true, kSquaredError, StepOptions().scale(4));
+  // The weights are those of all replicas' micro-batches.
+  const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
+  const auto x = inputs(9);
+  const auto y = targets(9);
+  const auto result = pair.over->step(pair.own(x), pair.own(y), kSquaredError, StepOptions().count(count));
+  double weighted = 0;
+  double total = 0;
+  for (const auto& [from, to] : std::vector<std::pair<int, int>>{{0, 3}, {3, 5}, {5, 7}, {7, 9}}) {
     const torch::NoGradGuard no_grad;
-    EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
-    EXPECT_TRUE(same(pair.over->named_buffers()["1.running_mean"], first->named_buffers()["1.running_mean"]));
-    expect_equal_replicas(ranks, pair.over);
-  });
+    const auto of_part = y.slice(0, from, to);
+    const double weight = of_part.sum().abs().item<double>();
+    weighted += weight * torch::mse_loss(pair.alone->forward(x.slice(0, from, to)), of_part).item<double>();
+    total += weight;
+  }
+  EXPECT_NEAR(result.loss.item<double>(), weighted / total, 1e-12);
 }
 
-TEST(RanksReplicas, SnapshotsNormsAndTimelines) {
-  expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
-    auto timeline = std::make_shared<Timeline>();
-    pair.over->trace(timeline);
-    pair.step(8, true);
-    pair.over->trace(nullptr);
-    EXPECT_NEAR(clip_grad_norm_(*pair.over, 1).item<double>(), clip_grad_norm_(*pair.alone, 1).item<double>(), 1e-12);
-    EXPECT_EQ(pair.over->largest(ranks->rank()), 3u);
-    Snapshot mine;
-    mine.model = capture_model(*pair.over);
-    const auto whole = gather(*pair.over, mine);
-    const auto all = pair.over->gather(*timeline);
-    EXPECT_EQ(whole.model.is_empty(), ranks->rank() != 0);
-    if (ranks->rank() != 0) return;
-    const auto expected = capture_model(*pair.alone);
-    ASSERT_EQ(whole.model.keys(), expected.keys());
-    for (const auto& each : expected) expect_close(whole.model[each.key()], each.value(), each.key());
-    EXPECT_EQ(all.workers, 4);
-    std::vector<int> spans(4);
-    for (const auto& span : all.spans) ++spans.at(span.worker);
-    EXPECT_GT(spans[0], 0);
-    EXPECT_EQ(spans[0], spans[2]);
-    EXPECT_EQ(spans[1], spans[3]);
-    // Arrows stay within a replica: per micro-batch the activation and the skip, and their gradients.
-    const std::string arrow = "\"ph\":\"s\"";
-    const auto json = to_chrome_json(all);
-    int arrows = 0;
-    for (auto at = json.find(arrow); at != std::string::npos; at = json.find(arrow, at + 1)) ++arrows;
-    EXPECT_EQ(arrows, 2 * 2 * 2 * 2);
-  });
+RANKS_TEST(RanksReplicas, TakeTheFirstOnesBuffers, 2, {.ranks = patient().replicas(2)}) {
+  const auto model = [] { return in_double(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6))); };
+  Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
+  torch::manual_seed(3);
+  GPipe first(model(), {3}, GPipeOptions().chunks(1));
+  pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kSquaredError);
+  first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kSquaredError);
+  pair.over->eval(), first->eval();
+  const torch::NoGradGuard no_grad;
+  EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
+  EXPECT_TRUE(same(pair.over->named_buffers()["1.running_mean"], first->named_buffers()["1.running_mean"]));
+  expect_equal_replicas(ranks, pair.over);
 }
 
-TEST(RanksReplicas, RefuseWhatTheyCannotSum) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
-    const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kSquaredError); };
-    if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
-    EXPECT_THAT(message_from([&] { step(); }), HasSubstr("rank 1 trains 7 parameters"));
-    pipe->parameters().front().set_requires_grad(true);
-    step();
-    EXPECT_THAT(message_from([&] { step(0); }), HasSubstr("no samples"));
-    EXPECT_THAT(message_from([&] {
-                  ranks->rank() == 0 ? pipe->eval() : pipe->train();
-                  pipe->forward(inputs(4));
-                }),
-                HasSubstr("evaluation mode"));
-    pipe->train();
-    step();
-    EXPECT_THAT(message_from([&] { new_ranks(2, patient().replicas(3)); }),
-                HasSubstr("the number of replicas is 3, but must divide the number of ranks, 2"));
-    const auto others = new_ranks(2, patient().replicas(1 + ranks->rank()));
-    const Balance balance = {3, 4};
-    EXPECT_THAT(message_from([&] { GPipe(plain_model(), balance, GPipeOptions().ranks(others)); }),
-                HasSubstr("the number of replicas"));
-  });
+RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().replicas(2)}) {
+  Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
+  auto timeline = std::make_shared<Timeline>();
+  pair.over->trace(timeline);
+  pair.step(8, true);
+  pair.over->trace(nullptr);
+  EXPECT_NEAR(clip_grad_norm_(*pair.over, 1).item<double>(), clip_grad_norm_(*pair.alone, 1).item<double>(), 1e-12);
+  EXPECT_EQ(pair.over->largest(ranks->rank()), 3u);
+  Snapshot mine;
+  mine.model = capture_model(*pair.over);
+  const auto whole = gather(*pair.over, mine);
+  const auto all = pair.over->gather(*timeline);
+  EXPECT_EQ(whole.model.is_empty(), ranks->rank() != 0);
+  if (ranks->rank() != 0) return;
+  const auto expected = capture_model(*pair.alone);
+  ASSERT_EQ(whole.model.keys(), expected.keys());
+  for (const auto& each : expected) expect_near(whole.model[each.key()], each.value(), each.key());
+  EXPECT_EQ(all.workers, 4);
+  std::vector<int> spans(4);
+  for (const auto& span : all.spans) ++spans.at(span.worker);
+  EXPECT_GT(spans[0], 0);
+  EXPECT_EQ(spans[0], spans[2]);
+  EXPECT_EQ(spans[1], spans[3]);
+  // Arrows stay within a replica: per micro-batch the activation and the skip, and their gradients.
+  const std::string arrow = "\"ph\":\"s\"";
+  const auto json = to_chrome_json(all);
+  int arrows = 0;
+  for (auto at = json.find(arrow); at != std::string::npos; at = json.find(arrow, at + 1)) ++arrows;
+  EXPECT_EQ(arrows, 2 * 2 * 2 * 2);
 }
 
-TEST(RanksReplicas, RefuseSparseGradients) {
-  expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto options = torch::nn::EmbeddingOptions(5, 6).sparse(true);
-    GPipe pipe(Sequential(torch::nn::Embedding(options), Linear(6, 6)), {2}, GPipeOptions().ranks(ranks));
-    EXPECT_THAT(message_from([&] { pipe->forward(torch::arange(4)).sum().backward(); }), HasSubstr("sparse gradient"));
-  });
+RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replicas(2)}) {
+  GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
+  const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kSquaredError); };
+  if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
+  EXPECT_THAT(message_from([&] { step(); }), HasSubstr("rank 1 trains 7 parameters"));
+  pipe->parameters().front().set_requires_grad(true);
+  step();
+  EXPECT_THAT(message_from([&] { step(0); }), HasSubstr("no samples"));
+  EXPECT_THAT(message_from([&] {
+                ranks->rank() == 0 ? pipe->eval() : pipe->train();
+                pipe->forward(inputs(4));
+              }),
+              HasSubstr("evaluation mode"));
+  pipe->train();
+  step();
+  EXPECT_THAT(message_from([&] { new_ranks(2, patient().replicas(3)); }),
+              HasSubstr("the number of replicas is 3, but must divide the number of ranks, 2"));
+  const auto others = new_ranks(2, patient().replicas(1 + ranks->rank()));
+  const Balance balance = {3, 4};
+  EXPECT_THAT(message_from([&] { GPipe(plain_model(), balance, GPipeOptions().ranks(others)); }),
+              HasSubstr("the number of replicas"));
+
+  const auto sparse = torch::nn::EmbeddingOptions(5, 6).sparse(true);
+  GPipe of_words(Sequential(torch::nn::Embedding(sparse), Linear(6, 6)), {2}, GPipeOptions().ranks(ranks));
+  EXPECT_THAT(message_from([&] { of_words->forward(torch::arange(4)).sum().backward(); }),
+              HasSubstr("sparse gradient"));
 }
 
-TEST(RanksReplicas, RefuseOtherParameters) {
-  expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
-    const auto step = [&] { pair.over->step(inputs(4), targets(4), kSquaredError); };
-    step();
-    if (ranks->rank() == 3) {  // as if it had loaded another snapshot
-      const torch::NoGradGuard no_grad;
-      pair.over->parameters()[1].add_(1);
-    }
-    EXPECT_THAT(message_from(step), HasSubstr("rank 3 trains 4 parameters"));
-    EXPECT_THAT(message_from(step), HasSubstr("but rank 2, with the same stages, trains 4 parameters"));
-  });
+RANKS_TEST(RanksReplicas, RefuseOtherParameters, 4, {.ranks = patient().replicas(2)}) {
+  Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
+  const auto step = [&] { pair.over->step(inputs(4), targets(4), kSquaredError); };
+  step();
+  if (ranks->rank() == 3) {  // as if it had loaded another snapshot
+    const torch::NoGradGuard no_grad;
+    pair.over->parameters()[1].add_(1);
+  }
+  EXPECT_THAT(message_from(step), HasSubstr("rank 3 trains 4 parameters"));
+  EXPECT_THAT(message_from(step), HasSubstr("but rank 2, with the same stages, trains 4 parameters"));
 }
 
-TEST(RanksReplicas, NameTheFirstFailure) {
-  expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto plan = std::make_shared<FaultPlan>();
-    if (ranks->rank() == 1) plan->arm(FaultPlan::kBackward, [] { throw std::runtime_error("out of ideas"); });
-    GPipe pipe(in_double(Sequential(Linear(6, 6), Faulty(plan), Linear(6, 6))), {2, 1},
-               GPipeOptions().chunks(2).ranks(ranks));
-    std::raise(SIGPIPE);  // as a write to a rank that has ended does; must not end this rank
-    const auto error = message_from([&] {
-      // Ranks that have all gradients they wait for learn of it in their next call.
-      for (int step = 0; step < 2; ++step) pipe->step(inputs(8), targets(8), kSquaredError);
-    });
-    EXPECT_THAT(error, HasSubstr("out of ideas"));
-    if (ranks->rank() != 1) EXPECT_THAT(error, HasSubstr("rank 1 failed in 0B"));
+RANKS_TEST(RanksReplicas, NameTheFirstFailure, 4, {.ranks = patient().replicas(2)}) {
+  const auto plan = std::make_shared<FaultPlan>();
+  if (ranks->rank() == 1) plan->arm(FaultPlan::kBackward, [] { throw std::runtime_error("out of ideas"); });
+  GPipe pipe(in_double(Sequential(Linear(6, 6), Faulty(plan), Linear(6, 6))), {2, 1},
+             GPipeOptions().chunks(2).ranks(ranks));
+  std::raise(SIGPIPE);  // as a write to a rank that has ended does; must not end this rank
+  const auto error = message_from([&] {
+    // Ranks that have all gradients they wait for learn of it in their next call.
+    for (int step = 0; step < 2; ++step) pipe->step(inputs(8), targets(8), kSquaredError);
   });
+  EXPECT_THAT(error, HasSubstr("out of ideas"));
+  if (ranks->rank() != 1) EXPECT_THAT(error, HasSubstr("rank 1 failed in 0B"));
 }
 
 }  // namespace

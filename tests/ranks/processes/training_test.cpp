@@ -1,14 +1,10 @@
 // Trainings over processes leave what they leave in one process, bit by bit: outputs, parameters, gradients, buffers,
 // random numbers, and snapshots, from which a training goes on at another cut.
 
-#include <gtest/gtest.h>
 #include <malloc.h>
-#include <torch/torch.h>
 
 #include <iterator>
-#include <optional>
 
-#include "gpipe/rank_state.h"
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"
@@ -33,7 +29,6 @@ struct Cut {
 Tensor waves(std::int64_t samples) {
   return torch::arange(samples * kSide, torch::kFloat).reshape({samples, kSide}).sin();
 }
-Tensor cosine(const Tensor& x) { return x.cos(); }
 
 /// A model to train, and how.
 struct TrainedModel {
@@ -41,7 +36,7 @@ struct TrainedModel {
   std::function<GPipe(const Balance&, const GPipeOptions&)> make;
   std::vector<Cut> cuts;  // the first can run on any number of ranks
   std::function<Tensor(std::int64_t samples)> input = waves;
-  std::function<Tensor(const Tensor& input)> target = cosine;
+  std::function<Tensor(const Tensor& input)> target = [](const Tensor& x) { return x.cos(); };
   LossFunction loss = kSquaredError;
 };
 
@@ -50,10 +45,6 @@ GPipe make_stateful(const Balance& balance, const GPipeOptions& options) {
                    nn::BatchNorm1d(6), nn::Dropout(0.2), Linear(6, 6));
   model->ptr(4)->named_parameters()["bias"].requires_grad_(false);  // has no state in the optimizer
   return GPipe(model, balance, options);
-}
-
-GPipe make_tied(const Balance& balance, const GPipeOptions& options) {
-  return GPipe(tied_model(torch::kFloat), balance, options);
 }
 
 /// Nine layers with skips and a buffer, of factories. The first and the last share a matrix.
@@ -84,7 +75,8 @@ const std::vector<TrainedModel> kTrainedModels = {
       {{1, 1, 2, 1, 1, 1, 2, 1}, "zb_v"},
       {{2, 1, 1, 1, 1, 1, 2, 1}, "interleaved_1f1b", 2}}},
     {"tied",
-     make_tied,                               // layer 0 owns a matrix, which 2 and 6 share
+     [](const auto& balance, const auto& options) { return GPipe(tied_model(torch::kFloat), balance, options); },
+     // Layer 0 owns a matrix, which 2 and 6 share.
      {{{1, 2, 2, 2}, "1f1b"},                 // over two ranks, one stage borrows on the owner's, one on the other
       {{1, 6}, "zb_h1"},                      // two layers of one stage borrow
       {{1, 1, 1, 4}, "zb_h1"},                // two workers of a rank borrow
@@ -155,10 +147,8 @@ class Training {
     const auto loss = pipe_->loss(x, model_.target(x), model_.loss);
     (2 * loss).backward();
     const auto output = pipe_->forward(x);
-    std::vector<Tensor> trained;
-    for (const auto& parameter : pipe_->parameters()) {
-      if (parameter.requires_grad()) trained.push_back(parameter);
-    }
+    auto trained = pipe_->parameters();
+    std::erase_if(trained, [](const Tensor& parameter) { return !parameter.requires_grad(); });
     if (trained.empty()) {
       output.sum().backward();
     } else {
@@ -187,9 +177,7 @@ class Training {
 
   /// The bytes of the file that rank 0 writes; empty on the other ranks.
   std::string file() {
-    Snapshot mine;
-    mine.model = capture_model(*pipe_);
-    mine.optimizer = capture_optimizer(*adam_, *pipe_);
+    auto mine = capture(pipe_, *adam_);
     mine.epoch = 7;
     mine.position = {{"batch", 2}};
     mine.random = capture_random();
@@ -201,11 +189,10 @@ class Training {
   }
 
   void restore(const std::string& file) {
-    const auto part = own_part(*pipe_, from_bytes(file));
-    restore_model(*pipe_, part.model);
-    restore_optimizer(*adam_, *pipe_, part.optimizer);
+    const auto whole = from_bytes(file);
+    gpipe::restore(pipe_, *adam_, whole);
     evaluate(4);  // copies of other ranks' parameters get their values
-    restore_random(part.random);
+    restore_random(whole.random);
   }
 
   const Record& record() const { return record_; }
@@ -290,41 +277,35 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
   }
 }
 
-TEST(RanksTraining, OnTwoRanksEqualsOneProcess) {
-  expect_job(2, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
-}
-TEST(RanksTraining, OnFourRanksEqualsOneProcess) {
-  expect_job(4, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
-}
+RANKS_TEST(RanksTraining, OnTwoRanksEqualsOneProcess, 2, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
+RANKS_TEST(RanksTraining, OnFourRanksEqualsOneProcess, 4, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
 
 /// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
-TEST(RanksTraining, OfSomeStagesOnly) {
-  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto* schedule : {"gpipe", "zb_h1"}) {
-      for (int trained = -1; trained < 3; ++trained) {
-        SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
-        const auto run = [&](const std::shared_ptr<Ranks>& over) {
-          torch::manual_seed(3);
-          Sequential model(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
-          for (int stage = 0; stage < 3; ++stage) {
-            for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
-          }
-          GPipe pipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(over));
-          Record record;
-          record["output"] = pipe->forward(waves(7));
-          EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
-          if (trained >= 0) record["output"].sum().backward();
-          record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
-          const auto leaf = waves(7).requires_grad_();
-          pipe->forward(leaf).sum().backward();
-          if (leaf.grad().defined()) record["input"] = leaf.grad();
-          for (const auto& parameter : pipe->named_parameters()) record[parameter.key()] = parameter->grad();
-          return record;
-        };
-        expect_part_of(run(ranks), run(nullptr));
-      }
+RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3) {
+  for (const auto* schedule : {"gpipe", "zb_h1"}) {
+    for (int trained = -1; trained < 3; ++trained) {
+      SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
+      const auto run = [&](const std::shared_ptr<Ranks>& over) {
+        torch::manual_seed(3);
+        Sequential model(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
+        for (int stage = 0; stage < 3; ++stage) {
+          for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
+        }
+        GPipe pipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(over));
+        Record record;
+        record["output"] = pipe->forward(waves(7));
+        EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
+        if (trained >= 0) record["output"].sum().backward();
+        record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
+        const auto leaf = waves(7).requires_grad_();
+        pipe->forward(leaf).sum().backward();
+        if (leaf.grad().defined()) record["input"] = leaf.grad();
+        record.merge(gradients_of(pipe));
+        return record;
+      };
+      expect_part_of(run(ranks), run(nullptr));
     }
-  });
+  }
 }
 
 /// The seeds to begin with, and the number of cases for each number of ranks.
@@ -348,12 +329,9 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
   print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);
 }
 
-/// Pipelines over processes equal the reference bit by bit.
-void expect_transparency(int ranks) {
-  expect_job(ranks, run_cases, {.limit = std::chrono::seconds(60 + cases().count)});
-}
-TEST(RanksTransparency, TwoRanks) { expect_transparency(2); }
-TEST(RanksTransparency, FourRanks) { expect_transparency(4); }
+// Pipelines over processes equal the reference bit by bit.
+RANKS_TEST(RanksTransparency, TwoRanks, 2, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, FourRanks, 4, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
 
 /// What a process has in use.
 struct Used {
@@ -362,24 +340,22 @@ struct Used {
   std::ptrdiff_t descriptors = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
 };
 
-TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind) {
-  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
-    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
-    int step = 0;
-    const auto step_some = [&] {
-      for (int i = 0; i < 150; ++i, ++step) {
-        const auto x = torch::ones({1 + step * 7 % 50, 4});
-        pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
-      }
-      return Used();
-    };
-    step_some();
-    const auto before = step_some();
-    const auto after = step_some();
-    EXPECT_LT(after.bytes, before.bytes + 200'000);
-    EXPECT_LE(after.threads, before.threads);
-    EXPECT_LE(after.descriptors, before.descriptors);
-  });
+RANKS_TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind, 2) {
+  GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+  int step = 0;
+  const auto step_some = [&] {
+    for (int i = 0; i < 150; ++i, ++step) {
+      const auto x = torch::ones({1 + step * 7 % 50, 4});
+      pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
+    }
+    return Used();
+  };
+  step_some();
+  const auto before = step_some();
+  const auto after = step_some();
+  EXPECT_LT(after.bytes, before.bytes + 200'000);
+  EXPECT_LE(after.threads, before.threads);
+  EXPECT_LE(after.descriptors, before.descriptors);
 }
 
 }  // namespace

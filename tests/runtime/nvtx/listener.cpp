@@ -2,16 +2,14 @@
 
 #include <nvtx3/nvToolsExt.h>
 
-#include <map>
 #include <mutex>
-#include <thread>
 
 namespace gpipe::nvtx {
 namespace {
 
 std::mutex mutex;
-std::map<std::thread::id, std::vector<std::string>> open_by_thread;
-std::vector<std::string> all;
+std::vector<std::string> ended;
+thread_local std::vector<std::string> open;
 
 nvtxDomainHandle_t make_domain(const char* name) {
   static std::string domain;
@@ -21,32 +19,23 @@ nvtxDomainHandle_t make_domain(const char* name) {
 
 // As in Nsight Systems, the result tells nothing.
 int push(nvtxDomainHandle_t domain, const nvtxEventAttributes_t* attributes) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& open = open_by_thread[std::this_thread::get_id()];
   const auto name = *reinterpret_cast<const std::string*>(domain) + ": " + attributes->message.ascii;
-  all.push_back(open.empty() ? name : open.back() + " > " + name);
-  open.push_back(all.back());
+  open.push_back(open.empty() ? name : open.back() + " > " + name);
   return -1;
 }
 
 int pop(nvtxDomainHandle_t) {
   const std::lock_guard<std::mutex> lock(mutex);
-  open_by_thread[std::this_thread::get_id()].pop_back();
+  ended.push_back(open.back());
+  open.pop_back();
   return -1;
 }
 
 }  // namespace
 
-std::vector<std::string> ranges() {
+std::vector<std::string> ended_ranges() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return all;
-}
-
-int open_ranges() {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::size_t count = 0;
-  for (const auto& [thread, open] : open_by_thread) count += open.size();
-  return static_cast<int>(count);
+  return ended;
 }
 
 }  // namespace gpipe::nvtx

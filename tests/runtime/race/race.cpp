@@ -1,6 +1,5 @@
 // Two workers increment one plain integer in the same run. With the argument "edge", an edge between their cells orders
-// the two accesses. With "race" nothing does, and ThreadSanitizer must report a race: this shows that it would also
-// report races in other tests.
+// the accesses. With "race" nothing does, and ThreadSanitizer must report it, as it would in other tests.
 
 #include <atomic>
 #include <cstdint>

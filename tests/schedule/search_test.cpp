@@ -1,27 +1,29 @@
-#include "gpipe/schedule/greedy.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
+// Schedules that simulation finds: list schedules, the search for the fastest one, and the choice of "auto".
 #include <array>
-#include <cstdint>
+#include <functional>
 #include <limits>
-#include <random>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
+#include <string_view>
 
-#include "gpipe/schedules.h"
+#include "gpipe/schedule/auto_schedule.h"
+#include "gpipe/schedule/greedy.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
 
-using ::testing::HasSubstr;
-using testing::looped;
-using ::testing::ThrowsMessage;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+Simulation simulated(const Workload& work, const Schedule& schedule) {
+  return simulate(Program::make(work.layout, work.edges, schedule), work.costs);
+}
+
+// A model with equal times of F, I and W.
+Workload even(const Layout& layout, const std::vector<Edge>& edges) {
+  const std::vector<std::array<double, 5>> actions(layout.stages, {1, 0, 2, 1, 1});
+  return {layout, edges, {.actions = actions, .edges = std::vector<double>(edges.size())}};
+}
+Workload even(const Layout& layout) { return even(layout, chain(layout.stages)); }
 
 // Draws workloads with unequal stages.
 class Draw {
@@ -39,11 +41,8 @@ class Draw {
     if (pick(0, 2) == 0) std::shuffle(placement.begin(), placement.end(), random_);
     work.checkpoint = std::array{Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}[pick(0, 2)];
     const bool has_chain = pick(0, 4) > 0;
-    for (int from = 0; from < stages; ++from) {
-      for (int to = from + 1; to < stages; ++to) {
-        const bool neighbours = to == from + 1;
-        if (neighbours ? has_chain : pick(0, 4) == 0) work.edges.push_back({from, to, ""});
-      }
+    for (const Edge& edge : all_pairs(stages)) {
+      if (edge.to == edge.from + 1 ? has_chain : pick(0, 4) == 0) work.edges.push_back(edge);
     }
     work.costs.edges.assign(work.edges.size(), pick(0, 1) * real(0, 0.5));
     for (int s = 0; s < stages; ++s) {
@@ -64,9 +63,7 @@ class Draw {
   std::vector<std::int64_t> most_bytes(const Workload& work) {
     if (pick(0, 3) == 0) return {};
     const double part = real(0.2, 1.1);
-    auto bytes = simulate(Program::make(work.layout, work.edges, make_schedule("gpipe", work.layout, work.checkpoint)),
-                          work.costs)
-                     .timeline.peak_bytes();
+    auto bytes = simulated(work, make_schedule("gpipe", work.layout, work.checkpoint)).timeline.peak_bytes();
     for (auto& each : bytes) each = static_cast<std::int64_t>(static_cast<double>(each) * part);
     return bytes;
   }
@@ -89,33 +86,23 @@ class Draw {
 
 bool fits(const Simulation& simulation, const std::vector<std::int64_t>& most_bytes) {
   const auto peaks = simulation.timeline.peak_bytes();
-  for (std::size_t w = 0; w < most_bytes.size(); ++w) {
-    if (peaks[w] > most_bytes[w]) return false;
-  }
-  return true;
-}
-
-Simulation simulate(const Workload& work, const Schedule& schedule) {
-  return gpipe::simulate(Program::make(work.layout, work.edges, schedule), work.costs);
+  return std::equal(most_bytes.begin(), most_bytes.end(), peaks.begin(), std::greater_equal<>());
 }
 
 // The makespan of the fastest named schedule that keeps to the limit; infinite if none does.
 double fastest_named(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
-  double fastest = std::numeric_limits<double>::infinity();
+  double fastest = kInfinity;
   for (const auto& rule : schedule_rules()) {
     if (!rule.misfit(work.layout).empty()) continue;
-    const auto result = simulate(work, make_schedule(rule.name, work.layout, work.checkpoint));
+    const auto result = simulated(work, make_schedule(rule.name, work.layout, work.checkpoint));
     if (fits(result, most_bytes)) fastest = std::min(fastest, result.makespan);
   }
   return fastest;
 }
 
-int count(const Schedule& schedule, Kind kind) {
-  std::int64_t sum = 0;
-  for (const auto& list : schedule) {
-    sum += std::count_if(list.begin(), list.end(), [&](const Action& action) { return action.kind == kind; });
-  }
-  return static_cast<int>(sum);
+std::int64_t count(const Schedule& schedule, Kind kind) {
+  const auto text = to_text(schedule);
+  return std::count(text.begin(), text.end(), to_char(kind));
 }
 
 TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
@@ -132,15 +119,15 @@ TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
     const auto schedule = greedy_schedule(work, most_bytes);
     if (i % 20 == 0) EXPECT_EQ(schedule, greedy_schedule(work, most_bytes)) << "the same each time";
     if (!schedule) {
-      EXPECT_EQ(named, std::numeric_limits<double>::infinity());
+      EXPECT_EQ(named, kInfinity);
       ++none;
       continue;
     }
     const auto program = Program::make(work.layout, work.edges, *schedule);  // throws for a schedule that is not valid
-    const auto result = gpipe::simulate(program, work.costs);
+    const auto result = simulate(program, work.costs);
     EXPECT_TRUE(fits(result, most_bytes));
     EXPECT_LE(result.makespan, named);
-    if (named == std::numeric_limits<double>::infinity()) {
+    if (named == kInfinity) {
       ++only;
     } else {
       ++fitting;
@@ -159,13 +146,12 @@ TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
 }
 
 TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
-  Workload work{.layout = looped(1, 1, 4)};
+  auto work = even(straight(1, 4));
   work.costs.actions = {{1, 0, 2, 1.5, 1}};
   EXPECT_EQ(count(*greedy_schedule(work, {}), Kind::B), 4);
 
   // Splitting pays on all stages but the first, which sends no gradient.
-  work = {.layout = looped(4, 1, 8), .edges = testing::chain(4)};
-  work.costs = {.actions = std::vector<std::array<double, 5>>(4, {1, 0, 2, 1, 1}), .edges = std::vector<double>(3)};
+  work = even(straight(4, 8));
   work.costs.actions[0] = {1, 0, 2, 1.5, 1.5};
   const auto schedule = *greedy_schedule(work, {});
   EXPECT_EQ(count({schedule[0]}, Kind::B), 8);
@@ -173,8 +159,8 @@ TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
 }
 
 TEST(Greedy, HasNoScheduleWithoutMemory) {
-  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2)};
-  work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}, .bytes = {{}, {}}};
+  auto work = even(straight(2, 4));
+  work.costs.bytes.resize(2);
   for (int s = 0; s < 2; ++s) work.costs.bytes[s].forward.held = {{100, Kind::W, s}};
   EXPECT_FALSE(greedy_schedule(work, {99, 99}));
   EXPECT_FALSE(greedy_schedule(work, {1000, 99}));
@@ -183,20 +169,18 @@ TEST(Greedy, HasNoScheduleWithoutMemory) {
 }
 
 TEST(Greedy, RefusesWhatDoesNotFit) {
-  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2)};
-  work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}};
+  auto work = even(straight(2, 4));
   const auto search = [&](std::vector<std::int64_t> most_bytes) {
     return [&work, most_bytes] { greedy_schedule(work, most_bytes); };
   };
-  EXPECT_THAT(search({1}), ThrowsMessage<std::invalid_argument>(
-                               HasSubstr("got limits for 1 workers, but the layout has 2: give one per worker")));
-  EXPECT_THAT(search({1, 1}), ThrowsMessage<std::invalid_argument>(HasSubstr("the costs have no bytes")));
+  EXPECT_THAT(search({1}), refuses("got limits for 1 workers, but the layout has 2: give one per worker"));
+  EXPECT_THAT(search({1, 1}), refuses("the costs have no bytes"));
   work.costs.bytes.resize(1);
-  EXPECT_THAT(search({1, 1}), ThrowsMessage<std::invalid_argument>(HasSubstr("bytes for 1 stages")));
+  EXPECT_THAT(search({1, 1}), refuses("bytes for 1 stages"));
   work.costs.edges.clear();
-  EXPECT_THAT(search({}), ThrowsMessage<std::invalid_argument>(HasSubstr("costs for 0 edges")));
+  EXPECT_THAT(search({}), refuses("costs for 0 edges"));
   work.edges[0].to = 2;
-  EXPECT_THAT(search({}), ThrowsMessage<std::invalid_argument>(HasSubstr("must go to a later stage")));
+  EXPECT_THAT(search({}), refuses("must go to a later stage"));
   work.layout.placement = {0, 2};
   EXPECT_THROW(search({})(), std::invalid_argument);
 }
@@ -211,7 +195,7 @@ TEST(ListSchedule, KeepsToItsOptionsAndKnowsItsMakespan) {
                               .forward_first = draw.pick(0, 1) == 0,
                               .most_split = std::array{0, 1, 2, ListOptions::kUnlimited}[draw.pick(0, 3)]};
     const auto [lists, makespan] = list_schedule(work, options);
-    const auto result = simulate(work, with_recomputes(lists, work.checkpoint, work.layout.micro_batches));
+    const auto result = simulated(work, with_recomputes(lists, work.checkpoint, work.layout.micro_batches));
     EXPECT_EQ(result.makespan, makespan);
     for (int worker = 0; worker < work.layout.workers(); ++worker) {
       EXPECT_LE(result.peak_cells[worker], options.depth * std::count(placement.begin(), placement.end(), worker));
@@ -229,11 +213,8 @@ TEST(NamedGreedy, RunsOnAnyPlacement) {
   Draw draw;
   for (int i = 0; i < 500; ++i) {
     const auto layout = draw.workload().layout;
-    const auto schedule = make_schedule("greedy", layout, Checkpoint::kNever);
-    const auto program = Program::make(layout, testing::all_pairs(layout.stages), schedule);
-    const Costs costs{.actions = std::vector<std::array<double, 5>>(layout.stages, {1, 0, 2, 1, 1}),
-                      .edges = std::vector<double>(program.edges().size())};
-    const auto peaks = gpipe::simulate(program, costs).peak_cells;
+    const auto work = even(layout, all_pairs(layout.stages));
+    const auto peaks = simulated(work, make_schedule("greedy", layout, Checkpoint::kNever)).peak_cells;
     for (int worker = 0; worker < layout.workers(); ++worker) {
       const auto stages = std::count(layout.placement.begin(), layout.placement.end(), worker);
       EXPECT_LE(peaks[worker], stages * layout.workers());
@@ -245,12 +226,10 @@ TEST(NamedGreedy, RunsOnAnyPlacement) {
 TEST(NamedGreedy, IsFasterThanWholeBackwards) {
   for (int p = 2; p <= 8; ++p) {
     for (int v = 1; v <= 2; ++v) {
-      for (const int m : testing::kMicroBatches) {
-        Workload work{.layout = looped(p, v, m), .edges = testing::chain(p * v)};
-        work.costs.actions.assign(p * v, {1, 0, 2, 1, 1});
-        work.costs.edges.assign(work.edges.size(), 0);
+      for (const int m : kMicroBatches) {
+        const auto work = even(looped(p, v, m));
         const auto makespan = [&](const char* name) {
-          return simulate(work, make_schedule(name, work.layout, Checkpoint::kNever)).makespan;
+          return simulated(work, make_schedule(name, work.layout, Checkpoint::kNever)).makespan;
         };
         EXPECT_LT(makespan("greedy"), makespan("interleaved_1f1b")) << p << ' ' << v << ' ' << m;
       }
@@ -258,5 +237,72 @@ TEST(NamedGreedy, IsFasterThanWholeBackwards) {
   }
 }
 
+// "auto" against all named schedules, simulated with the costs that it should have measured.
+
+/// Each stage takes longer than the one before by `growth`.
+Costs costs(const Layout& layout, double growth) {
+  Costs costs;
+  for (int s = 0; s < layout.stages; ++s) {
+    const double size = 1 + growth * s;
+    costs.actions.push_back({size, size, 1.9 * size, 1.1 * size, 0.9 * size});
+    costs.stored.push_back(0.9 * size);
+  }
+  costs.edges.assign(layout.stages - 1, 0);
+  return costs;
+}
+
+Simulation simulated(const Layout& layout, Schedule schedule, double growth) {
+  return simulate(plain_program(layout, std::move(schedule)), costs(layout, growth));
+}
+
+std::string chosen(const Layout& layout, Checkpoint checkpoint, double growth = 0, bool saves_memory = false) {
+  const auto measured = simulated(layout, measuring_schedule(layout, checkpoint), growth).timeline;
+  return fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/false, saves_memory);
+}
+
+TEST(AutoSchedule, IsWithinOnePercentOfTheFastest) {
+  constexpr double kGrowth = 0.1;
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const int workers : {1, 2, 4}) {
+      for (const int micro_batches : {2, 3, 8}) {
+        for (const bool v : {false, true}) {
+          const auto layout = v ? v_shaped(workers, micro_batches) : straight(workers, micro_batches);
+          const auto seconds_of = [&](std::string_view name) {
+            return simulated(layout, make_schedule(name, layout, checkpoint), kGrowth).makespan;
+          };
+          const auto name = chosen(layout, checkpoint, kGrowth);
+          for (const auto& rule : schedule_rules()) {
+            if (!rule.misfit(layout).empty() || fills_and_drains(rule.name)) continue;
+            EXPECT_LE(seconds_of(name), seconds_of(rule.name) * 1.01)
+                << name << " instead of " << rule.name << ", " << workers << " workers, " << micro_batches
+                << " micro-batches";
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(AutoSchedule, SavesMemory) {
+  const auto saving = [](const Layout& layout, Checkpoint checkpoint) { return chosen(layout, checkpoint, 0, true); };
+  EXPECT_EQ(chosen(straight(4, 8), Checkpoint::kNever), "zb_h2");
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kNever), "zb_h1");
+  EXPECT_EQ(saving(straight(4, 3), Checkpoint::kNever), "zb_h1") << "zb_h2 needs more with more micro-batches";
+  EXPECT_EQ(saving(straight(4, 8), Checkpoint::kAlways), "1f1b") << "zb_h1 holds more graphs";
+  EXPECT_EQ(chosen(straight(1, 8), Checkpoint::kNever), "1f1b") << "equally fast, with the fewest cells";
+  EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
+}
+
+TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
+  const auto layout = looped(2, 1, 4);
+  auto measured = simulated(layout, measuring_schedule(layout, Checkpoint::kNever), /*growth=*/0).timeline;
+  const auto name = fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/false, false);
+  for (auto& span : measured.spans) {
+    if (span.action.micro_batch == 3) span.end = span.start + 0.01;
+  }
+  EXPECT_NE(name, "1f1b");
+  EXPECT_EQ(fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/true, false), name);
+}
+
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing
