@@ -1,12 +1,8 @@
 #pragma once
 
-#include <span>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/program.h"
 
 namespace gpipe {
 

@@ -1,11 +1,8 @@
 #pragma once
 
 #include <array>
-#include <vector>
 
 #include "gpipe/schedule/footprint.h"
-#include "gpipe/schedule/program.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe {
 

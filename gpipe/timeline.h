@@ -1,12 +1,7 @@
 #pragma once
 
-#include <cstdint>
-#include <map>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "gpipe/schedule/action.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {

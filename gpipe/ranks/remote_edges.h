@@ -1,19 +1,10 @@
 #pragma once
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
 #include <list>
-#include <map>
-#include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/wire.h"
 #include "gpipe/schedule/program.h"
 

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {

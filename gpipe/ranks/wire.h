@@ -1,19 +1,14 @@
 #pragma once
 
-#include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
-#include <memory>
-#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/base/mutex.h"

@@ -2,13 +2,9 @@
 
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstddef>
 #include <deque>
 #include <stdexcept>
 #include <thread>
-#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"

@@ -2,14 +2,10 @@
 
 #include <sys/types.h>
 
-#include <functional>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "gpipe/base/mutex.h"
 #include "gpipe/runtime/action_runner.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {

@@ -1,14 +1,9 @@
 #include "gpipe/schedule/auto_schedule.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <limits>
-#include <string_view>
 #include <tuple>
-#include <utility>
-#include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"

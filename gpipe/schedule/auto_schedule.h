@@ -1,8 +1,5 @@
 #pragma once
 
-#include <string>
-
-#include "gpipe/schedule/program.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {

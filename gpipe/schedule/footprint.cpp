@@ -1,11 +1,8 @@
 #include "gpipe/schedule/footprint.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <iterator>
 #include <limits>
-#include <map>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

@@ -1,6 +1,5 @@
 #include "gpipe/schedule/generators.h"
 
-#include <cstddef>
 #include <utility>
 
 #include "gpipe/schedule/verifier.h"

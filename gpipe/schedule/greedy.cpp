@@ -1,10 +1,8 @@
 #include "gpipe/schedule/greedy.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <set>
 #include <tuple>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"

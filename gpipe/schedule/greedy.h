@@ -1,12 +1,9 @@
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <optional>
-#include <vector>
 
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

@@ -1,12 +1,9 @@
 #include "gpipe/schedule/program.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <limits>
-#include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"

@@ -1,10 +1,6 @@
 #include "gpipe/schedule/replay.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <map>
-#include <span>
-#include <utility>
 
 namespace gpipe {
 namespace {

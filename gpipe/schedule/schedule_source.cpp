@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <fstream>
-#include <map>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_join.h"

@@ -1,8 +1,6 @@
 #include "gpipe/schedules.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"

@@ -1,8 +1,6 @@
 #include "gpipe/simulator.h"
 
 #include <cmath>
-#include <cstddef>
-#include <string>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/replay.h"

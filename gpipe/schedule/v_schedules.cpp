@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <deque>
 #include <initializer_list>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "gpipe/schedule/verifier.h"
 

@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
-#include <cstdint>
-#include <string>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {

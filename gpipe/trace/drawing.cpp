@@ -5,7 +5,6 @@
 #include <iterator>
 #include <limits>
 #include <set>
-#include <vector>
 
 #include "absl/strings/str_format.h"
 
