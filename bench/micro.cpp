@@ -19,7 +19,6 @@
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/cpu_quota.h"
-#include "gpipe/runtime/event_count.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"

@@ -43,10 +43,10 @@ class CondVar {
     condition_.wait(lock);
     lock.release();
   }
-  /// The same, but waits for at most `time`.
-  void wait_for(Mutex& mutex, std::chrono::milliseconds time) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+  /// The same, but no longer than until `end`.
+  void wait_until(Mutex& mutex, std::chrono::steady_clock::time_point end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
-    condition_.wait_for(lock, time);
+    condition_.wait_until(lock, end);
     lock.release();
   }
   void notify_all() { condition_.notify_all(); }

@@ -115,9 +115,8 @@ void WireSender::drain(std::chrono::milliseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
   MutexLock lock(mutex_);
   while (undelivered_ != 0 && !error_) {
-    const auto left = end - std::chrono::steady_clock::now();
-    if (left <= std::chrono::milliseconds(0)) throw TimeoutError("another rank did not answer in time");
-    changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(left));
+    if (std::chrono::steady_clock::now() >= end) throw TimeoutError("another rank did not answer in time");
+    changed_.wait_until(mutex_, end);
   }
   if (error_) std::rethrow_exception(error_);
 }
