@@ -31,6 +31,8 @@ struct Timeline {
   std::vector<Span> spans;
   int replicas = 1;  ///< equal pipelines, each with as many of the workers, one after the other
 
+  /// The first start, in seconds. Infinity if empty.
+  double start() const;
   /// Last end minus first start, in seconds. 0 if empty.
   double makespan() const;
   /// Idle time / (workers x makespan), in [0, 1). 0 if empty.

@@ -40,9 +40,9 @@ class EventCount {
 /// than `threads`, the number of busy threads, or a `cpu_quota` (in CPUs) below it.
 int spins_for(int threads, double cpu_quota);
 
-/// One direction of one edge during one run: tracks which micro-batches have been put and not yet taken. It carries no
-/// data. A micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer
-/// reads it after take().
+/// One direction of one edge during one run: tracks which micro-batches have been put. It carries no data. A
+/// micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer reads it
+/// after take().
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
 /// Invariants:

@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{50};
 
-/// The executor whose worker the calling thread is, for on_worker().
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace

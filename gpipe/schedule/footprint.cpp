@@ -30,19 +30,19 @@ class Usage {
 
   /// REQUIRES: called once, after the last add() and before the first at().
   void sum_up() {
-    std::sort(changes_.begin(), changes_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::ranges::sort(changes_, {}, &Change::first);
     std::int64_t in_use = 0;
     for (auto& [time, bytes] : changes_) bytes = in_use += bytes;
   }
 
   std::int64_t at(double time) const {
-    const auto next = std::upper_bound(changes_.begin(), changes_.end(), time,
-                                       [](double value, const auto& change) { return value < change.first; });
+    const auto next = std::ranges::upper_bound(changes_, time, {}, &Change::first);
     return next == changes_.begin() ? 0 : std::prev(next)->second;
   }
 
  private:
-  std::vector<std::pair<double, std::int64_t>> changes_;  // times, and the bytes from then on
+  using Change = std::pair<double, std::int64_t>;  // a time, and the bytes from then on
+  std::vector<Change> changes_;
 };
 
 /// The spans of one step.
@@ -146,9 +146,8 @@ void check(const ActionBytes& bytes, int stages) {
 }  // namespace
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
-  for (const CellBytes& bytes : stages) {
-    for (const auto* action :
-         {&bytes.forward, &bytes.stored, &bytes.recompute, &bytes.backward, &bytes.input_gradient}) {
+  for (const CellBytes& it : stages) {
+    for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
       check(*action, static_cast<int>(stages.size()));
     }
   }

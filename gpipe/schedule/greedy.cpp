@@ -36,9 +36,9 @@ class ListScheduler {
       const Action action = workers_[worker].next->action;
       perform(worker, *workers_[worker].next);
       choose(worker);
+      if (action.kind == Kind::W) continue;
       const Stage& stage = stages_[action.stage];
-      if (action.kind == Kind::F) choose_all(stage.later);
-      if (action.kind == Kind::B || action.kind == Kind::I) choose_all(stage.earlier);
+      for (const int taker : action.kind == Kind::F ? stage.later : stage.earlier) choose(taker);
     }
     return std::move(result_);
   }
@@ -81,10 +81,6 @@ class ListScheduler {
   double seconds(Kind kind, int stage) const { return work_.costs.actions[stage][static_cast<std::size_t>(kind)]; }
 
   bool recomputes(int m) const { return gpipe::recomputes(work_.checkpoint, m, work_.layout.micro_batches); }
-
-  void choose_all(const std::set<int>& workers) {
-    for (const int w : workers) choose(w);
-  }
 
   /// Chooses the worker's next action: the preferred one of the actions that can start first.
   void choose(int w) {

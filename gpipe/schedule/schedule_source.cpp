@@ -4,7 +4,6 @@
 #include <charconv>
 #include <fstream>
 #include <optional>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
@@ -32,15 +31,6 @@ std::optional<Action> parse_action(std::string_view word) {
   return action;
 }
 
-bool has_recomputes(const Schedule& schedule) {
-  for (const auto& list : schedule) {
-    for (const Action& action : list) {
-      if (action.kind == Kind::R) return true;
-    }
-  }
-  return false;
-}
-
 ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
   if (parsed.layout.stages != stages) {
@@ -58,7 +48,10 @@ ScheduleSource from_file(const std::string& path, int stages, const std::vector<
           "chunks or the file",
           path, parsed.layout.micro_batches, layout.micro_batches);
     }
-    if (has_recomputes(parsed.schedule)) return parsed.schedule;
+    const auto recomputes = [](const auto& list) {
+      return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
+    };
+    if (std::ranges::any_of(parsed.schedule, recomputes)) return parsed.schedule;
     return with_recomputes(parsed.schedule, checkpoint, layout.micro_batches);
   };
   return {std::move(placement), std::move(make)};
@@ -99,6 +92,7 @@ ParsedSchedule parse_schedule(std::string_view text) {
                       at + 1, action->stage, owner);
       }
       list.push_back(*action);
+      result.layout.micro_batches = std::max(result.layout.micro_batches, action->micro_batch + 1);
       at += word.size();
     }
   }
@@ -112,11 +106,6 @@ ParsedSchedule parse_schedule(std::string_view text) {
                     result.layout.stages - 1);
     }
     result.layout.placement.push_back(worker);
-  }
-  for (const auto& list : result.schedule) {
-    for (const Action& action : list) {
-      result.layout.micro_batches = std::max(result.layout.micro_batches, action.micro_batch + 1);
-    }
   }
   return result;
 }
@@ -144,11 +133,12 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
     throw invalid("[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
                   schedule.substr(1), stages_per_worker);
   }
-  if (!placement.empty() && stages_per_worker != 1) {
+  if (placement.empty()) {
+    placement = schedule_rule(schedule).place(stages, stages_per_worker);
+  } else if (stages_per_worker != 1) {
     throw invalid("[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them",
                   stages_per_worker);
   }
-  if (placement.empty()) placement = schedule_rule(schedule).place(stages, stages_per_worker);
   ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
                           return make_schedule(schedule, layout, checkpoint);
                         }};

@@ -79,8 +79,7 @@ std::vector<Action> in_rounds(const Layout& layout, int worker, Kind kind) {
 }
 
 // Returns lists of forwards, then one forward and one backward in turn. `slope` is the difference between neighbouring
-// workers in the number of forwards before the first backward. With one stage per worker there are no rounds.
-// REQUIRES: is_looped().
+// workers in the number of forwards before the first backward. REQUIRES: is_looped().
 Schedule alternate(const Layout& layout, int slope, bool split = false) {
   const int workers = layout.workers();
   const auto loops = static_cast<std::size_t>(layout.stages / workers);
@@ -142,8 +141,7 @@ constexpr ScheduleRule kRules[] = {
 }  // namespace
 
 bool fills_and_drains(std::string_view name) {
-  const auto is_it = [&](const auto& rule) { return rule.name == name && rule.generate == fill_and_drain; };
-  return std::any_of(std::begin(kRules), std::end(kRules), is_it);
+  return std::ranges::any_of(kRules, [&](auto& it) { return it.name == name && it.generate == fill_and_drain; });
 }
 
 std::string too_few_stages(std::string_view name, int workers, int stages) {
@@ -154,9 +152,7 @@ std::string too_few_stages(std::string_view name, int workers, int stages) {
 }
 
 std::vector<int> looped_placement(int workers, int stages) {
-  if (workers < 1 || stages < 0) {
-    throw invalid("cannot place %d stages on %d workers", stages, workers);
-  }
+  if (workers < 1 || stages < 0) throw invalid("cannot place %d stages on %d workers", stages, workers);
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
   return placement;
@@ -174,9 +170,9 @@ std::vector<int> v_placement(int stages) {
 std::span<const ScheduleRule> schedule_rules() { return kRules; }
 
 const ScheduleRule& schedule_rule(std::string_view name) {
-  const auto found =
-      std::find_if(std::begin(kRules), std::end(kRules), [&](const auto& it) { return it.name == name; });
-  if (found != std::end(kRules)) return *found;
+  if (const auto* found = std::ranges::find(kRules, name, &ScheduleRule::name); found != std::end(kRules)) {
+    return *found;
+  }
   const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
   throw invalid("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names);
 }

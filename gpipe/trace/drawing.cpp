@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <set>
 
 #include "absl/strings/str_format.h"
@@ -38,10 +37,6 @@ constexpr Look kLooks[] = {{Kind::F, "forward", "#56b4e9"},
                            {Kind::I, "input gradient", "#cc79a7", "I"},
                            {Kind::W, "weight gradient", "#e69f00", "W"}};
 
-const Look& look_of(Kind kind) {
-  return *std::find_if(std::begin(kLooks), std::end(kLooks), [&](const Look& look) { return look.kind == kind; });
-}
-
 void add_letter(std::string& svg, double x, double y, const Look& look) {
   if (look.letter[0] == '\0') return;
   StrAppendFormat(&svg, "<text x=\"%.2f\" y=\"%.1f\" text-anchor=\"middle\" font-size=\"10\">%s</text>", x, y,
@@ -70,9 +65,7 @@ void add_text(std::string& svg, double x, double y, const char* anchor, const st
 void add_legend(std::string& svg, const Timeline& timeline) {
   double x = kLeft;
   for (const auto& look : kLooks) {
-    const bool occurs = std::any_of(timeline.spans.begin(), timeline.spans.end(),
-                                    [&](const Span& span) { return span.action.kind == look.kind; });
-    if (!occurs) continue;
+    if (std::ranges::none_of(timeline.spans, [&](auto& span) { return span.action.kind == look.kind; })) continue;
     StrAppendFormat(&svg, "<rect x=\"%.1f\" y=\"14\" width=\"14\" height=\"14\" fill=\"%s\" stroke=\"#444\"/>\n", x,
                     look.fill);
     add_letter(svg, x + 7, 25, look);
@@ -111,7 +104,7 @@ class Tones {
   }
 
   bool any() const {
-    return std::any_of(stages_.begin(), stages_.end(), [](const auto& stages) { return stages.size() > 1; });
+    return std::ranges::any_of(stages_, [](const auto& stages) { return stages.size() > 1; });
   }
 
  private:
@@ -133,15 +126,14 @@ std::string to_svg(const Timeline& timeline) {
   }
   const Tones tones(timeline);
   if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
-  double start = std::numeric_limits<double>::infinity();
-  for (const Span& span : timeline.spans) start = std::min(start, span.start);
+  const double start = timeline.start();
   const auto row = [](int worker) { return kTop + kGap / 2 + (kRow + kGap) * worker; };
   for (int worker = 0; worker < timeline.workers; ++worker) {
     add_text(svg, kLeft - 10, row(worker) + kRow / 2 + 5, "end", StrFormat("worker %d", worker));
   }
   for (const Span& span : timeline.spans) {
     if (seconds <= 0) break;
-    const auto& look = look_of(span.action.kind);
+    const auto& look = *std::ranges::find(kLooks, span.action.kind, &Look::kind);
     const double x = kLeft + kPlot * (span.start - start) / seconds;
     const double width = kPlot * (span.end - span.start) / seconds;
     const double y = row(span.worker);
