@@ -9,14 +9,14 @@ namespace gpipe {
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
 bool fills_and_drains(std::string_view name);
 
-/// Returns what is wrong with an interleaved schedule that has one stage per worker; empty for others.
+/// Returns what is wrong with an interleaved schedule that has one stage per worker; otherwise "".
 std::string too_few_stages(std::string_view name, int workers, int stages);
 
 /// Stage s is on worker s mod `workers`.
 std::vector<int> looped_placement(int workers, int stages);
 
-/// Two stages on each of `stages` / 2 workers, so that the first and the last stage share a worker: stages 0 to p - 1 on
-/// workers 0 to p - 1, the others on workers p - 1 to 0. Errors: std::invalid_argument unless `stages` is even.
+/// Two stages on each of p workers, a V: stages 0 to p - 1 on workers 0 to p - 1, the others on workers p - 1 to 0.
+/// Errors: std::invalid_argument unless `stages` is even.
 std::vector<int> v_placement(int stages);
 
 /// A named rule that generates the schedules of a training step.
@@ -24,16 +24,17 @@ struct ScheduleRule {
   std::string_view name;
   /// One line for help texts: what it does, and its source.
   std::string_view summary;
-  /// Returns the placement that the rule gives to stages, `stages_per_worker` on each worker. 1: as many as the rule
-  /// needs. Errors: std::invalid_argument for numbers that it has no placement for.
+  /// Returns the rule's placement. `stages_per_worker` 1: as many as the rule needs. Errors: std::invalid_argument for
+  /// numbers that it has no placement for.
   std::vector<int> (*place)(int stages, int stages_per_worker);
-  /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
+  /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout
+  /// fits.
   std::string (*misfit)(const Layout& layout);
   /// Returns lists of F and B, or I and W. REQUIRES: misfit() is empty.
   Schedule (*generate)(const Layout& layout);
 };
 
-/// All rules, in the order of help texts. A new schedule is one more entry in schedules.cpp.
+/// All rules, in the order of help texts.
 std::span<const ScheduleRule> schedule_rules();
 
 /// Errors: std::invalid_argument, with the names that exist, for an unknown name.

@@ -11,7 +11,6 @@
 #include <csignal>
 #include <future>
 #include <thread>
-#include <utility>
 
 #include "gpipe/base/mutex.h"
 
@@ -120,7 +119,7 @@ class GlooConnections : public Connections {
       std::vector<std::weak_ptr<GlooTransfer>> transfers;
       {
         MutexLock lock(mutex_);
-        if (group_) closed_.wait_for(mutex_, kExpiryInterval);
+        if (group_) closed_.wait_until(mutex_, Clock::now() + kExpiryInterval);
         open = group_ != nullptr;
         std::erase_if(transfers_, [](const auto& weak) { return weak.expired(); });
         transfers = transfers_;

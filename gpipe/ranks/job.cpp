@@ -1,16 +1,10 @@
 #include "gpipe/ranks/job.h"
 
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <chrono>
-#include <exception>
 #include <limits>
-#include <span>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/network.h"
 
@@ -187,7 +181,7 @@ void Job::leave_together() noexcept {
     {
       MutexLock lock(mutex_);
       while (ended_ < lifelines_.size() && !lost_ && std::chrono::steady_clock::now() < end) {
-        changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()));
+        changed_.wait_until(mutex_, end);
       }
     }
     if (rank_ == 0) send_ends();      // all have ended

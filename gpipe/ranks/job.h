@@ -1,22 +1,8 @@
 #pragma once
 
 #include <sys/types.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <cstddef>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
-#include <vector>
-
-#include "absl/base/thread_annotations.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks.h"
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/failure_board.h"
 #include "gpipe/ranks/meeting.h"

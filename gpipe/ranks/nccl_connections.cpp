@@ -3,13 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
-#include <memory>
-#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#include <utility>
-#include <vector>
 
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"

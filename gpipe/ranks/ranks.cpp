@@ -1,19 +1,15 @@
 #include "gpipe/ranks.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <cstdlib>
 #include <future>
 #include <limits>
-#include <thread>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/network.h"
 
 namespace gpipe {
@@ -130,7 +126,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   }
   // A store can serve several jobs, one after the other.
   const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
-  const auto job = c10::make_intrusive<WatchedStore>("job" + std::to_string(number), store);
+  const auto job = watched_store("job" + std::to_string(number), store);
   std::unique_ptr<DeviceConnections> devices;
   if (options_.nccl()) {
     devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());

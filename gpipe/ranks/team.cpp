@@ -4,14 +4,11 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <limits>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

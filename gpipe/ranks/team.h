@@ -1,25 +1,11 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <deque>
-#include <exception>
-#include <functional>
-#include <memory>
 #include <set>
-#include <string>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/functional/function_ref.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/proposal.h"
-#include "gpipe/ranks/remote_edges.h"
-#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

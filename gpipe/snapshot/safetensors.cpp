@@ -13,9 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
-#include <vector>
 
 #include "gpipe/snapshot/atomic_file.h"
 

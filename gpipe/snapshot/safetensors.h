@@ -1,14 +1,8 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
-#include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <istream>
-#include <map>
-#include <string>
 
 #include "gpipe/snapshot.h"
 

@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <string_view>
 #include <system_error>
 #include <type_traits>
 #include <utility>
