@@ -10,28 +10,26 @@
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one
-/// pipeline is a failure of all, because it closes the connections. A *lifeline* joins each rank to rank 0: a receive
-/// that fails when a rank is lost, and gets a byte at the end of the job.
+/// What the pipelines of a job share: the connections to the other ranks, which any failure closes, and the first
+/// failure. A *lifeline* joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the
+/// end of the job.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   /// `devices` may be null.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
-  /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES:
-  /// the pipelines have ended.
+  /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
+  /// ended.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  /// Meets the other ranks to make the next pipeline. All must make their pipelines in the same order. Returns the
-  /// first of `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError;
-  /// std::runtime_error after a failure.
+  /// Meets the other ranks to make the next pipeline, in the same order on all. Returns the first of `wires` numbers
+  /// for its wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a failure.
   int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
 
-  /// Returns rank 0's text. See Ranks.
-  std::string share(const std::string& text, const std::function<void()>& poll);
+  std::string share(const std::string& text, const std::function<void()>& poll);  ///< as Ranks::share()
 
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
@@ -55,7 +53,7 @@ class Job {
   /// The cause of a failure, if an exception unwinds the stack.
   std::optional<std::string> unwinding() const;
 
-  /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
+  /// Keeps the wires of a pipeline that has ended, because memory that they have posted may still be written to.
   void keep_until_end(std::unique_ptr<Wires> wires) { kept_.push_back(std::move(wires)); }
 
  private:

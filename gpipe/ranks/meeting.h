@@ -19,9 +19,10 @@ namespace gpipe {
 std::string await_value(c10d::Store& store, const std::string& key, std::chrono::steady_clock::time_point end,
                         const std::function<void()>& poll);
 
-/// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps its
-/// store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of earlier
-/// attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their numbers.
+/// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
+/// its store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of
+/// earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their
+/// numbers.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll);
 

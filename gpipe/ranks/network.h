@@ -12,15 +12,14 @@ std::string local_address_towards(const std::string& host);
 /// std::runtime_error for an address that is not this host's, or a port that is taken.
 int listen_at(const std::string& host, int port);
 
-/// Connects the ranks of a job by c10d's Gloo backend, over TCP. Each rank must call this with the same store. The
-/// traffic is neither encrypted nor authenticated. `limit`: the longest wait for the other ranks.
-/// Errors: ConnectionError if a rank does not come or the interface does not exist.
+/// Connects the ranks of a job by c10d's Gloo backend, over TCP. `limit`: the longest wait for the other ranks. Errors:
+/// ConnectionError if a rank does not come or the interface does not exist.
 std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                              const ListenAt& listen_at, std::chrono::milliseconds limit);
 
-/// Returns a store with this prefix that is not used any more when the process that serves it has ended: c10d then prints
-/// a warning with a backtrace for each use. Notices the end of a TCPStore's process before a use, and of any other store
-/// by the first use that fails. Uses after the end throw std::runtime_error.
+/// Returns a store with this prefix that is not used any more when the process that serves it has ended: c10d then
+/// prints a warning with a backtrace for each use. Notices the end of a TCPStore's process before a use, and of any
+/// other store by the first use that fails. Uses after the end throw std::runtime_error.
 c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store);
 
 }  // namespace gpipe

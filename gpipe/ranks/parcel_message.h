@@ -25,9 +25,9 @@ class Landing {
 };
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, their strides and their addresses modulo 64
-/// bytes. Of tensors that are not on the CPU, the message has only the layouts: adds their elements_of() to `on_device`,
-/// for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for
-/// sparse tensors.
+/// bytes. Of tensors that are not on the CPU, the message has only the layouts: adds their elements_of() to
+/// `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors:
+/// std::invalid_argument for sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
