@@ -1,11 +1,8 @@
 #include "gpipe/ranks/failure_board.h"
 
-#include <atomic>
 #include <deque>
-#include <exception>
 #include <future>
 #include <set>
-#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"

@@ -35,8 +35,8 @@ GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std
   return shares;
 }
 
-// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on all
-// replicas.
+// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on
+// all replicas.
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
   if (gradient.layout() != at::kStrided) {
     refuse_argument(
@@ -105,7 +105,7 @@ GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Ten
       stages_(parameters.size()),
       awaited_(team.awaited_for_gradients()),
       is_sent_(parameters.size()) {
-  for (int s = 0; s < static_cast<int>(stages_.size()); ++s) {
+  for (int s = 0; s < std::ssize(stages_); ++s) {
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
     for (const auto& parameter : stage.parameters) stage.present.emplace_back(parameter.grad(), parameter.grad());
@@ -155,10 +155,8 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
       }
     }
   }
-  {
-    MutexLock lock(mutex_);
-    is_sent_[stage_index] = true;
-  }
+  MutexLock lock(mutex_);
+  is_sent_[stage_index] = true;
   changed_.notify_all();
 }
 

@@ -2,7 +2,6 @@
 
 #include <list>
 #include <optional>
-#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/ranks/wire.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 
@@ -65,10 +64,8 @@ WireSender::WireSender(Connections& connections, int peer, int first_tag, std::c
     : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit) {}
 
 void WireSender::finish() {
-  {
-    MutexLock lock(mutex_);
-    ending_ = true;
-  }
+  MutexLock lock(mutex_);
+  ending_ = true;
   changed_.notify_all();
 }
 

@@ -1,11 +1,8 @@
 #pragma once
 
-#include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 

@@ -9,9 +9,8 @@
 namespace gpipe {
 
 /// Lets threads wait for a condition that other threads make true. Takes no lock unless a thread sleeps (an
-/// eventcount). Thread-safe.
-/// REQUIRES: a condition reads only sequentially consistent atomics, and a thread that changes one of them calls
-/// announce() afterwards.
+/// eventcount). Thread-safe. REQUIRES: a condition reads only sequentially consistent atomics, and a thread that
+/// changes one of them calls announce() afterwards.
 ///
 /// Invariants:
 ///   1. A waiter increments sleepers_ before it checks the condition for the last time. announce() reads sleepers_
@@ -41,8 +40,8 @@ class EventCount {
 int spins_for(int threads, double cpu_quota);
 
 /// One direction of one edge during one run: tracks which micro-batches have been put. It carries no data. A
-/// micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer reads it
-/// after take().
+/// micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer reads
+/// it after take().
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
 /// Invariants:

@@ -1,9 +1,7 @@
 #include "gpipe/runtime/cpu_quota.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <fstream>
-#include <iterator>
 #include <limits>
 #include <sstream>
 

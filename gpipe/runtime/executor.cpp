@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <deque>
-#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/str_format.h"
@@ -20,8 +19,7 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
 
-/// One run, shared by the workers. Lives on the stack of Executor::run().
-/// Invariants:
+/// One run, shared by the workers. Lives on the stack of Executor::run(). Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
 ///      so that each worker notices at its next wait, or at the check before its next action.
 ///   2. A channel is cancelled only if failure_ is set.
@@ -141,8 +139,7 @@ class Executor::Run {
   std::atomic<bool> failed_ = false;
 };
 
-/// One thread, which works on one run at a time.
-/// Invariants:
+/// One thread, which works on one run at a time. Invariants:
 ///   1. start() sets run_ when it is null. The thread clears run_ after its last access to the run.
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {

@@ -41,10 +41,9 @@ class Executor {
   void check_caller() const;
 
   /// Runs a part of the program. Returns the first failure, if any, when all workers are idle. With a timeline, appends
-  /// the actions that ran, with the given step and times of now(), and sets its workers and edges. Without one, reads no
-  /// clock.
-  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers,
-  /// or if the part is not kAll and the program is not two_phase().
+  /// the actions that ran, with the given step and times of now(), and sets its workers and edges. Without one, reads
+  /// no clock. Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
+  /// workers, or if the part is not kAll and the program is not two_phase().
   std::optional<Failure> run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline = nullptr,
                              int step = 0);
 

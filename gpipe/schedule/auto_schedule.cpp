@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <tuple>
 
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"

@@ -1,7 +1,6 @@
 #include "gpipe/schedule/footprint.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 
 #include "gpipe/base/checks.h"

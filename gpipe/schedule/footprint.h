@@ -47,9 +47,9 @@ struct CellBytes {
   bool splits = true;
 };
 
-/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate.
-/// Errors: std::invalid_argument if the timeline has a stage without bytes, or if bytes are held until an action of a
-/// stage that does not exist.
+/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate. Errors:
+/// std::invalid_argument if the timeline has a stage without bytes, or if bytes are held until an action of a stage
+/// that does not exist.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 }  // namespace gpipe

@@ -1,7 +1,5 @@
 #include "gpipe/schedule/generators.h"
 
-#include <utility>
-
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {

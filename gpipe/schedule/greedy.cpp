@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <set>
-#include <tuple>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"

@@ -29,8 +29,8 @@ struct LayerLink {
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
-/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null.
-/// Errors: as stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
+/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null. Errors: as
+/// stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* cut_links = nullptr);
 
@@ -83,9 +83,9 @@ enum class Part {
 /// threads.
 class Program {
  public:
-  /// Verifies the schedule (see verifier.h) and combines it with its edges.
-  /// Errors: std::invalid_argument for an invalid layout or edge; for an action that is missing, repeated, out of order
-  /// within its cell or on the wrong worker; for a deadlock, with the blocked actions.
+  /// Verifies the schedule (see verifier.h) and combines it with its edges. Errors: std::invalid_argument for an
+  /// invalid layout or edge; for an action that is missing, repeated, out of order within its cell or on the wrong
+  /// worker; for a deadlock, with the blocked actions.
   static Program make(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
   const Layout& layout() const { return layout_; }

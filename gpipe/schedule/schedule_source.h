@@ -28,8 +28,8 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a
-/// file that cannot be read, is larger than 64 MiB, or is malformed.
+/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a file that cannot be
+/// read, is larger than 64 MiB, or is malformed.
 ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`; if

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
-#include <initializer_list>
 #include <optional>
-#include <utility>
 
 #include "gpipe/schedule/verifier.h"
 

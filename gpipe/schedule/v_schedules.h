@@ -5,8 +5,8 @@
 namespace gpipe {
 
 // Schedules of p workers with two stages each, where worker r has stages r and 2p - 1 - r. A micro-batch passes the
-// workers from first to last, then back, so that the first worker computes the loss and starts its backward.
-// REQUIRES: layout.placement == v_placement(layout.stages).
+// workers from first to last, then back, so that the first worker computes the loss and starts its backward. REQUIRES:
+// layout.placement == v_placement(layout.stages).
 
 /// ZB-V (Zero Bubble, arXiv:2401.10241): with m micro-batches, each worker holds at most 2 min(m, p) cells. If F, I and
 /// W take equal times and m >= 2p - 1, no worker is idle between its first action and its last.

@@ -24,8 +24,8 @@ void verify(const Layout& layout);
 ///   3. Within a cell the order is F, R, B or F, R, I, W.
 ///   4. Every action is reached when the lists run by the executor's rules: an action takes its edges, runs, then puts
 ///      its edges. No put waits: a micro-batch lies on an edge only while its cell in the sending stage is alive.
-/// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction.
-/// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
+/// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction. Takes time
+/// linear in the number of actions and exchanges. Errors: as Program::make.
 Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 /// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.

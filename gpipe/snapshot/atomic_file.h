@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <system_error>
 
 namespace gpipe {
 

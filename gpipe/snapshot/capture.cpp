@@ -13,11 +13,8 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
-#include <tuple>
-#include <type_traits>
 #include <typeinfo>
 #include <unordered_map>
-#include <utility>
 
 #include "gpipe/snapshot.h"
 

@@ -10,9 +10,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
-#include <type_traits>
-#include <utility>
 
 #include "gpipe/snapshot/safetensors.h"
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <set>
 
 #include "absl/strings/str_format.h"
@@ -87,29 +86,12 @@ void add_axis(std::string& svg, double seconds, double height) {
   }
 }
 
-/// The order of stages on each worker: a later stage of a worker is drawn paler.
-class Tones {
- public:
-  explicit Tones(const Timeline& timeline) : stages_(timeline.workers) {
-    for (const Span& span : timeline.spans) stages_[span.worker].insert(span.action.stage);
-  }
-
-  /// An SVG attribute; empty for the first stage of a worker.
-  std::string of(const Span& span) const {
-    const auto& stages = stages_[span.worker];
-    const auto place = std::distance(stages.begin(), stages.find(span.action.stage));
-    if (place == 0) return "";
-    return StrFormat(" fill-opacity=\"%.2f\"",
-                     1 - 0.7 * static_cast<double>(place) / static_cast<double>(stages.size()));
-  }
-
-  bool any() const {
-    return std::ranges::any_of(stages_, [](const auto& stages) { return stages.size() > 1; });
-  }
-
- private:
-  std::vector<std::set<int>> stages_;  // per worker
-};
+/// Returns an SVG attribute that draws a later stage of a worker paler; empty for the first of its `stages`.
+std::string tone(const std::set<int>& stages, int stage) {
+  const auto place = std::distance(stages.begin(), stages.find(stage));
+  if (place == 0) return "";
+  return StrFormat(" fill-opacity=\"%.2f\"", 1 - 0.7 * static_cast<double>(place) / static_cast<double>(stages.size()));
+}
 
 }  // namespace
 
@@ -124,8 +106,11 @@ std::string to_svg(const Timeline& timeline) {
     add_legend(svg, timeline);
     add_axis(svg, seconds, height);
   }
-  const Tones tones(timeline);
-  if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
+  std::vector<std::set<int>> stages(timeline.workers);
+  for (const Span& span : timeline.spans) stages[span.worker].insert(span.action.stage);
+  if (std::ranges::any_of(stages, [](const auto& of_worker) { return of_worker.size() > 1; })) {
+    add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
+  }
   const double start = timeline.start();
   const auto row = [](int worker) { return kTop + kGap / 2 + (kRow + kGap) * worker; };
   for (int worker = 0; worker < timeline.workers; ++worker) {
@@ -141,7 +126,7 @@ std::string to_svg(const Timeline& timeline) {
                     "<g><title>%s of micro-batch %d on stage %d: %s</title><rect x=\"%.2f\" y=\"%.1f\" width=\"%.2f\" "
                     "height=\"%.0f\" fill=\"%s\"%s stroke=\"#444\" stroke-width=\"0.5\"/>",
                     look.name, span.action.micro_batch, span.action.stage, time_text(span.end - span.start), x, y,
-                    width, kRow, look.fill, tones.of(span));
+                    width, kRow, look.fill, tone(stages[span.worker], span.action.stage));
     const auto label = StrFormat("%d", span.action.micro_batch);
     if (width > kDigit * static_cast<double>(label.size()) + 4) {
       const bool has_letter = look.letter[0] != '\0';
