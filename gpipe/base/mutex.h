@@ -23,7 +23,6 @@ class ABSL_LOCKABLE Mutex {
   std::mutex mutex_;
 };
 
-/// Holds a Mutex for a scope.
 class ABSL_SCOPED_LOCKABLE MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) { mutex_.lock(); }

@@ -55,7 +55,6 @@ struct FailureBoard::State {
     }
   }
 
-  /// Looks for a failure and a question in the store.
   void look(c10d::Store& store) {
     if (!known && store.check({kFailure})) {
       set(store.get_to_str(kFailure), /*is_own=*/false);

@@ -51,7 +51,6 @@ class GlooTransfer : public Transfer {
   }
 
   void abort() { work_->abort(); }
-  /// Aborts the wait if its time is over.
   void expire(Clock::time_point now) {
     if (now < end_.load()) return;
     expired_ = true;
@@ -113,7 +112,6 @@ class GlooConnections : public Connections {
     }
   }
 
-  // The expiry thread.
   void expire() {
     for (bool open = true; open;) {
       std::vector<std::weak_ptr<GlooTransfer>> transfers;

@@ -16,7 +16,6 @@ namespace {
 constexpr char kWaits[] = "the gradients of another replica";
 constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
-// Cuts the elements of a bucket's parameters into equal shares.
 GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std::vector<at::Tensor>& parameters,
                                int replicas) {
   std::int64_t total = 0;
@@ -160,7 +159,6 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
   changed_.notify_all();
 }
 
-// The thread.
 void GradientReduction::run() {
   set_intraop_threads_of_this_thread(1);
   const at::NoGradGuard no_grad;
@@ -223,7 +221,6 @@ void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& 
   }
 }
 
-// Sums this replica's share of a bucket, and sends the sum.
 void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
   const int own = team_.replica();
   const auto& share = stage.buckets[number][own];
@@ -245,7 +242,6 @@ void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
   write(stage, share, sums);
 }
 
-// Takes the other replicas' sums of a bucket.
 void GradientReduction::take_sums(OfStage& stage, std::size_t number) {
   for (const auto& wires : stage.sums) write(stage, stage.buckets[number][wires.replica], receive(wires));
 }

@@ -1,4 +1,4 @@
-// The library that nccl.cpp loads.
+// The library that connect_by_nccl() loads.
 #define USE_C10D_NCCL
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
@@ -16,7 +16,6 @@ namespace {
 
 using Group = c10d::ProcessGroupNCCL;
 
-// The ranks of a wire's group.
 constexpr int kSender = 0;
 constexpr int kReceiver = 1;
 

@@ -16,7 +16,6 @@ namespace {
 constexpr int kLeader = 0;
 constexpr int kPings = 16;
 
-// What ranks wait for.
 constexpr char kNextCall[] = "its next call";
 constexpr char kResult[] = "the result of a call";
 

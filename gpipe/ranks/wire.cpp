@@ -9,7 +9,6 @@
 namespace gpipe {
 namespace {
 
-// Tags, from a wire's first one.
 constexpr int kHeaders = 0;
 constexpr int kPieces = 1;
 constexpr int kChanged = 2;

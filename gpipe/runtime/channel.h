@@ -19,8 +19,7 @@ namespace gpipe {
 ///      So no wake-up is lost in between.
 class EventCount {
  public:
-  /// Returns when the condition holds. Checks it up to `spins` times before it sleeps, with pauses and occasional
-  /// yields in between.
+  /// Returns when the condition holds. Checks it up to `spins` times before it sleeps.
   void await(int spins, absl::FunctionRef<bool()> condition);
 
   /// The same, but sleeps for at most `time`. Returns whether the condition holds.
@@ -39,14 +38,11 @@ class EventCount {
 /// than `threads`, the number of busy threads, or a `cpu_quota` (in CPUs) below it.
 int spins_for(int threads, double cpu_quota);
 
-/// One direction of one edge during one run: tracks which micro-batches have been put. It carries no data. A
-/// micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer reads
-/// it after take().
+/// One direction of one edge during one run: tracks which micro-batches have been put. It carries no data: the producer
+/// writes them before put(), which happens before take(), and the consumer reads them after that. A micro-batch is put
+/// once and taken once.
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
-/// Invariants:
-///   1. A micro-batch is put once and taken once.
-///   2. After cancel(), no call waits, and take() returns false.
 class Channel {
  public:
   /// REQUIRES: micro_batches >= 1. `spins`: see EventCount::await().
@@ -55,7 +51,7 @@ class Channel {
   void put(int micro_batch);
   /// Waits until the micro-batch has been put. Returns false if cancelled.
   bool take(int micro_batch);
-  /// Wakes a waiting call.
+  /// From then on no call waits, and take() returns false.
   void cancel();
 
  private:

@@ -19,7 +19,7 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
 
-/// One run, shared by the workers. Lives on the stack of Executor::run(). Invariants:
+/// One run, shared by the workers. Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
 ///      so that each worker notices at its next wait, or at the check before its next action.
 ///   2. A channel is cancelled only if failure_ is set.
@@ -84,13 +84,11 @@ class Executor::Run {
 
  private:
   bool is_here(int worker) const { return worker >= owner_.first_ && worker < owner_.first_ + owner_.workers(); }
-  /// Whether both ends of an edge are workers of this executor.
   bool has_channel(int edge) const {
     const auto& placement = program_.layout().placement;
     return is_here(placement[program_.edges()[edge].from]) && is_here(placement[program_.edges()[edge].to]);
   }
 
-  /// Returns early if the run fails, on this worker or another.
   void run_actions(int worker) {
     for (const Action& action : program_.actions(worker, part_)) {
       std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;

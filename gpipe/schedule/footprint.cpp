@@ -10,7 +10,6 @@ namespace {
 
 constexpr double kNeverFreed = std::numeric_limits<double>::infinity();
 
-/// The spans of one cell.
 struct CellSpans {
   Span* forward = nullptr;
   Span* recompute = nullptr;
@@ -44,7 +43,6 @@ class Usage {
   std::vector<Change> changes_;
 };
 
-/// The spans of one step.
 class Step {
  public:
   explicit Step(const std::vector<CellBytes>& bytes) : bytes_(bytes), cells_(bytes.size()), first_sum_(bytes.size()) {}
@@ -101,7 +99,6 @@ class Step {
     return cells_[stage][micro_batch].recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
-  /// Adds what the action leaves allocated to its worker's bytes.
   void hold(const Span& span) {
     const auto [kind, stage, micro_batch] = span.action;
     Usage& usage = usages_[span.worker];

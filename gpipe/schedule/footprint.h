@@ -20,16 +20,13 @@ struct HeldBytes {
   bool until_own_backward = false;
 };
 
-/// Bytes that one action allocates.
 struct ActionBytes {
   std::int64_t extra = 0;       ///< peak while it runs, relative to the bytes before it
   std::vector<HeldBytes> held;  ///< what it leaves allocated
 
-  /// The sum of `held`.
   std::int64_t kept() const;
 };
 
-/// What one cell of a stage allocates.
 struct CellBytes {
   ActionBytes forward;                     ///< an F that builds its graph
   ActionBytes stored;                      ///< an F whose cell is recomputed

@@ -192,7 +192,6 @@ std::vector<int> depths(int micro_batches) {
   return result;
 }
 
-// Makes the stage's backwards whole.
 Schedule with_whole(Schedule schedule, int stage) {
   for (auto& list : schedule) {
     std::erase_if(list, [&](const Action& action) { return action.stage == stage && action.kind == Kind::W; });

@@ -72,7 +72,6 @@ class Replayer {
   }
 
  private:
-  /// Advances the worker until it has to wait or has finished.
   void advance(int worker) {
     Progress& at = progress_[worker];
     for (; at.next < schedule_[worker].size(); ++at.next) {

@@ -50,7 +50,6 @@ class ListWriter {
 
   int pending() const { return static_cast<int>(pending_.size()); }
   int pending(int which) const { return static_cast<int>(std::count(pending_.begin(), pending_.end(), which)); }
-  // The number of forwards so far.
   int forwards(int which) const { return next_[which][static_cast<std::size_t>(Kind::F)]; }
 
   std::vector<Action> take() && { return std::move(list_); }

@@ -6,11 +6,10 @@ namespace gpipe {
 
 /// Upper bounds that hold for any timing: they follow from the order of the lists.
 struct Peaks {
-  /// Per stage: the largest number of cells alive at once. A cell lives from its F to its last backward action. 1 for a
-  /// schedule without a backward.
+  /// Per stage: the most cells alive at once: from F to the last backward action. 1 for a schedule without a backward.
   std::vector<int> live;
-  /// Per stage: the largest number of cells that hold an autograd graph at once. A cell holds one from its R, or from
-  /// its F if it has no R, to its B or W. 0 for a schedule without a backward.
+  /// Per stage: the most cells that hold an autograd graph at once: from R, or F without an R, to B or W. 0 for a
+  /// schedule without a backward.
   std::vector<int> graphs;
 };
 

@@ -183,7 +183,6 @@ auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
                               ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
 }
 
-/// The names of the optimizer's parameters, group by group.
 std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
   std::unordered_map<const void*, std::string> names;
   for (const auto& item : model.named_parameters()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());

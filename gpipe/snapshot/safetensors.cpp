@@ -84,7 +84,6 @@ const char* name_of(at::ScalarType type) {
   return std::ranges::find(kTypes, type, [](auto& entry) { return entry.second; })->first;
 }
 
-/// A tensor in the header.
 struct Entry {
   std::string name;
   at::ScalarType type;
