@@ -1,6 +1,7 @@
 #include "gpipe/ranks/job.h"
 
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <limits>
 
@@ -134,17 +135,14 @@ void Job::connect() {
     throw;
   }
   if (!board_->failure().empty()) close();
-  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) lifelines_.push_back({r, {}, {}, {}});
-  std::vector<std::shared_ptr<Transfer>> transfers;
-  for (auto& each : lifelines_) {
-    transfers.push_back(connections_->receive(each.rank, kLifelineTag, std::span(&each.received, 1)));
-  }
-  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
-    lifelines_[i].thread = std::thread([this, i, transfer = transfers[i]] { watch(lifelines_[i], *transfer); });
+  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) {
+    auto& line = lifelines_.emplace_back(Lifeline{r, {}, {}, {}});
+    const auto transfer = connections_->receive(r, kLifelineTag, std::span(&line.received, 1));
+    line.thread = std::thread([this, r, transfer] { watch(r, *transfer); });
   }
 }
 
-void Job::watch(Lifeline& lifeline, Transfer& transfer) {
+void Job::watch(int rank, Transfer& transfer) {
   bool is_lost = false;
   try {
     transfer.wait(kForEver);
@@ -159,7 +157,7 @@ void Job::watch(Lifeline& lifeline, Transfer& transfer) {
     is_failure = is_lost && !leaving_;
   }
   changed_.notify_all();
-  if (is_failure) board_->report_loss(lifeline.rank);
+  if (is_failure) board_->report_loss(rank);
 }
 
 void Job::send_ends() {

@@ -64,7 +64,7 @@ class Job {
     std::thread thread;
   };
   void connect();
-  void watch(Lifeline& lifeline, Transfer& transfer);
+  void watch(int rank, Transfer& transfer);
   /// Waits until all ranks have called this, for at most the time-out, or until a rank is lost.
   void leave_together() noexcept;
   void send_ends();

@@ -8,7 +8,7 @@ namespace gpipe {
 /// Where 1f1b does not fit the layout, interleaved_1f1b or greedy takes its place.
 Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint);
 
-/// Returns the name of the schedule with the fewest cells in memory, among those within 1 % of the fastest in simulation.
+/// Returns the schedule with the fewest cells in memory, among those within 1 % of the fastest in simulation.
 /// Leaves out schedules that fill and drain, because they sum gradients in another order. Transfers take no time.
 /// `measured`: a step of measuring_schedule(), with all stages.
 /// `last_is_smaller`: whether to ignore the last micro-batch, which has fewer samples.

@@ -34,8 +34,8 @@ struct ListSchedule {
 
 /// Returns the lists that arise when each free worker runs one of the actions that can start. Actions of one kind and
 /// stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the edges. The lists have no R
-/// (see with_recomputes()), but the times include them. Bytes are not used. REQUIRES: a valid layout and edges within it;
-/// costs for all stages and edges.
+/// (see with_recomputes()), but the times include them. Bytes are not used. REQUIRES: a valid layout and edges within
+/// it; costs for all stages and edges.
 ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
 /// The named rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal

@@ -16,8 +16,8 @@ Schedule zb_v(const Layout& layout);
 /// backwards are whole; in warm-up and cool-down some are split.
 Schedule dualpipe_v(const Layout& layout);
 
-// Less memory than 1F1B's first worker has (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362). Unless F, I
-// and W take equal times, the idle time grows with the number of micro-batches.
+// Less memory than 1F1B's first worker has (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362). Unless F,
+// I and W take equal times, the idle time grows with the number of micro-batches.
 
 /// V-Half: each worker holds at most 2 floor((p + 2) / 2) cells, about half of 1F1B's bytes.
 Schedule v_half(const Layout& layout);

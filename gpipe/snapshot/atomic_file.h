@@ -22,7 +22,8 @@ class AtomicFile {
 
   void write(const void* data, std::size_t size);
 
-  /// REQUIRES: called at most once. On an error the path names the previous file, unless only flushing the folder failed.
+  /// REQUIRES: called at most once. On an error the path names the previous file, unless only flushing the folder
+  /// failed.
   void commit();
 
  private:

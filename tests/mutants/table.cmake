@@ -37,7 +37,7 @@ mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifie
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
 mutant(verifier_allows_loops core_tests gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to"
        Verifier.*)
-mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
+mutant(drains_in_ascending_order core_tests gpipe/schedule/schedules.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
 mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
