@@ -73,8 +73,6 @@ class Ranks {
         const ConnectDevices& connect_devices = nullptr);
 
   ~Ranks();
-  Ranks(const Ranks&) = delete;
-  Ranks& operator=(const Ranks&) = delete;
 
   /// Returns rank 0's text on all ranks, which wait for it and call this in the same order. Serves short texts, before
   /// pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0 does not come within the join

@@ -26,8 +26,6 @@ class FailureBoard {
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks);
   /// Callbacks have ended then. Leaves the thread alone if the store does not answer.
   ~FailureBoard();
-  FailureBoard(const FailureBoard&) = delete;
-  FailureBoard& operator=(const FailureBoard&) = delete;
 
   /// Reports a failure of this rank, unless there was one before.
   void report(const std::string& cause) noexcept;

@@ -33,8 +33,6 @@ class GradientReduction {
   GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters);
   /// Ends early unless all gradients have been sent. REQUIRES: then a rank has failed.
   ~GradientReduction();
-  GradientReduction(const GradientReduction&) = delete;
-  GradientReduction& operator=(const GradientReduction&) = delete;
 
   /// Sends the shares of a stage's gradients to the other replicas. Does not wait. The caller gives up its references.
   /// Errors: ConnectionError; std::invalid_argument for a sparse gradient.

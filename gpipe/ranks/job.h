@@ -22,8 +22,6 @@ class Job {
   /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
   /// ended.
   ~Job();
-  Job(const Job&) = delete;
-  Job& operator=(const Job&) = delete;
 
   /// Meets the other ranks to make the next pipeline, in the same order on all. Returns the first of `wires` numbers
   /// for its wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a failure.

@@ -26,8 +26,6 @@ class Team {
        StructureCodec codec, std::function<void()> poll);
   /// Tells the other ranks, whose later calls throw.
   ~Team();
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
 
   int size() const { return mesh_.positions * mesh_.replicas; }
   int rank() const { return rank_; }
@@ -115,14 +113,13 @@ class Team {
   enum Subject { kWord, kDecision, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
   static constexpr int kSubjects = 9;
   int wire_number(int subject, int from, int to) const;
-  std::vector<int> ranks_of(Group group) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
   /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
   void transfer(const char* what, absl::FunctionRef<void()> run);
-  /// Sends copies of a parcel's tensors, because the caller may change these meanwhile.
-  void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel);
+  /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
+  void send_copies(Subject subject, Group group, Parcel parcel);
   std::string agree_on_words(const std::string& mine);
   bool has_failed_backward();
   void leave(const std::string& how);

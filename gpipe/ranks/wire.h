@@ -56,8 +56,6 @@ class WireSender {
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
   /// Waits until all messages are delivered, or have failed. REQUIRES: if one has failed, the connections are closed.
   ~WireSender();
-  WireSender(const WireSender&) = delete;
-  WireSender& operator=(const WireSender&) = delete;
 
   /// Sends without waiting. Keeps `message.owner` until the message is delivered. The receiver checks `label`. Errors:
   /// ConnectionError, also of an earlier message.
@@ -101,8 +99,6 @@ class WireReceiver {
   WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
   /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
-  WireReceiver(const WireReceiver&) = delete;
-  WireReceiver& operator=(const WireReceiver&) = delete;
 
   /// Announces the messages to come, by the last layout of each, and posts memory for the first ones. A lost connection
   /// is an error of receive(). REQUIRES: the pointers differ and stay valid until these messages are received; all that

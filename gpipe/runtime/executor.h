@@ -28,8 +28,6 @@ class Executor {
   explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
-  Executor(const Executor&) = delete;
-  Executor& operator=(const Executor&) = delete;
 
   int workers() const { return static_cast<int>(workers_.size()); }
   /// Whether the calling thread is one of this executor's workers. There, run() would wait for itself.
