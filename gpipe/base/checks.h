@@ -25,4 +25,10 @@ std::invalid_argument invalid(const absl::FormatSpec<Args...>& format, const Arg
   return std::invalid_argument(absl::StrFormat(format, args...));
 }
 
+/// Throws that error unless `holds`.
+template <typename... Args>
+void require(bool holds, const absl::FormatSpec<Args...>& format, const Args&... args) {
+  if (!holds) throw invalid(format, args...);
+}
+
 }  // namespace gpipe

@@ -133,9 +133,8 @@ class Step {
 
 void check(const ActionBytes& bytes, int stages) {
   for (const HeldBytes& held : bytes.held) {
-    if (held.stage >= HeldBytes::kNeverFreed && held.stage < stages) continue;
-    throw invalid("bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage,
-                  stages);
+    require(held.stage >= HeldBytes::kNeverFreed && held.stage < stages,
+            "bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage, stages);
   }
 }
 
@@ -149,10 +148,9 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   }
   std::map<int, Step> steps;
   for (Span& span : timeline.spans) {
-    if (static_cast<std::size_t>(span.action.stage) >= stages.size()) {
-      throw invalid("the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
-                    span.action.stage, stages.size());
-    }
+    require(span.action.stage < std::ssize(stages),
+            "the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
+            span.action.stage, stages.size());
     steps.try_emplace(span.step, stages).first->second.add(span);
   }
   for (auto& [number, step] : steps) step.account();

@@ -174,14 +174,10 @@ class ListScheduler {
 void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
   verify(work.layout);
   if (most_bytes.empty()) return;
-  const auto workers = work.layout.workers();
-  if (most_bytes.size() != static_cast<std::size_t>(workers)) {
-    throw invalid("greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
-                  most_bytes.size(), workers);
-  }
-  if (work.costs.bytes.empty()) {
-    throw invalid("greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
-  }
+  require(std::ssize(most_bytes) == work.layout.workers(),
+          "greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
+          most_bytes.size(), work.layout.workers());
+  require(!work.costs.bytes.empty(), "greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
 }
 
 // The depths to try: all small ones, then steps of about a quarter.

@@ -19,8 +19,8 @@ struct Edge {
 /// A skip, given by the layers that stash and pop it.
 using LayerLink = Edge;
 
-/// Returns for each stage of a balance the index one past its last layer. Errors: std::invalid_argument for a number that
-/// is not positive, or more layers than fit into an int.
+/// Returns for each stage of a balance the index one past its last layer. Errors: std::invalid_argument for a number
+/// that is not positive, or more layers than fit into an int.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
@@ -77,8 +77,8 @@ enum class Part {
 /// A verified schedule with its edges, ready for the executor and the simulator. Immutable.
 class Program {
  public:
-  /// Verifies the schedule (see verifier.h) and combines it with its edges. Errors: std::invalid_argument for what breaks
-  /// a rule, such as a deadlock, with the blocked actions.
+  /// Verifies the schedule (see verifier.h) and combines it with its edges. Errors: std::invalid_argument for what
+  /// breaks a rule; for a deadlock, with the blocked actions.
   static Program make(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
   const Layout& layout() const { return layout_; }

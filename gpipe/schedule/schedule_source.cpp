@@ -33,21 +33,17 @@ std::optional<Action> parse_action(std::string_view word) {
 
 ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
-  if (parsed.layout.stages != stages) {
-    throw invalid("[gpipe] the schedule '%s' has %d stages, but balance has %d", path, parsed.layout.stages, stages);
-  }
+  require(parsed.layout.stages == stages, "[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
+          parsed.layout.stages, stages);
   auto placement = parsed.layout.placement;
-  if (!wanted.empty() && wanted != placement) {
-    throw invalid("[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out",
-                  path, absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
-  }
+  require(wanted.empty() || wanted == placement,
+          "[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out", path,
+          absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
   auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
-    if (layout.micro_batches != parsed.layout.micro_batches) {
-      throw invalid(
-          "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change "
-          "chunks or the file",
-          path, parsed.layout.micro_batches, layout.micro_batches);
-    }
+    require(
+        layout.micro_batches == parsed.layout.micro_batches,
+        "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change chunks or the file",
+        path, parsed.layout.micro_batches, layout.micro_batches);
     const auto recomputes = [](const auto& list) {
       return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
     };
@@ -81,30 +77,24 @@ ParsedSchedule parse_schedule(std::string_view text) {
     for (std::size_t at = 0; (at = content.find_first_not_of(kSeparators, at)) != content.npos;) {
       const auto word = content.substr(at, content.find_first_of(kSeparators, at) - at);
       const auto action = parse_action(word);
-      if (!action) {
-        throw invalid(
-            "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as "
-            "2F0",
-            line, at + 1, std::string(word.substr(0, 20)));
-      }
-      if (const int owner = workers.emplace(action->stage, worker).first->second; owner != worker) {
-        throw invalid("line %d, column %d: stage %d is on worker %d already: keep all its actions in one line", line,
-                      at + 1, action->stage, owner);
-      }
+      require(
+          action.has_value(),
+          "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as 2F0",
+          line, at + 1, std::string(word.substr(0, 20)));
+      const int owner = workers.emplace(action->stage, worker).first->second;
+      require(owner == worker, "line %d, column %d: stage %d is on worker %d already: keep all its actions in one line",
+              line, at + 1, action->stage, owner);
       list.push_back(*action);
       result.layout.micro_batches = std::max(result.layout.micro_batches, action->micro_batch + 1);
       at += word.size();
     }
   }
-  if (workers.empty()) {
-    throw invalid("the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
-  }
+  require(!workers.empty(), "the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
   result.layout.stages = workers.rbegin()->first + 1;
   for (const auto& [stage, worker] : workers) {
-    if (const auto missing = static_cast<int>(result.layout.placement.size()); stage != missing) {
-      throw invalid("stage %d has no action, but stage %d has: number the stages without gaps", missing,
-                    result.layout.stages - 1);
-    }
+    const auto next = static_cast<int>(result.layout.placement.size());
+    require(stage == next, "stage %d has no action, but stage %d has: number the stages without gaps", next,
+            result.layout.stages - 1);
     result.layout.placement.push_back(worker);
   }
   return result;
@@ -115,9 +105,7 @@ ParsedSchedule read_schedule(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text(kLargest + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!file.eof()) {
-    throw invalid("[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
-  }
+  require(file.eof(), "[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
   text.resize(file.gcount());
   try {
     return parse_schedule(text);

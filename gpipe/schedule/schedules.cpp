@@ -17,20 +17,15 @@ bool is_looped(const Layout& layout) {
 }
 
 std::vector<int> loops(int stages, int stages_per_worker) {
-  if (stages_per_worker < 1) {
-    throw invalid("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
-  }
-  if (stages % stages_per_worker != 0) {
-    throw invalid("[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages,
-                  stages_per_worker);
-  }
+  require(stages_per_worker >= 1, "[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
+  require(stages % stages_per_worker == 0,
+          "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker);
   return looped_placement(stages / stages_per_worker, stages);
 }
 
 std::vector<int> v(int stages, int stages_per_worker) {
-  if (stages_per_worker != 1 && stages_per_worker != 2) {
-    throw invalid("[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
-  }
+  require(stages_per_worker == 1 || stages_per_worker == 2,
+          "[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
   return v_placement(stages);
 }
 
@@ -186,16 +181,15 @@ std::string too_few_stages(std::string_view name, int workers, int stages) {
 }
 
 std::vector<int> looped_placement(int workers, int stages) {
-  if (workers < 1 || stages < 0) throw invalid("cannot place %d stages on %d workers", stages, workers);
+  require(workers >= 1 && stages >= 0, "cannot place %d stages on %d workers", stages, workers);
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
   return placement;
 }
 
 std::vector<int> v_placement(int stages) {
-  if (stages < 0 || stages % 2 != 0) {
-    throw invalid("[gpipe] a V placement has two stages per worker, but there are %d stages", stages);
-  }
+  require(stages >= 0 && stages % 2 == 0, "[gpipe] a V placement has two stages per worker, but there are %d stages",
+          stages);
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = std::min(s, stages - 1 - s);
   return placement;
