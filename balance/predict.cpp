@@ -5,7 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"

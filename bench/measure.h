@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gpipe/ranks.h"
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 
 namespace CLI {
 class App;

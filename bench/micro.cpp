@@ -20,8 +20,8 @@
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/cpu_quota.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

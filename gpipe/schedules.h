@@ -2,9 +2,21 @@
 
 #include <string_view>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/program.h"
 
 namespace gpipe {
+
+/// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending. Errors:
+/// std::invalid_argument for an invalid layout, here and below.
+Schedule fill(const Layout& layout);
+
+/// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.
+/// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
+Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
+
+/// Inserts an R directly before the B or I of each cell that recomputes. An R takes no gradient, so a worker recomputes
+/// while it would otherwise wait for one.
+Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
 bool fills_and_drains(std::string_view name);

@@ -37,10 +37,8 @@ GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std
 // Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on
 // all replicas.
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
-  if (gradient.layout() != at::kStrided) {
-    refuse_argument(
-        "a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
-  }
+  require(gradient.layout() == at::kStrided,
+          "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
   using namespace torch::autograd::utils;
   if (!obeys_layout_contract(gradient, parameter)) gradient = clone_obey_contract(gradient, parameter);
   return gradient.to(at::kCPU);

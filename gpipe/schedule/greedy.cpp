@@ -137,9 +137,7 @@ class ListScheduler {
 
   std::optional<Choice> weights(const Worker& worker, int stage) const {
     const int m = stages_[stage].weights;
-    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) {
-      return std::nullopt;
-    }
+    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
     return Choice{{Kind::W, stage, m}, worker.clock, worker.clock + seconds(Kind::W, stage)};
   }
 

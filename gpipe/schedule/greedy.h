@@ -3,7 +3,7 @@
 #include <limits>
 #include <optional>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

@@ -236,9 +236,7 @@ Schedule v_half(const Layout& layout) {
   const int p = layout.workers();
   const int gap = p % 2 == 0 ? 3 : 0;  // keeps forwards and backwards in different slots
   std::vector<Pattern> patterns;
-  for (int r = 0; r < p; ++r) {
-    patterns.push_back({2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r});
-  }
+  for (int r = 0; r < p; ++r) patterns.push_back({2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r});
   return repeat(layout, patterns, gap, 2 * ((p + 2) / 2));
 }
 

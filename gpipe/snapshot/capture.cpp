@@ -228,9 +228,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
 
 NamedTensors capture_model(const torch::nn::Module& model) {
   NamedTensors copies;
-  for (const auto& item : tensors_of(model)) {
-    copies.insert(item.key(), copy_on(at::kCPU, item.value()));
-  }
+  for (const auto& item : tensors_of(model)) copies.insert(item.key(), copy_on(at::kCPU, item.value()));
   return copies;
 }
 

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "tests/runtime/fake_cells.h"
 #include "tests/schedule/programs.h"
 

@@ -15,7 +15,7 @@
 
 #include "gpipe/runtime/action_runner.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {

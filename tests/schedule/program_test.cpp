@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {

@@ -9,8 +9,8 @@
 #include <stdexcept>
 
 #include "gpipe/schedule/footprint.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 

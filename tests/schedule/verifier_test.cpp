@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {
