@@ -171,10 +171,7 @@ void Job::send_ends() {
 void Job::leave_together() noexcept {
   const auto end = std::chrono::steady_clock::now() + options_.timeout();
   try {
-    {
-      MutexLock lock(mutex_);
-      leaving_ = true;
-    }
+    leaving_ = true;
     if (rank_ != 0) send_ends();
     {
       MutexLock lock(mutex_);

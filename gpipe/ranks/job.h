@@ -84,7 +84,7 @@ class Job {
   CondVar changed_;
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
   bool finished_ = false;
-  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> leaving_ = false;
   bool lost_ ABSL_GUARDED_BY(mutex_) = false;      // a rank
   std::size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;  // lifelines
   std::unique_ptr<Connections> connections_;       // set once, under the lock

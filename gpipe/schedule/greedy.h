@@ -38,9 +38,8 @@ struct ListSchedule {
 /// it; costs for all stages and edges.
 ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
-/// The named rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal
-/// times of F, I and W and no skips. With p workers, a worker with n stages holds at most n p cells. REQUIRES: a valid
-/// layout.
+/// The rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal times
+/// of F, I and W. With p workers, a worker with n stages holds at most n p cells. REQUIRES: a valid layout.
 Schedule greedy(const Layout& layout);
 
 /// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
