@@ -203,11 +203,6 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
   return groups;
 }
 
-std::vector<std::string> sorted(std::vector<std::string> names) {
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 /// Checks that both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
@@ -215,9 +210,11 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
                      " groups of parameters, but this one has " + std::to_string(names.size()));
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
-    const auto ours = sorted(names[g]);
-    const auto theirs = sorted(saved.param_groups[g].params);
-    const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
+    auto ours = names[g];
+    auto theirs = saved.param_groups[g].params;
+    std::ranges::sort(ours);
+    std::ranges::sort(theirs);
+    const auto [our, their] = std::ranges::mismatch(ours, theirs);
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
     refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
