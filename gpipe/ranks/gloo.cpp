@@ -135,20 +135,16 @@ class GlooConnections : public Connections {
   std::thread expiry_;  // last, because the thread uses the other members
 };
 
-std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
-  if (!listen_at.interface.empty()) return Group::createDeviceForInterface(listen_at.interface);
-  if (!listen_at.address.empty()) return Group::createDeviceForHostname(listen_at.address);
-  return Group::createDefaultDevice();
-}
-
 // Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the
 // default policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until
 // that thread runs again.
-std::shared_ptr<::gloo::transport::Device> make_batch_device(const ListenAt& listen_at) {
+std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
   const auto make = [&] {
     const sched_param priority{};
     sched_setscheduler(/*this thread*/ 0, SCHED_BATCH, &priority);  // messages only take longer if it is refused
-    return make_device(listen_at);
+    if (!listen_at.interface.empty()) return Group::createDeviceForInterface(listen_at.interface);
+    if (!listen_at.address.empty()) return Group::createDeviceForHostname(listen_at.address);
+    return Group::createDefaultDevice();
   };
   return std::async(std::launch::async, make).get();
 }
@@ -168,7 +164,7 @@ std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Stor
   auto options = Group::Options::create(limit);
   options->threads = 1;
   try {
-    options->devices.push_back(make_batch_device(listen_at));
+    options->devices.push_back(make_device(listen_at));
     return std::make_unique<GlooConnections>(c10::make_intrusive<Group>(store, rank, size, options));
   } catch (const std::exception& error) {
     throw_connection_error(error);

@@ -218,19 +218,16 @@ Schedule repeat(const Layout& layout, const std::vector<Pattern>& patterns, int 
   return slots.lists();
 }
 
+Schedule of_workers(const Layout& layout, std::vector<Action> (*list)(const Layout& layout, int worker)) {
+  Schedule lists;
+  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(list(layout, worker));
+  return lists;
+}
+
 }  // namespace
 
-Schedule zb_v(const Layout& layout) {
-  Schedule lists;
-  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(zb_v_list(layout, worker));
-  return lists;
-}
-
-Schedule dualpipe_v(const Layout& layout) {
-  Schedule lists;
-  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(dualpipe_v_list(layout, worker));
-  return lists;
-}
+Schedule zb_v(const Layout& layout) { return of_workers(layout, zb_v_list); }
+Schedule dualpipe_v(const Layout& layout) { return of_workers(layout, dualpipe_v_list); }
 
 Schedule v_half(const Layout& layout) {
   const int p = layout.workers();

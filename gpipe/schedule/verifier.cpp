@@ -36,10 +36,9 @@ std::string label(const std::vector<Edge>& edges, int edge) {
 void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     const Edge& edge = edges[e];
-    const std::string name = label(edges, static_cast<int>(e));
     if (edge.from < 0 || edge.to >= layout.stages || edge.from >= edge.to) {
-      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
-                    edge.to, layout.stages - 1);
+      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d",
+                    label(edges, static_cast<int>(e)), edge.from, edge.to, layout.stages - 1);
     }
   }
 }
