@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 

@@ -8,7 +8,7 @@
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "gpipe/schedule/footprint.h"
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

@@ -13,6 +13,7 @@
 
 #include "gpipe/gpipe.h"
 #include "gpipe/ranks.h"
+#include "gpipe/schedules.h"
 
 namespace CLI {
 class App;

@@ -18,10 +18,9 @@
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/cpu_quota.h"
-#include "gpipe/runtime/event_count.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

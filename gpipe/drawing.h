@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include "gpipe/timeline.h"
 
 namespace gpipe {

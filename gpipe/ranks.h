@@ -4,7 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,8 +17,7 @@ namespace gpipe {
 class DeviceConnections;
 class Job;
 
-/// Where a process accepts connections: a network interface by its name, or an address; the host's own address if both are
-/// empty.
+/// Where a process accepts connections: a network interface, or an address. If both are empty: the host's own address.
 struct ListenAt {
   std::string interface;
   std::string address;
@@ -31,56 +29,54 @@ struct RanksOptions {
   TORCH_ARG(std::chrono::milliseconds, timeout) = std::chrono::minutes(5);
   /// The longest wait for a rank to join: when a pipeline is made, and at the start of each call.
   TORCH_ARG(std::chrono::milliseconds, join_timeout) = std::chrono::minutes(30);
-  /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, or else the interface that
-  /// reaches the store, which is the loopback interface on one host.
+  /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, or else the interface
+  /// that reaches the store.
   TORCH_ARG(std::string, interface);
-  /// The number of equal pipelines among which the ranks are divided. Each trains on its own part of the mini-batch, and
-  /// their gradients are summed. Divides the number of ranks.
+  /// The number of equal pipelines, which divides the number of ranks. Each trains on its own part of the mini-batch.
+  /// Their gradients are summed.
   TORCH_ARG(int, replicas) = 1;
-  /// Whether the tensors between workers of different ranks go from GPU to GPU, by NCCL. If not, they pass through the memory
-  /// of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
+  /// Whether tensors between ranks go from GPU to GPU, by NCCL, and not through the hosts. Then every worker must have
+  /// a GPU, and no two ranks the same. The same on all ranks.
   TORCH_ARG(bool, nccl) = false;
 };
 
-/// Makes the wires between the devices of a job's ranks, which meet in the store. `limit`: the longest wait for another rank.
+/// Makes the wires between the devices of a job's ranks, which meet in the store. `limit`: the longest wait for a rank.
 using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c10::intrusive_ptr<c10d::Store>& store,
                                                                         std::chrono::milliseconds limit)>;
 
-/// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a *rank*,
-/// holds one or more workers of each pipeline and the parameters of their stages.
+/// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a
+/// *rank*, holds one or more workers and the parameters of their stages.
 ///
 ///   auto ranks = gpipe::Ranks::from_environment();
 ///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8).ranks(ranks));
 ///
 /// Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
 ///
-/// It outlives its pipelines. When it is destroyed, it leaves the job; see finish().
-///
-/// Thread safety: make and destroy pipelines on one thread at a time.
+/// Outlives its pipelines. Its destructor calls finish(). Thread safety: make and destroy pipelines on one thread at a
+/// time.
 class Ranks {
  public:
+  // A function with the parameter `poll` calls it while it waits, unless it is null, and throws what it throws.
+
   /// Joins the job of this process, as torchrun describes it in the environment: RANK, WORLD_SIZE, MASTER_ADDR,
-  /// MASTER_PORT. Under torchrun uses its store, and waits until all ranks have come; calls `poll` meanwhile, unless that is
-  /// null. Otherwise rank 0 serves a store at MASTER_ADDR.
-  /// Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
-  /// served or reached, or a rank does not come within the join time-out; the errors of `poll`.
+  /// MASTER_PORT. Under torchrun uses its store, and waits until all ranks have come. Otherwise rank 0 serves a store
+  /// at MASTER_ADDR. Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if
+  /// the store cannot be served or reached, or a rank does not come within the join time-out.
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
                                                  const std::function<void()>& poll = nullptr);
 
-  /// Joins a job that shares a store. All ranks give stores with the same content, and make their Ranks in the same order.
-  /// `connect_devices` serves options.nccl(); null stands for NCCL.
-  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, a time-out that is not positive, a
-  /// number of replicas that does not divide `size`, or options.nccl() where NCCL cannot be used.
+  /// Joins a job that shares a store. All ranks make their Ranks in the same order. `connect_devices` serves
+  /// options.nccl(); null stands for NCCL. Errors: std::invalid_argument for a null store, a rank that is not in
+  /// 0..size-1, a time-out that is not positive, a number of replicas that does not divide `size`, or options.nccl()
+  /// where NCCL cannot be used.
   Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {},
         const ConnectDevices& connect_devices = nullptr);
 
   ~Ranks();
-  Ranks(const Ranks&) = delete;
-  Ranks& operator=(const Ranks&) = delete;
 
-  /// Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other ranks
-  /// are ignored. Serves short texts, before pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0
-  /// does not come within the join time-out.
+  /// Returns rank 0's text on all ranks, which wait for it and call this in the same order. Serves short texts, before
+  /// pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0 does not come within the join
+  /// time-out.
   std::string share(const std::string& text, const std::function<void()>& poll = nullptr);
 
   int rank() const { return rank_; }
@@ -89,20 +85,19 @@ class Ranks {
   int replicas() const { return mesh_.replicas; }
   int replica() const { return mesh_.replica_of(rank_); }
   const Mesh& mesh() const { return mesh_; }
-  /// Returns the part of a mini-batch that belongs to this replica: its first sample and the one behind its last. Parts differ
-  /// by one sample at most. The first replica's part is the largest, the last one's the smallest, which can be empty.
+  /// Returns the part of a mini-batch that belongs to this replica: its first sample and the one behind its last. Parts
+  /// differ by one sample at most, larger ones first; a part can be empty.
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const { return part(samples, replica()); }
   /// The same for any replica. REQUIRES: 0 <= replica < replicas().
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples, int replica) const;
-  /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown for a part of the job that the environment
-  /// describes.
+  /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown if the environment describes a job of
+  /// another size.
   std::optional<int> local_rank() const { return local_rank_; }
   const RanksOptions& options() const { return options_; }
   const ListenAt& listen_at() const { return listen_at_; }
 
-  /// Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin throw. Waits until the other ranks
-  /// have left too, for at most the time-out; calls `poll` meanwhile, unless that is null. With an `error`, instead fails the
-  /// job, as an error in a call does. REQUIRES: without an error, no call runs. Errors: as `poll`.
+  /// Leaves the job: calls that other ranks begin throw. Waits until they have left too, for at most the time-out. With
+  /// an `error`, instead fails the job, as an error in a call does. REQUIRES: without an error, no call runs.
   void finish(const std::string& error = "", const std::function<void()>& poll = nullptr);
 
   Job& job() { return *job_; }

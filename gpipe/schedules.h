@@ -1,26 +1,34 @@
 #pragma once
 
-#include <span>
-#include <string>
 #include <string_view>
-#include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
 
+/// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending. Errors:
+/// std::invalid_argument for an invalid layout, here and below.
+Schedule fill(const Layout& layout);
+
+/// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.
+/// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
+Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
+
+/// Inserts an R directly before the B or I of each cell that recomputes. An R takes no gradient, so a worker recomputes
+/// while it would otherwise wait for one.
+Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
+
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
 bool fills_and_drains(std::string_view name);
 
-/// Returns what is wrong with an interleaved schedule that has one stage per worker; empty for others.
+/// Returns what is wrong with an interleaved schedule that has one stage per worker; otherwise "".
 std::string too_few_stages(std::string_view name, int workers, int stages);
 
 /// Stage s is on worker s mod `workers`.
 std::vector<int> looped_placement(int workers, int stages);
 
-/// Two stages on each of `stages` / 2 workers, so that the first and the last stage share a worker: stages 0 to p - 1 on
-/// workers 0 to p - 1, the others on workers p - 1 to 0. Errors: std::invalid_argument unless `stages` is even.
+/// Two stages on each of p workers, a V: stages 0 to p - 1 on workers 0 to p - 1, the others on workers p - 1 to 0.
+/// Errors: std::invalid_argument unless `stages` is even.
 std::vector<int> v_placement(int stages);
 
 /// A named rule that generates the schedules of a training step.
@@ -28,16 +36,17 @@ struct ScheduleRule {
   std::string_view name;
   /// One line for help texts: what it does, and its source.
   std::string_view summary;
-  /// Returns the placement that the rule gives to stages, `stages_per_worker` on each worker. 1: as many as the rule
-  /// needs. Errors: std::invalid_argument for numbers that it has no placement for.
+  /// Returns the rule's placement. `stages_per_worker` 1: as many as the rule needs. Errors: std::invalid_argument for
+  /// numbers that it has no placement for.
   std::vector<int> (*place)(int stages, int stages_per_worker);
-  /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
+  /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout
+  /// fits.
   std::string (*misfit)(const Layout& layout);
   /// Returns lists of F and B, or I and W. REQUIRES: misfit() is empty.
   Schedule (*generate)(const Layout& layout);
 };
 
-/// All rules, in the order of help texts. A new schedule is one more entry in schedules.cpp.
+/// All rules, in the order of help texts.
 std::span<const ScheduleRule> schedule_rules();
 
 /// Errors: std::invalid_argument, with the names that exist, for an unknown name.

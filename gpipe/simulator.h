@@ -1,11 +1,8 @@
 #pragma once
 
 #include <array>
-#include <vector>
 
 #include "gpipe/schedule/footprint.h"
-#include "gpipe/schedule/program.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe {
 
@@ -19,8 +16,8 @@ struct Costs {
   std::vector<CellBytes> bytes = {};
   /// Seconds per stage of an F whose cell is recomputed. If empty, such an F costs the same as any other.
   std::vector<double> stored = {};
-  /// The part of `edges` during which the link between the two workers, in that direction, is busy; at most `edges`. The
-  /// next transfer on the link waits for it. If empty, links carry any number of transfers at once.
+  /// The part of `edges` during which the link between the two workers, in that direction, is busy, so that the next
+  /// transfer waits. If empty, links carry any number of transfers at once.
   std::vector<double> sending = {};
 };
 
@@ -28,13 +25,12 @@ struct Simulation {
   Timeline timeline;
   double makespan = 0;  ///< seconds, from 0 to the last end
   double bubble = 0;    ///< idle time / (workers x makespan), in [0, 1)
-  /// Per worker: the largest number of cells alive at once, over all its stages. A cell lives from its F to its last
-  /// backward action. 1 for a program without a backward.
+  /// Per worker: the most cells alive at once (see Peaks::live). 1 for a program without a backward.
   std::vector<int> peak_cells;
 };
 
-/// Runs a program in simulated time by the executor's rules. Deterministic.
-/// Errors: std::invalid_argument if the costs do not fit the program.
+/// Runs a program in simulated time by the executor's rules. Deterministic. Errors: std::invalid_argument if the costs
+/// do not fit the program.
 Simulation simulate(const Program& program, const Costs& costs);
 
 }  // namespace gpipe

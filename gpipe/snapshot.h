@@ -22,7 +22,7 @@ class Optimizer;
 
 namespace gpipe {
 
-// This folder uses only torch, nothing else of the library: it works for any model, in a pipeline or not.
+// Uses only torch, nothing else of the library: it works for any model, in a pipeline or not.
 
 /// Tensors by their names in the unpartitioned model.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -56,21 +56,20 @@ struct Snapshot {
 ///
 ///   weights = safetensors.torch.load_file("latest.snapshot")  # the names of other tensors begin with a dot
 ///
-/// Tied tensors are written under each of their names. The path always names a complete snapshot: the previous one until
-/// this one is on the disk.
-/// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type that the
-/// format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a tuple of them. The
-/// path then names the previous file, or the new one if only flushing the folder after the rename failed.
+/// Tied tensors are written under each of their names. The path always names a complete snapshot: the previous one
+/// until this one is on the disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is
+/// not dense or has a type that the format lacks, for text that is not UTF-8, and for an option that is not a finite
+/// number, a string or a tuple of them. On an error the path names the previous file, unless only flushing its folder
+/// failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
-/// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Time and memory are proportional to the file's
-/// size.
-/// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, changed,
-/// truncated, not a snapshot, or of a newer version.
+/// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Time and memory are proportional to its
+/// size. Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file,
+/// changed, truncated, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
 
-/// Reads the model's tensors of a snapshot or of another safetensors file, such as one from `python -m gpipe convert`.
-/// Errors: as read_snapshot().
+/// Reads the model's tensors of a snapshot or another safetensors file, as of `python -m gpipe convert`. Errors: as
+/// read_snapshot().
 NamedTensors read_weights(const std::filesystem::path& path);
 
 /// Returns the bytes of the file that write_snapshot() writes. Errors: std::runtime_error, for the same tensors.

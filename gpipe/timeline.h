@@ -1,18 +1,13 @@
 #pragma once
 
-#include <cstdint>
-#include <map>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "gpipe/schedule/action.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
 
-/// Bytes that a worker has allocated for its cells and that are in use, on all devices: before an action, at the peak
-/// while it ran, and after it. All zero if bytes were not counted.
+/// Bytes that a worker's cells use, on all devices: before an action, at the peak while it ran, and after it. All zero
+/// if bytes were not counted.
 struct Footprint {
   std::int64_t before = 0;
   std::int64_t peak = 0;
@@ -36,6 +31,8 @@ struct Timeline {
   std::vector<Span> spans;
   int replicas = 1;  ///< equal pipelines, each with as many of the workers, one after the other
 
+  /// The first start, in seconds. Infinity if empty.
+  double start() const;
   /// Last end minus first start, in seconds. 0 if empty.
   double makespan() const;
   /// Idle time / (workers x makespan), in [0, 1). 0 if empty.
@@ -44,15 +41,15 @@ struct Timeline {
   std::vector<std::int64_t> peak_bytes() const;
 };
 
-/// Returns, by stage and kind of action, the spans that other workers overlapped most. A span's overlap is the time
-/// that other workers were busy during it, summed over workers and divided by its duration. Only spans with at least
-/// 0.9 of the largest overlap are returned: they show how long an action takes while the other workers are busy. The
-/// pointers are into the timeline, in its order.
+/// Returns, by stage and kind of action, the spans that other workers overlapped most: they show how long an action
+/// takes while the others are busy. A span's overlap is the time that other workers were busy during it, summed over
+/// workers and divided by its duration; it is at least 0.9 of the largest. Pointers are into the timeline, in its
+/// order.
 std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
 /// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: one track per worker,
-/// one slice per action, and one arrow per edge, direction, micro-batch and step. If bytes were counted, it also has
-/// one graph of bytes per worker. Times are microseconds since the first start.
+/// one slice per action, one arrow per edge, direction, micro-batch and step, and, if bytes were counted, one graph of
+/// bytes per worker. Times are microseconds since the first start.
 std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -11,7 +11,7 @@
 #include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 #include "gpipe/tensors/sample_hash.h"
 #include "gpipe/version.h"
 

@@ -1,12 +1,8 @@
 #pragma once
 
-#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <string_view>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace gpipe {
@@ -36,7 +32,8 @@ class ByteWriter {
   std::string bytes_;
 };
 
-/// Reads what a ByteWriter has written. The bytes must outlive this. Errors: std::runtime_error for bytes that end early.
+/// Reads what a ByteWriter has written. The bytes must outlive this. Errors: std::runtime_error for bytes that end
+/// early.
 class ByteReader {
  public:
   explicit ByteReader(std::string_view bytes) : left_(bytes) {}

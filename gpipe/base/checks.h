@@ -1,6 +1,5 @@
 #pragma once
 
-#include <stdexcept>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +23,12 @@ template <typename... Parts>
 template <typename... Args>
 std::invalid_argument invalid(const absl::FormatSpec<Args...>& format, const Args&... args) {
   return std::invalid_argument(absl::StrFormat(format, args...));
+}
+
+/// Throws that error unless `holds`.
+template <typename... Args>
+void require(bool holds, const absl::FormatSpec<Args...>& format, const Args&... args) {
+  if (!holds) throw invalid(format, args...);
 }
 
 }  // namespace gpipe

@@ -11,10 +11,6 @@ namespace gpipe {
 /// std::mutex with clang's thread-safety annotations.
 class ABSL_LOCKABLE Mutex {
  public:
-  Mutex() = default;
-  Mutex(const Mutex&) = delete;
-  Mutex& operator=(const Mutex&) = delete;
-
   void lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
   void unlock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }
 
@@ -23,7 +19,6 @@ class ABSL_LOCKABLE Mutex {
   std::mutex mutex_;
 };
 
-/// Holds a Mutex for a scope.
 class ABSL_SCOPED_LOCKABLE MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) { mutex_.lock(); }
@@ -43,10 +38,10 @@ class CondVar {
     condition_.wait(lock);
     lock.release();
   }
-  /// The same, but waits for at most `time`.
-  void wait_for(Mutex& mutex, std::chrono::milliseconds time) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+  /// The same, but no longer than until `end`.
+  void wait_until(Mutex& mutex, std::chrono::steady_clock::time_point end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
-    condition_.wait_for(lock, time);
+    condition_.wait_until(lock, end);
     lock.release();
   }
   void notify_all() { condition_.notify_all(); }

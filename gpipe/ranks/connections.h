@@ -1,7 +1,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstddef>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -20,8 +19,8 @@ class TimeoutError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
-/// One send or receive in flight. Used by one thread at a time. The memory that it reads or writes must stay until it
-/// is complete or the connections are closed.
+/// One send or receive in flight. Used by one thread at a time. Its memory must stay until it is complete or the
+/// connections are closed.
 class Transfer {
  public:
   virtual ~Transfer() = default;
@@ -31,10 +30,8 @@ class Transfer {
 
 /// This process's connections to the other ranks of a job, which carry bytes.
 ///
-/// Between two ranks, the n-th send with a tag completes the n-th receive with that tag. A receive's memory must be at
-/// least as long as the message. Every receive must be completed by a send, or the connections closed.
-///
-/// Thread safety: all functions may be called on any thread.
+/// Between two ranks, the n-th send with a tag completes the n-th receive with that tag, whose memory must be at least
+/// as long. Every receive must be completed by a send, or the connections closed. Thread-safe.
 class Connections {
  public:
   virtual ~Connections() = default;

@@ -3,10 +3,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <dlfcn.h>
 
-#include <thread>
-
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/parcel_message.h"
 
 namespace gpipe {

@@ -1,36 +1,27 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <memory>
-#include <optional>
-#include <span>
-#include <string>
-#include <vector>
 
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
-/// An end of a wire that carries tensors from a device of one rank to a device of another rank, in order.
-///
-/// Thread safety: used by one thread at a time.
+/// An end of a wire that carries tensors from a device of one rank to a device of another rank, in order. Used by one
+/// thread at a time.
 class DeviceWire {
  public:
   virtual ~DeviceWire() = default;
 
   /// Sends the tensors, or at the receiving end receives into them. Enqueues this on the current stream of the end's
-  /// device, and does not wait for the device. Both ends give tensors of the same types, sizes and strides.
-  /// REQUIRES: the tensors are on that device and have no gaps. A send is enqueued before its receive.
-  /// Errors: ConnectionError.
+  /// device, and does not wait for the device. REQUIRES: the tensors are on that device, have no gaps, and have the
+  /// same types, sizes and strides at both ends; a send is enqueued before its receive. Errors: ConnectionError.
   virtual void transfer(std::span<const at::Tensor> tensors) = 0;
 };
 
-/// This process's wires between devices. Thread safety: all functions may be called on any thread.
+/// This process's wires between devices. Thread-safe.
 class DeviceConnections {
  public:
   virtual ~DeviceConnections() = default;
@@ -38,8 +29,8 @@ class DeviceConnections {
   /// The type of the devices that can be connected.
   virtual c10::DeviceType device_type() const = 0;
 
-  /// Makes an end of a wire, which lives as long as this. Waits for the other end, which has the same name.
-  /// Errors: ConnectionError.
+  /// Makes an end of a wire, which lives as long as this. Waits for the end with the same name. Errors:
+  /// ConnectionError.
   virtual DeviceWire& connect(const std::string& name, bool sends, c10::Device device) = 0;
 
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
@@ -51,9 +42,8 @@ class DeviceConnections {
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit);
 
-/// A worker's end of a DeviceWire, with the copy stream that it uses.
-///
-/// Thread safety: used by the worker, while its compute stream is current.
+/// A worker's end of a DeviceWire, with the copy stream that it uses. Used by the worker, while its compute stream is
+/// current.
 class DeviceLink {
  public:
   /// `wire` must outlive this.
@@ -61,8 +51,7 @@ class DeviceLink {
 
   /// Sends tensors after the worker's present work. Errors: ConnectionError.
   void send(std::span<const at::Tensor> tensors);
-  /// Receives the tensors for which the parcels have meta tensors. Returns the event after which they have come.
-  /// Errors: ConnectionError.
+  /// Receives the parcels' meta tensors. Returns the event after which they have come. Errors: ConnectionError.
   StreamEvents receive(std::vector<Parcel>& parcels);
   /// Waits until all transfers have ended. The worker's later work comes after them. Errors: TimeoutError.
   void settle(std::chrono::milliseconds limit);

@@ -1,16 +1,10 @@
 #include "gpipe/ranks/failure_board.h"
 
-#include <atomic>
-#include <chrono>
 #include <deque>
-#include <exception>
 #include <future>
 #include <set>
-#include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/mutex.h"
 
@@ -42,9 +36,7 @@ struct FailureBoard::State {
       Task task;
       {
         MutexLock lock(mutex);
-        if (tasks.empty() && Clock::now() < next) {
-          changed.wait_for(mutex, std::chrono::ceil<milliseconds>(next - Clock::now()));
-        }
+        if (tasks.empty() && Clock::now() < next) changed.wait_until(mutex, next);
         if (!tasks.empty()) {
           task = std::move(tasks.front());
           tasks.pop_front();
@@ -63,7 +55,6 @@ struct FailureBoard::State {
     }
   }
 
-  /// Looks for a failure and a question in the store.
   void look(c10d::Store& store) {
     if (!known && store.check({kFailure})) {
       set(store.get_to_str(kFailure), /*is_own=*/false);

@@ -10,11 +10,11 @@
 
 namespace gpipe {
 
-/// Tells all ranks of the first failure of any rank, through a store. Uses a clone of the store, on a thread of its
-/// own, so that a store that does not answer blocks no other thread. Looks there five times per second.
+/// Tells all ranks of the first failure of any rank, through a store. Looks into a clone of it five times per second,
+/// on a thread of its own, so that a store that does not answer blocks no other thread.
 ///
-/// Thread safety: all functions may be called on any thread.
-/// Invariant: once set, the failure never changes, and is the same on all ranks that can reach the store.
+/// Thread safety: all functions may be called on any thread. Invariant: once set, the failure never changes, and is the
+/// same on all ranks that can reach the store.
 class FailureBoard {
  public:
   struct Callbacks {
@@ -26,13 +26,11 @@ class FailureBoard {
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks);
   /// Callbacks have ended then. Leaves the thread alone if the store does not answer.
   ~FailureBoard();
-  FailureBoard(const FailureBoard&) = delete;
-  FailureBoard& operator=(const FailureBoard&) = delete;
 
   /// Reports a failure of this rank, unless there was one before.
   void report(const std::string& cause) noexcept;
   /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names
-  /// the rank at the end of the chain: the one that is awaited and does not itself wait.
+  /// the one at the end of the chain, which does not itself wait.
   void report_wait(int awaited, const std::string& what) noexcept;
   /// Reports that the connection to a rank was lost. If that rank closed it after a failure, it has reported this.
   void report_loss(int lost) noexcept;

@@ -11,7 +11,6 @@
 #include <csignal>
 #include <future>
 #include <thread>
-#include <utility>
 
 #include "gpipe/base/mutex.h"
 
@@ -52,7 +51,6 @@ class GlooTransfer : public Transfer {
   }
 
   void abort() { work_->abort(); }
-  /// Aborts the wait if its time is over.
   void expire(Clock::time_point now) {
     if (now < end_.load()) return;
     expired_ = true;
@@ -114,13 +112,12 @@ class GlooConnections : public Connections {
     }
   }
 
-  // The expiry thread.
   void expire() {
     for (bool open = true; open;) {
       std::vector<std::weak_ptr<GlooTransfer>> transfers;
       {
         MutexLock lock(mutex_);
-        if (group_) closed_.wait_for(mutex_, kExpiryInterval);
+        if (group_) closed_.wait_until(mutex_, Clock::now() + kExpiryInterval);
         open = group_ != nullptr;
         std::erase_if(transfers_, [](const auto& weak) { return weak.expired(); });
         transfers = transfers_;
@@ -138,20 +135,16 @@ class GlooConnections : public Connections {
   std::thread expiry_;  // last, because the thread uses the other members
 };
 
-std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
-  if (!listen_at.interface.empty()) return Group::createDeviceForInterface(listen_at.interface);
-  if (!listen_at.address.empty()) return Group::createDeviceForHostname(listen_at.address);
-  return Group::createDefaultDevice();
-}
-
 // Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the
 // default policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until
 // that thread runs again.
-std::shared_ptr<::gloo::transport::Device> make_batch_device(const ListenAt& listen_at) {
+std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
   const auto make = [&] {
     const sched_param priority{};
     sched_setscheduler(/*this thread*/ 0, SCHED_BATCH, &priority);  // messages only take longer if it is refused
-    return make_device(listen_at);
+    if (!listen_at.interface.empty()) return Group::createDeviceForInterface(listen_at.interface);
+    if (!listen_at.address.empty()) return Group::createDeviceForHostname(listen_at.address);
+    return Group::createDefaultDevice();
   };
   return std::async(std::launch::async, make).get();
 }
@@ -171,7 +164,7 @@ std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Stor
   auto options = Group::Options::create(limit);
   options->threads = 1;
   try {
-    options->devices.push_back(make_batch_device(listen_at));
+    options->devices.push_back(make_device(listen_at));
     return std::make_unique<GlooConnections>(c10::make_intrusive<Group>(store, rank, size, options));
   } catch (const std::exception& error) {
     throw_connection_error(error);

@@ -6,43 +6,39 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
-#include <string>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/intraop.h"
-#include "gpipe/ranks/parcel_message.h"
 
 namespace gpipe {
 namespace {
 
 constexpr char kWaits[] = "the gradients of another replica";
+constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
-// Cuts the elements of a bucket's parameters into equal shares.
 GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std::vector<at::Tensor>& parameters,
                                int replicas) {
   std::int64_t total = 0;
   for (const auto p : bucket) total += parameters[p].numel();
-  GradientBucket cut{std::vector<std::vector<GradientPiece>>(replicas)};
+  GradientBucket shares(replicas);
   std::int64_t before = 0;  // elements of earlier parameters
   for (const auto p : bucket) {
     const auto size = parameters[p].numel();
     for (int r = 0; r < replicas; ++r) {
       const auto begin = std::max<std::int64_t>(total * r / replicas - before, 0);
       const auto end = std::min(total * (r + 1) / replicas - before, size);
-      if (begin < end) cut.shares[r].push_back({p, begin, end});
+      if (begin < end) shares[r].push_back({p, begin, end});
     }
     before += size;
   }
-  return cut;
+  return shares;
 }
 
-// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on all
-// replicas. Returns it as it is if it lies so.
+// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on
+// all replicas.
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
-  if (gradient.layout() != at::kStrided) {
-    refuse_argument(
-        "a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
-  }
+  require(gradient.layout() == at::kStrided,
+          "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
   using namespace torch::autograd::utils;
   if (!obeys_layout_contract(gradient, parameter)) gradient = clone_obey_contract(gradient, parameter);
   return gradient.to(at::kCPU);
@@ -106,7 +102,7 @@ GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Ten
       stages_(parameters.size()),
       awaited_(team.awaited_for_gradients()),
       is_sent_(parameters.size()) {
-  for (int s = 0; s < static_cast<int>(stages_.size()); ++s) {
+  for (int s = 0; s < std::ssize(stages_); ++s) {
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
     for (const auto& parameter : stage.parameters) stage.present.emplace_back(parameter.grad(), parameter.grad());
@@ -145,7 +141,7 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
   for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
     for (const auto& wires : stage.parts) {
       std::vector<at::Tensor> pieces;
-      for (const auto& piece : stage.buckets[number].shares[wires.replica]) {
+      for (const auto& piece : stage.buckets[number][wires.replica]) {
         pieces.push_back(piece_of(stage.gradients[piece.parameter], piece));
       }
       try {
@@ -156,14 +152,11 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
       }
     }
   }
-  {
-    MutexLock lock(mutex_);
-    is_sent_[stage_index] = true;
-  }
+  MutexLock lock(mutex_);
+  is_sent_[stage_index] = true;
   changed_.notify_all();
 }
 
-// The thread.
 void GradientReduction::run() {
   set_intraop_threads_of_this_thread(1);
   const at::NoGradGuard no_grad;
@@ -226,10 +219,9 @@ void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& 
   }
 }
 
-// Sums this replica's share of a bucket, and sends the sum.
 void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
   const int own = team_.replica();
-  const auto& share = stage.buckets[number].shares[own];
+  const auto& share = stage.buckets[number][own];
   std::vector<std::vector<at::Tensor>> parts(share.size(), std::vector<at::Tensor>(team_.replicas()));
   for (const auto& wires : stage.parts) {
     const auto received = receive(wires);
@@ -248,9 +240,8 @@ void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
   write(stage, share, sums);
 }
 
-// Takes the other replicas' sums of a bucket.
 void GradientReduction::take_sums(OfStage& stage, std::size_t number) {
-  for (const auto& wires : stage.sums) write(stage, stage.buckets[number].shares[wires.replica], receive(wires));
+  for (const auto& wires : stage.sums) write(stage, stage.buckets[number][wires.replica], receive(wires));
 }
 
 std::vector<Gradients> GradientReduction::take() {

@@ -1,19 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <exception>
-#include <thread>
-#include <utility>
-#include <vector>
-
-#include "absl/base/thread_annotations.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/team.h"
-#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
@@ -26,35 +13,26 @@ struct GradientPiece {
 
 /// Parameters of a stage whose gradients travel together. Their elements, one after the other, are cut into one share
 /// per replica, which sums it.
-struct GradientBucket {
-  std::vector<std::vector<GradientPiece>> shares;  ///< per replica
-};
+using GradientBucket = std::vector<std::vector<GradientPiece>>;
 
-inline constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
-
-/// Returns about how many bytes a replica needs to sum a stage's gradients of `gradients` bytes, besides these: the
-/// parts and sums that it receives. `largest` is the most of one parameter. Does not count the copies of small messages
-/// being sent.
+/// Returns about how many bytes of parts and sums a replica receives at once to sum a stage's gradients of `gradients`
+/// bytes. `largest` is the most of one parameter.
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
 
 /// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its
 /// own, because Gloo's transfers cannot be polled. Sums stages from last to first, and the buckets of each in order.
 /// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their
-/// sums of a bucket after it has sent its own of the next one. So the bits are the same on all replicas and in all
-/// runs, and a rank sends 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays
-/// undefined.
+/// sums of a bucket after it has sent its own of the next one. So the bits are always the same, and a rank sends 2 (R -
+/// 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
 ///
-/// Serves one backward. Thread safety: send() on one thread at a time per stage.
-/// Invariant: all replicas sum the buckets in the same order, so a wait for a sum always ends.
+/// Serves one backward. Thread safety: send() on one thread at a time per stage. Invariant: all replicas sum the
+/// buckets in the same order, so a wait for a sum always ends.
 class GradientReduction {
  public:
-  /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may
-  /// be another rank's.
+  /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas.
   GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters);
   /// Ends early unless all gradients have been sent. REQUIRES: then a rank has failed.
   ~GradientReduction();
-  GradientReduction(const GradientReduction&) = delete;
-  GradientReduction& operator=(const GradientReduction&) = delete;
 
   /// Sends the shares of a stage's gradients to the other replicas. Does not wait. The caller gives up its references.
   /// Errors: ConnectionError; std::invalid_argument for a sparse gradient.

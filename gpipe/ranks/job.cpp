@@ -3,14 +3,9 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <chrono>
-#include <exception>
 #include <limits>
-#include <span>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/network.h"
 
@@ -140,17 +135,14 @@ void Job::connect() {
     throw;
   }
   if (!board_->failure().empty()) close();
-  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) lifelines_.push_back({r, {}, {}, {}});
-  std::vector<std::shared_ptr<Transfer>> transfers;
-  for (auto& each : lifelines_) {
-    transfers.push_back(connections_->receive(each.rank, kLifelineTag, std::span(&each.received, 1)));
-  }
-  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
-    lifelines_[i].thread = std::thread([this, i, transfer = transfers[i]] { watch(lifelines_[i], *transfer); });
+  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) {
+    auto& line = lifelines_.emplace_back(Lifeline{r, {}, {}, {}});
+    const auto transfer = connections_->receive(r, kLifelineTag, std::span(&line.received, 1));
+    line.thread = std::thread([this, r, transfer] { watch(r, *transfer); });
   }
 }
 
-void Job::watch(Lifeline& lifeline, Transfer& transfer) {
+void Job::watch(int rank, Transfer& transfer) {
   bool is_lost = false;
   try {
     transfer.wait(kForEver);
@@ -165,7 +157,7 @@ void Job::watch(Lifeline& lifeline, Transfer& transfer) {
     is_failure = is_lost && !leaving_;
   }
   changed_.notify_all();
-  if (is_failure) board_->report_loss(lifeline.rank);
+  if (is_failure) board_->report_loss(rank);
 }
 
 void Job::send_ends() {
@@ -179,15 +171,12 @@ void Job::send_ends() {
 void Job::leave_together() noexcept {
   const auto end = std::chrono::steady_clock::now() + options_.timeout();
   try {
-    {
-      MutexLock lock(mutex_);
-      leaving_ = true;
-    }
+    leaving_ = true;
     if (rank_ != 0) send_ends();
     {
       MutexLock lock(mutex_);
       while (ended_ < lifelines_.size() && !lost_ && std::chrono::steady_clock::now() < end) {
-        changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()));
+        changed_.wait_until(mutex_, end);
       }
     }
     if (rank_ == 0) send_ends();      // all have ended

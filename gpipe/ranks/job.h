@@ -1,22 +1,8 @@
 #pragma once
 
 #include <sys/types.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <cstddef>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <thread>
-#include <vector>
-
-#include "absl/base/thread_annotations.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks.h"
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/failure_board.h"
 #include "gpipe/ranks/meeting.h"
@@ -24,28 +10,24 @@
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one
-/// pipeline is a failure of all, because it closes the connections. A *lifeline* joins each rank to rank 0: a receive
-/// that fails when a rank is lost, and gets a byte at the end of the job.
+/// What the pipelines of a job share: the connections to the other ranks, which any failure closes, and the first
+/// failure. A *lifeline* joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the
+/// end of the job.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   /// `devices` may be null.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
-  /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES:
-  /// the pipelines have ended.
+  /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
+  /// ended.
   ~Job();
-  Job(const Job&) = delete;
-  Job& operator=(const Job&) = delete;
 
-  /// Meets the other ranks to make the next pipeline. All must make their pipelines in the same order. Returns the
-  /// first of `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError;
-  /// std::runtime_error after a failure.
+  /// Meets the other ranks to make the next pipeline, in the same order on all. Returns the first of `wires` numbers
+  /// for its wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a failure.
   int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
 
-  /// Returns rank 0's text. See Ranks.
-  std::string share(const std::string& text, const std::function<void()>& poll);
+  std::string share(const std::string& text, const std::function<void()>& poll);  ///< as Ranks::share()
 
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
@@ -69,7 +51,7 @@ class Job {
   /// The cause of a failure, if an exception unwinds the stack.
   std::optional<std::string> unwinding() const;
 
-  /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
+  /// Keeps the wires of a pipeline that has ended, because memory that they have posted may still be written to.
   void keep_until_end(std::unique_ptr<Wires> wires) { kept_.push_back(std::move(wires)); }
 
  private:
@@ -80,7 +62,7 @@ class Job {
     std::thread thread;
   };
   void connect();
-  void watch(Lifeline& lifeline, Transfer& transfer);
+  void watch(int rank, Transfer& transfer);
   /// Waits until all ranks have called this, for at most the time-out, or until a rank is lost.
   void leave_together() noexcept;
   void send_ends();
@@ -102,7 +84,7 @@ class Job {
   CondVar changed_;
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
   bool finished_ = false;
-  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> leaving_ = false;
   bool lost_ ABSL_GUARDED_BY(mutex_) = false;      // a rank
   std::size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;  // lifelines
   std::unique_ptr<Connections> connections_;       // set once, under the lock

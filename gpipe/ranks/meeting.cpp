@@ -1,12 +1,9 @@
 #include "gpipe/ranks/meeting.h"
 
-#include <cstdint>
 #include <future>
 #include <map>
 #include <thread>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"

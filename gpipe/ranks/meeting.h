@@ -3,10 +3,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <exception>
 #include <functional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -20,10 +18,9 @@ std::string await_value(c10d::Store& store, const std::string& key, std::chrono:
                         const std::function<void()>& poll);
 
 /// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
-/// its store when it starts the ranks of a job again, and each host counts the restarts by itself, so counts may
-/// differ.
-/// REQUIRES: the processes of earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within
-/// `limit`, with their numbers, or if rank 0 does not come.
+/// its store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of
+/// earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their
+/// numbers.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll);
 
@@ -31,15 +28,13 @@ std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::mi
 /// any.
 using Manifest = std::vector<std::pair<std::string, std::string>>;
 
-/// Compares the manifests of all ranks. Returns when all have come and agree.
-/// Errors: std::runtime_error, on all ranks, for a difference, with both values, or for ranks that do not come within
-/// `limit`, with their numbers.
+/// Compares the manifests of all ranks. Returns when all have come and agree. Errors: std::runtime_error, on all ranks,
+/// for a difference, with both values, or for ranks that do not come within `limit`, with their numbers.
 void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,
                      const std::function<void()>& poll);
 
-/// Runs `wait` on another thread and calls `poll` on this one every 50 ms meanwhile. After an exception of `poll`,
-/// calls `on_stop`, which must make `wait` end soon, and throws that exception at the end. Without `poll`, runs `wait`
-/// here.
+/// Runs `wait` on another thread and calls `poll` on this one every 50 ms meanwhile. Passes its exception to `on_stop`,
+/// which must make `wait` end soon, and throws it at the end. Without `poll`, runs `wait` here.
 void while_polling(const std::function<void()>& poll, absl::FunctionRef<void()> wait,
                    absl::FunctionRef<void(const std::exception&)> on_stop);
 

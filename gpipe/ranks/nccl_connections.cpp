@@ -1,15 +1,11 @@
-// The library that nccl.cpp loads.
+// The library that connect_by_nccl() loads.
 #define USE_C10D_NCCL
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
-#include <memory>
-#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#include <utility>
-#include <vector>
 
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
@@ -20,7 +16,6 @@ namespace {
 
 using Group = c10d::ProcessGroupNCCL;
 
-// The ranks of a wire's group.
 constexpr int kSender = 0;
 constexpr int kReceiver = 1;
 

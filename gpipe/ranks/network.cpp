@@ -7,8 +7,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/base/checks.h"
@@ -62,6 +62,59 @@ bool connect_soon(int descriptor, const addrinfo& address) {
   return getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
+struct Watch {
+  /// A connection to the store's process that carries nothing. It shows whether the process has ended. None for other
+  /// stores.
+  Socket probe;
+  std::atomic<bool> ended = false;
+
+  bool has_ended() {
+    pollfd state{.fd = probe.descriptor(), .events = POLLRDHUP, .revents = 0};
+    if (probe.descriptor() >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
+    return ended;
+  }
+};
+
+class WatchedStore : public c10d::PrefixStore {
+ public:
+  using Bytes = std::vector<std::uint8_t>;
+
+  WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Watch> watch)
+      : PrefixStore(prefix, std::move(store)), watch_(std::move(watch)) {}
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return use([&] { return c10::make_intrusive<WatchedStore>(prefix_, store_->clone(), watch_); });
+  }
+  void set(const std::string& key, const Bytes& value) override {
+    use([&] { PrefixStore::set(key, value); });
+  }
+  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
+    return use([&] { return PrefixStore::compareSet(key, expected, desired); });
+  }
+  Bytes get(const std::string& key) override {
+    return use([&] { return PrefixStore::get(key); });
+  }
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return use([&] { return PrefixStore::add(key, value); });
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    return use([&] { return PrefixStore::check(keys); });
+  }
+
+ private:
+  template <typename Use>
+  std::invoke_result_t<Use> use(Use use) {
+    try {
+      if (!watch_->has_ended()) return use();
+    } catch (const c10::DistNetworkError&) {
+      watch_->ended = true;
+    }
+    throw_error("the store of the job has ended, as it does when rank 0 or torchrun ends");
+  }
+
+  const std::shared_ptr<Watch> watch_;  // shared with clones
+};
+
 }  // namespace
 
 std::string local_address_towards(const std::string& host) {
@@ -94,67 +147,14 @@ int listen_at(const std::string& host, int port) {
               "; give an address of its host and a free port");
 }
 
-struct WatchedStore::Watch {
-  /// A connection to the store's process that carries nothing. It shows whether the process has ended. None for other
-  /// stores.
-  Socket probe;
-  std::atomic<bool> ended = false;
-
-  bool has_ended() {
-    pollfd state{.fd = probe.descriptor(), .events = POLLRDHUP, .revents = 0};
-    if (probe.descriptor() >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
-    return ended;
+c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
+  auto watch = std::make_shared<Watch>();
+  auto watched = c10::make_intrusive<WatchedStore>(prefix, std::move(store), watch);
+  const auto innermost = watched->getUnderlyingNonPrefixStore();
+  if (const auto* served = dynamic_cast<const c10d::TCPStore*>(innermost.get())) {
+    watch->probe = first_socket(served->getHost(), served->getPort(), SOCK_STREAM | SOCK_NONBLOCK, connect_soon);
   }
-};
-
-WatchedStore::WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
-                           std::shared_ptr<Watch> watch)
-    : PrefixStore(prefix, std::move(store)), watch_(std::move(watch)) {}
-
-WatchedStore::WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store)
-    : WatchedStore(prefix, std::move(store), std::make_shared<Watch>()) {
-  const auto innermost = getUnderlyingNonPrefixStore();
-  const auto* served = dynamic_cast<const c10d::TCPStore*>(innermost.get());
-  if (served == nullptr) return;
-  watch_->probe = first_socket(served->getHost(), served->getPort(), SOCK_STREAM | SOCK_NONBLOCK, connect_soon);
-}
-
-template <typename Use>
-auto WatchedStore::use(Use use) {
-  try {
-    if (!watch_->has_ended()) return use();
-  } catch (const c10::DistNetworkError&) {
-    watch_->ended = true;
-  }
-  throw_error("the store of the job has ended, as it does when rank 0 or torchrun ends");
-}
-
-c10::intrusive_ptr<c10d::Store> WatchedStore::clone() {
-  return use([&] {
-    auto* clone = new WatchedStore(prefix_, store_->clone(), watch_);
-    return c10::intrusive_ptr<c10d::Store>::unsafe_steal_from_new(clone);
-  });
-}
-
-void WatchedStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {
-  use([&] { PrefixStore::set(key, value); });
-}
-
-std::vector<std::uint8_t> WatchedStore::compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
-                                                   const std::vector<std::uint8_t>& desired) {
-  return use([&] { return PrefixStore::compareSet(key, expected, desired); });
-}
-
-std::vector<std::uint8_t> WatchedStore::get(const std::string& key) {
-  return use([&] { return PrefixStore::get(key); });
-}
-
-std::int64_t WatchedStore::add(const std::string& key, std::int64_t value) {
-  return use([&] { return PrefixStore::add(key, value); });
-}
-
-bool WatchedStore::check(const std::vector<std::string>& keys) {
-  return use([&] { return PrefixStore::check(keys); });
+  return watched;
 }
 
 }  // namespace gpipe

@@ -17,8 +17,7 @@ namespace gpipe {
 namespace {
 
 constexpr std::size_t kFewBytes = std::size_t{256} << 10;
-constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
-
+constexpr std::size_t kWordBytes = 256;  // words are padded to multiples of this
 constexpr std::int64_t kMostDimensions = 64;
 
 // Numbers of memory count up in each rank. The rank's number goes above them, so that they stay distinct.
@@ -142,12 +141,9 @@ at::Tensor elements_of(const at::Tensor& tensor) {
 
 void Landing::add(const at::Tensor& tensor) {
   auto elements = without_repeats(tensor);
-  if (elements.is_non_overlapping_and_dense()) {
-    received_.push_back(std::move(elements));
-    return;
-  }
-  received_.push_back(at::empty(elements.sizes(), elements.options()));
-  with_gaps_.emplace_back(std::move(elements), received_.back());
+  const bool has_gaps = !elements.is_non_overlapping_and_dense();
+  received_.push_back(has_gaps ? at::empty(elements.sizes(), elements.options()) : elements);
+  if (has_gaps) with_gaps_.emplace_back(std::move(elements), received_.back());
 }
 
 void Landing::scatter() {
@@ -209,8 +205,8 @@ Parcel of_bytes(std::string bytes) {
     std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
   } else {
     auto owner = std::make_shared<std::string>(std::move(bytes));
-    tensor = at::from_blob(
-        owner->data(), {size}, [owner](void*) {}, at::kByte);
+    const auto keep = [owner](void*) {};
+    tensor = at::from_blob(owner->data(), {size}, keep, at::kByte);
   }
   Parcel parcel;
   parcel.add(std::move(tensor), /*gradient_wanted=*/false);

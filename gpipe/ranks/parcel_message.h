@@ -1,19 +1,12 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "gpipe/ranks/wire.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
 /// Returns the elements of a tensor that travel to another rank, in memory without gaps: what strides of 0 repeat once.
-/// Both ends have tensors of the same sizes and strides, so they agree on the order.
+/// Their order follows from the sizes and strides.
 at::Tensor elements_of(const at::Tensor& tensor);
 
 /// Receives tensors, also ones whose memory has gaps.
@@ -32,9 +25,9 @@ class Landing {
 };
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, their strides and their addresses modulo 64
-/// bytes. What strides of 0 repeat travels once. Of tensors that are not on the CPU, the message has only the layouts:
-/// adds their elements, as elements_of(), to `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or
-/// `on_device` is not null. Errors: std::invalid_argument for sparse tensors.
+/// bytes. Of tensors that are not on the CPU, the message has only the layouts: adds their elements_of() to
+/// `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors:
+/// std::invalid_argument for sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 

@@ -1,9 +1,7 @@
 #include "gpipe/ranks/proposal.h"
 
 #include <algorithm>
-#include <utility>
 
-#include "absl/strings/str_format.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "gpipe/ranks/mesh.h"
 
@@ -25,7 +23,7 @@ struct Proposal {
 /// that never gave the same are not compared, because only some ranks read input and target.
 class SameData {
  public:
-  /// Returns the first rank whose mini-batch is another one unexpectedly; -1 if there is none.
+  /// Returns the first such rank; -1 if there is none.
   int compare(const std::vector<Proposal>& calls, const Mesh& mesh);
 
  private:
@@ -55,7 +53,7 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
 /// Returns the reason if the words say that a rank leaves.
 std::optional<std::string> reason_for_leaving(const std::string& words);
 
-/// Returns what the decision says that the ranks agreed on. Errors: std::runtime_error unless all ranks agreed.
+/// Reads a decision. Errors: std::runtime_error unless all ranks agreed.
 Agreement decode_agreement(const std::string& decision);
 
 }  // namespace gpipe

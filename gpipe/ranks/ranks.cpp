@@ -6,14 +6,11 @@
 #include <cstdlib>
 #include <future>
 #include <limits>
-#include <thread>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/network.h"
 
 namespace gpipe {
@@ -28,10 +25,10 @@ int number_in(const char* name, int least, int most) {
   const auto text = variable(name);
   int number = 0;
   const bool is_number = absl::SimpleAtoi(text, &number) && absl::StrCat(number) == text;
-  if (!is_number || number < least || number > most) {
-    refuse_argument("the environment variable ", name, " is '", text, "', but must be a number from ", least, " to ",
-                    most, "; start the program with torchrun");
-  }
+  require(is_number && number >= least && number <= most,
+          "[gpipe] the environment variable %s is '%s', but must be a number from %d to %d; start the program with "
+          "torchrun",
+          name, text, least, most);
   return number;
 }
 
@@ -43,9 +40,8 @@ std::optional<int> local_rank_in(int size) {
 }
 
 Mesh divide(int size, int replicas) {
-  if (replicas < 1 || size % replicas != 0) {
-    refuse_argument("the number of replicas is ", replicas, ", but must divide the number of ranks, ", size);
-  }
+  require(replicas >= 1 && size % replicas == 0,
+          "[gpipe] the number of replicas is %d, but must divide the number of ranks, %d", replicas, size);
   return {size / replicas, replicas};
 }
 
@@ -121,20 +117,15 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       mesh_(divide(size, options_.replicas())),
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
-  if (rank < 0 || rank >= size) {
-    refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
-  }
-  if (options_.timeout().count() <= 0 || options_.join_timeout().count() <= 0) {
-    refuse_argument("the time-outs of the ranks must be positive, but are ", std::to_string(options_.timeout().count()),
-                    " ms and ", std::to_string(options_.join_timeout().count()), " ms");
-  }
+  if (rank < 0 || rank >= size) refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
+  const auto [timeout, join_timeout] = std::pair(options_.timeout().count(), options_.join_timeout().count());
+  require(timeout > 0 && join_timeout > 0,
+          "[gpipe] the time-outs of the ranks must be positive, but are %d ms and %d ms", timeout, join_timeout);
   // A store can serve several jobs, one after the other.
   const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
-  const auto job = c10::make_intrusive<WatchedStore>("job" + std::to_string(number), store);
+  const auto job = watched_store("job" + std::to_string(number), store);
   std::unique_ptr<DeviceConnections> devices;
-  if (options_.nccl()) {
-    devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());
-  }
+  if (options_.nccl()) devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());
   job_ = std::make_unique<Job>(job, *this, std::move(devices));
 }
 

@@ -1,7 +1,6 @@
 #include "gpipe/ranks/remote_edges.h"
 
 #include <algorithm>
-#include <tuple>
 
 namespace gpipe {
 

@@ -1,19 +1,9 @@
 #pragma once
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
 #include <list>
-#include <map>
-#include <memory>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/wire.h"
 #include "gpipe/schedule/program.h"
 
@@ -28,8 +18,8 @@ struct WireMessage {
   std::uint64_t label() const;
 };
 
-/// The messages from one worker to another during a part of a program, in the order of the sender's actions. Both ends
-/// compute it, so a message needs no address.
+/// The messages from one worker to another during a part of a program, in the order of the sender's actions, as both
+/// ends compute them.
 struct WirePlan {
   int from = 0;
   int to = 0;
@@ -39,19 +29,17 @@ struct WirePlan {
 /// Returns the wires between workers of different ranks that a part of the program uses, ordered by (from, to).
 std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::vector<int>& ranks);
 
-/// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the
-/// same key.
+/// A kind of call, whose messages mostly have the same layouts in each call. The same on all ranks.
 using LayoutKey = std::vector<std::int64_t>;
 
-/// A wire keeps the layouts of the keys that it has used last, so many. So both of its ends keep the same.
+/// Both ends of a wire keep the layouts of the keys that it has used last, so many.
 inline constexpr std::size_t kKeysPerWire = 8;
 
 /// Pointers to the first `count` layouts, for WireReceiver::expect().
 std::vector<LastLayout*> pointers_to(std::deque<LastLayout>& layouts, std::size_t count);
 
-/// The wires of one rank, which last as long as its connections.
-///
-/// Thread safety: sender(), receiver() and last_layouts() on one thread at a time.
+/// The wires of one rank, which last as long as its connections. Thread safety: sender(), receiver() and last_layouts()
+/// on one thread at a time.
 class Wires {
  public:
   /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
@@ -63,8 +51,8 @@ class Wires {
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
-  /// The last layouts of a wire's messages under a key, for at least `messages` of them. Valid until the wire drops
-  /// the key. Both ends of a wire use the same keys in the same order.
+  /// The last layouts of a wire's messages under a key, for at least `messages` of them. Valid until the wire drops the
+  /// key. Both ends use the same keys in the same order.
   std::deque<LastLayout>& last_layouts(int number, const LayoutKey& key, std::size_t messages);
 
   /// Nothing more will be sent. Does not wait.
@@ -86,10 +74,10 @@ struct Activity {
   int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
 };
 
-/// The messages between workers of this rank and workers of other ranks during one part of a program.
+/// The messages between workers of this rank and workers of other ranks during one part of a program. Each worker
+/// receives the messages of a wire in the order of the plan.
 ///
 /// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
-/// Invariant: each worker receives the messages of a wire in the order of the plan.
 class RemoteEdges {
  public:
   /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message.
@@ -98,8 +86,8 @@ class RemoteEdges {
               const LayoutKey& key, std::chrono::milliseconds limit);
 
   using Arrived = absl::FunctionRef<void(const WireMessage&, std::unique_ptr<Incoming>)>;
-  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile, also with one
-  /// that a later action takes. Errors: ConnectionError.
+  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile. Errors:
+  /// ConnectionError.
   void receive(const Action& action, Arrived arrived);
 
   using MakeMessage = absl::FunctionRef<Outgoing(const WireMessage&)>;
@@ -107,9 +95,9 @@ class RemoteEdges {
   void send(const Action& action, MakeMessage make);
 
   using Settle = absl::FunctionRef<void(int from, int to)>;
-  /// After a worker's last action, calls `settle` with the ends of each of its wires, to wait for what does not come
-  /// with messages. Does nothing if its actions have not all run. REQUIRES: other workers of this rank have got what
-  /// the last action puts. Errors: ConnectionError.
+  /// If all actions of a worker have run, calls `settle` with the ends of each of its wires, to wait for what does not
+  /// come with messages. REQUIRES: other workers of this rank have got what the last action puts. Errors:
+  /// ConnectionError.
   void settle(int worker, Settle settle);
 
   Activity activity(int worker) const;

@@ -4,14 +4,11 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <limits>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -19,7 +16,6 @@ namespace {
 constexpr int kLeader = 0;
 constexpr int kPings = 16;
 
-// What ranks wait for.
 constexpr char kNextCall[] = "its next call";
 constexpr char kResult[] = "the result of a call";
 
@@ -228,23 +224,15 @@ void Team::transfer(const char* what, absl::FunctionRef<void()> run) {
   }
 }
 
-std::vector<int> Team::ranks_of(Group group) const {
-  std::vector<int> found;
+void Team::send_copies(Subject subject, Group group, Parcel parcel) {
+  for (auto& tensor : parcel.tensors) {
+    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
+  }
   for (int other = 0; other < size(); ++other) {
     const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());
     const bool is_in_replica = replica_of(other) == replica();
     const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica || group == Group::kAll;
-    if (is_in_group) found.push_back(other);
-  }
-  return found;
-}
-
-void Team::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel) {
-  for (auto& tensor : parcel.tensors) {
-    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
-  }
-  for (const int receiver : receivers) {
-    if (receiver != rank()) send(subject, receiver, parcel);
+    if (is_in_group && other != rank()) send(subject, other, parcel);
   }
 }
 
@@ -253,7 +241,7 @@ Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
   const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
   transfer(kResult, [&] {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    send_copies(subject, ranks_of(group), parcel);
+    send_copies(subject, group, parcel);
   });
   return parcel;
 }
@@ -261,7 +249,7 @@ Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
 std::vector<Parcel> Team::all_gather(Parcel parcel) {
   std::vector<Parcel> all(replicas());
   transfer(kResult, [&] {
-    send_copies(kGathered, ranks_of(Group::kCounterparts), parcel);
+    send_copies(kGathered, Group::kCounterparts, parcel);
     while_polling([&] {
       for (int r = 0; r < replicas(); ++r) {
         if (r != replica()) all[r] = receive(kGathered, counterpart(r));

@@ -1,34 +1,19 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <deque>
-#include <exception>
-#include <functional>
-#include <memory>
 #include <set>
-#include <string>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/functional/function_ref.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/proposal.h"
-#include "gpipe/ranks/remote_edges.h"
-#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
 /// The ranks that run a pipeline and its replicas together: the wires to them, the agreement on each call, and the
 /// first failure. A process with all workers is a team of one.
 ///
-/// Thread safety: the functions that wait for other ranks or use wires() on one thread at a time; the others on any
-/// thread.
-/// Invariants:
+/// Thread safety: what waits for other ranks or uses wires() on one thread at a time; the other functions on any
+/// thread. Invariants:
 ///   1. The first failure of any rank is the failure of all. It is published before the connections are closed.
 ///   2. After a failure every call throws.
 class Team {
@@ -36,14 +21,11 @@ class Team {
   /// A team of one.
   explicit Team(int workers) : of_workers_(workers) {}
   /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
-  /// replica. Calls `poll`, unless that is null, every 50 ms while the caller waits for other ranks; an exception from
-  /// it is a failure. Errors: std::runtime_error for a rank that does not come or has another manifest.
+  /// replica. `poll`: see while_polling(); its exception is a failure. Errors: as check_manifests().
   Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
        StructureCodec codec, std::function<void()> poll);
-  /// Tells the other ranks. Calls that they begin later throw.
+  /// Tells the other ranks, whose later calls throw.
   ~Team();
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
 
   int size() const { return mesh_.positions * mesh_.replicas; }
   int rank() const { return rank_; }
@@ -56,16 +38,15 @@ class Team {
   /// The rank that has this rank's stages in another replica.
   int counterpart(int replica) const { return mesh_.rank_at(mesh_.position_of(rank_), replica); }
 
-  /// Begins a call. Errors: std::runtime_error if the proposals differ, another rank has withdrawn, or a rank has
-  /// failed.
+  /// Begins a call. Errors: std::runtime_error if the proposals differ, or a rank has withdrawn or failed.
   Agreement agree(Proposal proposal);
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
   void withdraw(const std::string& reason) noexcept;
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// The ranks that share a value: the ranks of a replica, those with the same stages (counterparts), or all. Outputs
-  /// have wires of their own, which keep the last layout.
+  /// The ranks that share a value: those of a replica, those with the same stages (counterparts), or all. Outputs have
+  /// wires of their own, which keep the last layout.
   enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
@@ -92,14 +73,14 @@ class Team {
   std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
-  /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the
-  /// other end. `device`: the device of this rank's worker. Errors: ConnectionError, which it reports.
+  /// Makes this rank's end of a wire between the devices of two workers, here on `device`. Waits for the other end.
+  /// Errors: ConnectionError, which it reports.
   DeviceWire& connect_devices(int from, int to, c10::Device device);
 
   /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.
   void watch(std::function<Activity()> activity);
-  /// Call in a backward that returns gradients of the pipeline to the autograd engine. If the engine does not end well
-  /// after it, the next call tells the other ranks. Keeps `owner`, which must own this, until then.
+  /// Call in a backward that returns gradients to the autograd engine. If the engine fails after it, the next call
+  /// tells the other ranks. Keeps `owner`, which must own this, until the engine ends.
   void watch_backward(std::shared_ptr<const void> owner);
 
   /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
@@ -113,7 +94,7 @@ class Team {
 
   // For GradientReduction.
 
-  /// The wires that carry the gradients of a stage to another replica and back: parts of sums, or sums.
+  /// The wires that carry a stage's gradients to another replica and back: parts of sums, or sums.
   enum class Gradient { kPart, kSum };
   struct GradientWires {
     int replica;
@@ -128,19 +109,17 @@ class Team {
   std::atomic<int>& awaited_for_gradients() { return awaited_for_gradients_; }
 
  private:
-  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results by their Group, and
-  /// more.
+  /// What a wire between two ranks carries: what a rank tells rank 0 and is told, results by their Group, and more.
   enum Subject { kWord, kDecision, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
   static constexpr int kSubjects = 9;
   int wire_number(int subject, int from, int to) const;
-  std::vector<int> ranks_of(Group group) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
   /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
   void transfer(const char* what, absl::FunctionRef<void()> run);
-  /// Sends copies of a parcel's tensors, because the caller may change these meanwhile.
-  void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel);
+  /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
+  void send_copies(Subject subject, Group group, Parcel parcel);
   std::string agree_on_words(const std::string& mine);
   bool has_failed_backward();
   void leave(const std::string& how);

@@ -3,15 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
-// Tags, from a wire's first one.
 constexpr int kHeaders = 0;
 constexpr int kPieces = 1;
 constexpr int kChanged = 2;
@@ -66,10 +63,8 @@ WireSender::WireSender(Connections& connections, int peer, int first_tag, std::c
     : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit) {}
 
 void WireSender::finish() {
-  {
-    MutexLock lock(mutex_);
-    ending_ = true;
-  }
+  MutexLock lock(mutex_);
+  ending_ = true;
   changed_.notify_all();
 }
 
@@ -116,9 +111,8 @@ void WireSender::drain(std::chrono::milliseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
   MutexLock lock(mutex_);
   while (undelivered_ != 0 && !error_) {
-    const auto left = end - std::chrono::steady_clock::now();
-    if (left <= std::chrono::milliseconds(0)) throw TimeoutError("another rank did not answer in time");
-    changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(left));
+    if (std::chrono::steady_clock::now() >= end) throw TimeoutError("another rank did not answer in time");
+    changed_.wait_until(mutex_, end);
   }
   if (error_) std::rethrow_exception(error_);
 }

@@ -1,19 +1,11 @@
 #pragma once
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
-#include <memory>
-#include <span>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
 
@@ -39,7 +31,7 @@ class Incoming {
 /// Makes the memory for a layout. Errors: std::runtime_error for a layout that is not valid.
 using Allocate = std::function<std::unique_ptr<Incoming>(std::string_view layout)>;
 
-/// The layout of the last message at one position of a wire. Both ends keep it. A layout travels only when it changes.
+/// The layout of the last message at one position of a wire. Both ends keep it: a layout travels only when it changes.
 struct LastLayout {
   std::string layout;
   std::size_t values = 0;           ///< bytes
@@ -50,14 +42,13 @@ struct LastLayout {
   bool is_small() const;
 };
 
-/// The tags of a wire, from its first one. 0: header and small tensors; 1: tensors of the last layout; 2: tensors of a
-/// new layout.
+/// The tags of a wire: for headers with small tensors, for tensors of the last layout, and for those of a new layout.
 inline constexpr int kTagsPerWire = 3;
 
 /// The end of a wire that sends. A wire carries messages from one worker to another on another rank, in order.
 ///
-/// Invariant: for each message the receiver has posted the memory that follows from the last layout. A message
-/// that differs completes it with nothing, and travels with the third tag.
+/// Invariant: for each message the receiver has posted the memory that follows from the last layout. A message that
+/// differs completes it with nothing, and travels with the third tag.
 ///
 /// Thread safety: send(), drain() and finish() on one thread at a time.
 class WireSender {
@@ -65,11 +56,9 @@ class WireSender {
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
   /// Waits until all messages are delivered, or have failed. REQUIRES: if one has failed, the connections are closed.
   ~WireSender();
-  WireSender(const WireSender&) = delete;
-  WireSender& operator=(const WireSender&) = delete;
 
-  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which
-  /// message it is. Errors: ConnectionError, also of an earlier message.
+  /// Sends without waiting. Keeps `message.owner` until the message is delivered. The receiver checks `label`. Errors:
+  /// ConnectionError, also of an earlier message.
   void send(LastLayout& last, std::uint64_t label, Outgoing message);
 
   /// Waits until all messages are delivered. Errors: as send(); TimeoutError.
@@ -110,12 +99,10 @@ class WireReceiver {
   WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
   /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
-  WireReceiver(const WireReceiver&) = delete;
-  WireReceiver& operator=(const WireReceiver&) = delete;
 
-  /// Announces the messages to come, by the last layout of each, and posts memory for the first ones. The pointers
-  /// stay valid until these are received. A lost connection is an error of receive().
-  /// REQUIRES: they differ; all messages announced before have been received.
+  /// Announces the messages to come, by the last layout of each, and posts memory for the first ones. A lost connection
+  /// is an error of receive(). REQUIRES: the pointers differ and stay valid until these messages are received; all that
+  /// were announced before have been received.
   void expect(std::vector<LastLayout*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is

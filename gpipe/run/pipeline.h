@@ -20,9 +20,9 @@
 #include "gpipe/error_info.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedules.h"
 #include "gpipe/tensors/kept_memory.h"
 #include "gpipe/tensors/transfer.h"
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <exception>
 #include <optional>
 
@@ -29,8 +28,8 @@ class ActionRunner {
  public:
   virtual ~ActionRunner() = default;
 
-  /// Called once per run on each worker's thread. Sets up the thread (device, stream, grad mode), calls run_actions()
-  /// exactly once, and restores the thread. run_actions() runs the worker's actions and does not throw. Can throw.
+  /// Called once per run on each worker's thread. Sets up the thread (device, stream, grad mode), calls run_actions(),
+  /// which does not throw, exactly once, and restores the thread. Can throw.
   virtual void on_worker(int worker, absl::FunctionRef<void()> run_actions) = 0;
 
   /// Calls a function once and measures it: the span of the action in a timeline.

@@ -3,18 +3,46 @@
 #include <atomic>
 #include <vector>
 
-#include "gpipe/runtime/event_count.h"
+#include "absl/functional/function_ref.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 
-/// One direction of one edge during one run: tracks which micro-batches have been put and not yet taken. It carries no
-/// data. A micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer
-/// reads it after take().
+/// Lets threads wait for a condition that other threads make true. Takes no lock unless a thread sleeps (an
+/// eventcount). Thread-safe. REQUIRES: a condition reads only sequentially consistent atomics, and a thread that
+/// changes one of them calls announce() afterwards.
+///
+/// Invariants:
+///   1. A waiter increments sleepers_ before it checks the condition for the last time. announce() reads sleepers_
+///      after the change. So the waiter sees the change, or announce() sees the waiter.
+///   2. A waiter holds the mutex from that check until it sleeps. announce() takes the mutex before it wakes sleepers.
+///      So no wake-up is lost in between.
+class EventCount {
+ public:
+  /// Returns when the condition holds. Checks it up to `spins` times before it sleeps.
+  void await(int spins, absl::FunctionRef<bool()> condition);
+
+  /// The same, but sleeps for at most `time`. Returns whether the condition holds.
+  bool await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition);
+
+  /// Wakes the sleepers, which check their conditions again.
+  void announce();
+
+ private:
+  std::atomic<int> sleepers_ = 0;
+  Mutex mutex_;
+  CondVar changed_;
+};
+
+/// Returns how often to spin before sleeping: enough for about half a millisecond, or 0 if the process has fewer cores
+/// than `threads`, the number of busy threads, or a `cpu_quota` (in CPUs) below it.
+int spins_for(int threads, double cpu_quota);
+
+/// One direction of one edge during one run: tracks which micro-batches have been put. It carries no data: the producer
+/// writes them before put(), which happens before take(), and the consumer reads them after that. A micro-batch is put
+/// once and taken once.
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
-/// Invariants:
-///   1. A micro-batch is put once and taken once.
-///   2. After cancel(), no call waits, and take() returns false.
 class Channel {
  public:
   /// REQUIRES: micro_batches >= 1. `spins`: see EventCount::await().
@@ -23,7 +51,7 @@ class Channel {
   void put(int micro_batch);
   /// Waits until the micro-batch has been put. Returns false if cancelled.
   bool take(int micro_batch);
-  /// Wakes a waiting call.
+  /// From then on no call waits, and take() returns false.
   void cancel();
 
  private:

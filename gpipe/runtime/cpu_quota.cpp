@@ -1,9 +1,7 @@
 #include "gpipe/runtime/cpu_quota.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <fstream>
-#include <iterator>
 #include <limits>
 #include <sstream>
 
@@ -28,8 +26,8 @@ double quota_of(const std::string& folder, const ReadFile& read) {
   return static_cast<double>(quota) / static_cast<double>(period);
 }
 
-/// The minimum quota of a group and its ancestors, up to the mount point. In a container the group's path can be the
-/// host's although only the container's own group is mounted. Then only the mount point has files.
+/// The minimum quota of a group and its ancestors, up to the mount point. In a container, where the group's path can be
+/// the host's, only the mount point may have files.
 double min_quota(const std::string& mount, std::string group, const ReadFile& read) {
   double result = quota_of(mount, read);
   while (group.size() > 1) {

@@ -2,13 +2,8 @@
 
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstddef>
 #include <deque>
-#include <stdexcept>
 #include <thread>
-#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
@@ -20,13 +15,11 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{50};
 
-/// The executor whose worker the calling thread is, for on_worker().
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
 
-/// One run, shared by the workers. Lives on the stack of Executor::run().
-/// Invariants:
+/// One run, shared by the workers. Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
 ///      so that each worker notices at its next wait, or at the check before its next action.
 ///   2. A channel is cancelled only if failure_ is set.
@@ -45,10 +38,6 @@ class Executor::Run {
     for (std::size_t e = 0; e < program.edges().size(); ++e) {
       if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches, spins);
       if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches, spins);
-    }
-    if (!timed) return;
-    for (int w = 0; w < program.workers(); ++w) {
-      if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
     }
   }
 
@@ -91,13 +80,11 @@ class Executor::Run {
 
  private:
   bool is_here(int worker) const { return worker >= owner_.first_ && worker < owner_.first_ + owner_.workers(); }
-  /// Whether both ends of an edge are workers of this executor.
   bool has_channel(int edge) const {
     const auto& placement = program_.layout().placement;
     return is_here(placement[program_.edges()[edge].from]) && is_here(placement[program_.edges()[edge].to]);
   }
 
-  /// Returns early if the run fails, on this worker or another.
   void run_actions(int worker) {
     for (const Action& action : program_.actions(worker, part_)) {
       std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
@@ -146,8 +133,7 @@ class Executor::Run {
   std::atomic<bool> failed_ = false;
 };
 
-/// One thread, which works on one run at a time.
-/// Invariants:
+/// One thread, which works on one run at a time. Invariants:
 ///   1. start() sets run_ when it is null. The thread clears run_ after its last access to the run.
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {

@@ -2,14 +2,10 @@
 
 #include <sys/types.h>
 
-#include <functional>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "gpipe/base/mutex.h"
 #include "gpipe/runtime/action_runner.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {
@@ -17,26 +13,21 @@ namespace gpipe {
 /// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls an
 /// ActionRunner.
 ///
-/// Rules of a run: an action takes its edges, is performed, then puts its edges, each in ascending order. An F takes
-/// the stage's in-edges and puts its out-edges. A B or I takes the gradients of the out-edges and puts the gradients of
-/// the in-edges. R and W exchange nothing. The first error cancels every channel and each worker stops before its next
-/// action.
+/// Rules of a run: an action takes its edges (see Wiring), is performed, then puts its edges, each in ascending order.
+/// The first error cancels every channel, and each worker stops before its next action.
 ///
-/// An executor can have only some of a program's workers; the others are in other processes. Edges between its own
-/// workers are channels. ActionRunner::run() serves the other edges.
+/// Some of a program's workers can be in other processes. Edges between the executor's own workers are channels;
+/// ActionRunner::run() serves the others.
 ///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
   /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While
-  /// run() waits for the threads, it calls `poll`, unless that is null, on the caller's thread every 50 ms. An
-  /// exception from `poll` is an error of the run. Errors: std::invalid_argument for fewer than one worker;
-  /// std::system_error if a thread cannot be started.
+  /// run() waits, it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run.
+  /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
   explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
-  Executor(const Executor&) = delete;
-  Executor& operator=(const Executor&) = delete;
 
   int workers() const { return static_cast<int>(workers_.size()); }
   /// Whether the calling thread is one of this executor's workers. There, run() would wait for itself.
@@ -47,11 +38,10 @@ class Executor {
   /// Checks that run() can be called here. Errors: std::logic_error if on_worker() or forked().
   void check_caller() const;
 
-  /// Runs a part of the program. Returns when all workers are idle: with the first failure, or with
-  /// std::nullopt. With a timeline, appends the actions that ran, with the given step and times in seconds of
-  /// std::chrono::steady_clock, and sets the timeline's workers and edges. Without one, reads no clock.
-  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers,
-  /// or if the part is not kAll and the program is not two_phase().
+  /// Runs a part of the program. Returns the first failure, if any, when all workers are idle. With a timeline, appends
+  /// the actions that ran, with the given step and times of now(), and sets its workers and edges. Without one, reads
+  /// no clock. Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
+  /// workers, or if the part is not kAll and the program is not two_phase().
   std::optional<Failure> run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline = nullptr,
                              int step = 0);
 

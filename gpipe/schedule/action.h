@@ -8,7 +8,6 @@
 
 namespace gpipe {
 
-/// What a worker does to one cell.
 enum class Kind : std::uint8_t {
   F,  ///< forward; builds no graph if the cell has an R
   R,  ///< recompute: runs the forward again from the stored inputs and builds the graph
@@ -26,7 +25,6 @@ struct Action {
   friend bool operator==(const Action&, const Action&) = default;
 };
 
-/// "F", "R", "B", "I" or "W".
 char to_char(Kind kind);
 
 /// Returns stage, kind and micro-batch in the notation of torch.distributed.pipelining: "2F0" is the forward of

@@ -1,14 +1,8 @@
 #include "gpipe/schedule/auto_schedule.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <limits>
-#include <string_view>
-#include <tuple>
-#include <utility>
-#include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
@@ -52,23 +46,17 @@ std::string_view measured_rule(const Layout& layout) {
   return "greedy";
 }
 
-// What the fullest worker holds at once.
-struct Held {
-  int cells = 0;
-  int graphs = 0;
-};
-
-Held held(std::string_view name, Layout layout, const std::vector<Edge>& edges, Checkpoint checkpoint) {
+// The most cells and the most graphs that a worker holds at once.
+std::pair<int, int> held(std::string_view name, Layout layout, const std::vector<Edge>& edges, Checkpoint checkpoint) {
   layout.micro_batches = std::max(layout.micro_batches, 2 * layout.workers());  // from then on it does not change
   const auto peaks = verify(layout, edges, make_schedule(name, layout, checkpoint));
-  std::vector<Held> of_workers(layout.workers());
-  Held most;
+  std::vector<int> cells(layout.workers());
+  std::vector<int> graphs(layout.workers());
   for (int s = 0; s < layout.stages; ++s) {
-    auto& [cells, graphs] = of_workers[layout.placement[s]];
-    most.cells = std::max(most.cells, cells += peaks.live[s]);
-    most.graphs = std::max(most.graphs, graphs += peaks.graphs[s]);
+    cells[layout.placement[s]] += peaks.live[s];
+    graphs[layout.placement[s]] += peaks.graphs[s];
   }
-  return most;
+  return {std::ranges::max(cells), std::ranges::max(graphs)};
 }
 
 }  // namespace
@@ -91,7 +79,7 @@ Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint) {
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, Checkpoint checkpoint,
                              bool last_is_smaller, bool saves_memory) {
   const auto costs = costs_of(measured, layout, checkpoint, last_is_smaller);
-  const auto limit = held(measured_rule(layout), layout, measured.edges, checkpoint);
+  const auto [most_cells, most_graphs] = held(measured_rule(layout), layout, measured.edges, checkpoint);
   struct Candidate {
     std::string_view name;
     double seconds;
@@ -105,7 +93,7 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, Che
       continue;
     }
     const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoint);
-    if (saves_memory && (cells > limit.cells || graphs > limit.graphs)) continue;
+    if (saves_memory && (cells > most_cells || graphs > most_graphs)) continue;
     const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoint));
     candidates.push_back({rule.name, simulate(program, costs).makespan, cells});
     fastest = std::min(fastest, candidates.back().seconds);

@@ -1,11 +1,7 @@
 #include "gpipe/schedule/footprint.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <iterator>
 #include <limits>
-#include <map>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 
@@ -14,7 +10,6 @@ namespace {
 
 constexpr double kNeverFreed = std::numeric_limits<double>::infinity();
 
-/// The spans of one cell.
 struct CellSpans {
   Span* forward = nullptr;
   Span* recompute = nullptr;
@@ -33,22 +28,21 @@ class Usage {
 
   /// REQUIRES: called once, after the last add() and before the first at().
   void sum_up() {
-    std::sort(changes_.begin(), changes_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::ranges::sort(changes_, {}, &Change::first);
     std::int64_t in_use = 0;
     for (auto& [time, bytes] : changes_) bytes = in_use += bytes;
   }
 
   std::int64_t at(double time) const {
-    const auto next = std::upper_bound(changes_.begin(), changes_.end(), time,
-                                       [](double value, const auto& change) { return value < change.first; });
+    const auto next = std::ranges::upper_bound(changes_, time, {}, &Change::first);
     return next == changes_.begin() ? 0 : std::prev(next)->second;
   }
 
  private:
-  std::vector<std::pair<double, std::int64_t>> changes_;  // times, and the bytes from then on
+  using Change = std::pair<double, std::int64_t>;  // a time, and the bytes from then on
+  std::vector<Change> changes_;
 };
 
-/// The spans of one step.
 class Step {
  public:
   explicit Step(const std::vector<CellBytes>& bytes) : bytes_(bytes), cells_(bytes.size()), first_sum_(bytes.size()) {}
@@ -105,7 +99,6 @@ class Step {
     return cells_[stage][micro_batch].recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
-  /// Adds what the action leaves allocated to its worker's bytes.
   void hold(const Span& span) {
     const auto [kind, stage, micro_batch] = span.action;
     Usage& usage = usages_[span.worker];
@@ -140,27 +133,24 @@ class Step {
 
 void check(const ActionBytes& bytes, int stages) {
   for (const HeldBytes& held : bytes.held) {
-    if (held.stage >= HeldBytes::kNeverFreed && held.stage < stages) continue;
-    throw invalid("bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage,
-                  stages);
+    require(held.stage >= HeldBytes::kNeverFreed && held.stage < stages,
+            "bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage, stages);
   }
 }
 
 }  // namespace
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
-  for (const CellBytes& bytes : stages) {
-    for (const auto* action :
-         {&bytes.forward, &bytes.stored, &bytes.recompute, &bytes.backward, &bytes.input_gradient}) {
+  for (const CellBytes& it : stages) {
+    for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
       check(*action, static_cast<int>(stages.size()));
     }
   }
   std::map<int, Step> steps;
   for (Span& span : timeline.spans) {
-    if (static_cast<std::size_t>(span.action.stage) >= stages.size()) {
-      throw invalid("the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
-                    span.action.stage, stages.size());
-    }
+    require(span.action.stage < std::ssize(stages),
+            "the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
+            span.action.stage, stages.size());
     steps.try_emplace(span.step, stages).first->second.add(span);
   }
   for (auto& [number, step] : steps) step.account();

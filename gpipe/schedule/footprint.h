@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "gpipe/timeline.h"
 
 namespace gpipe {
@@ -10,9 +7,8 @@ namespace gpipe {
 /// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
 struct HeldBytes {
   // Special values of `stage`.
-  /// Freed when the step's last forward ends: the caller takes the outputs.
-  static constexpr int kUntilForwardsEnd = -1;
-  static constexpr int kNeverFreed = -2;  ///< not freed within the step
+  static constexpr int kUntilForwardsEnd = -1;  ///< until the step's last forward ends: the caller takes the outputs
+  static constexpr int kNeverFreed = -2;        ///< within the step
 
   std::int64_t bytes = 0;
   /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
@@ -23,16 +19,13 @@ struct HeldBytes {
   bool until_own_backward = false;
 };
 
-/// Bytes that one action allocates.
 struct ActionBytes {
   std::int64_t extra = 0;       ///< peak while it runs, relative to the bytes before it
   std::vector<HeldBytes> held;  ///< what it leaves allocated
 
-  /// The sum of `held`.
   std::int64_t kept() const;
 };
 
-/// What one cell of a stage allocates.
 struct CellBytes {
   ActionBytes forward;                     ///< an F that builds its graph
   ActionBytes stored;                      ///< an F whose cell is recomputed
@@ -40,8 +33,7 @@ struct CellBytes {
   ActionBytes backward;                    ///< B
   ActionBytes input_gradient;              ///< I
   std::int64_t weight_gradient_extra = 0;  ///< of a W
-  /// Peaks of the stage's first B and W, which allocate the gradient sums, relative to the bytes before them. Used if
-  /// they are more than the bytes of the others.
+  /// Peaks of the stage's first B and W, which allocate the gradient sums. Used if more than those of the others.
   std::int64_t first_backward_extra = 0;
   std::int64_t first_weight_gradient_extra = 0;
   /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.
@@ -50,9 +42,8 @@ struct CellBytes {
   bool splits = true;
 };
 
-/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate.
-/// Errors: std::invalid_argument if the timeline has a stage without bytes, or if bytes are held until an action of a
-/// stage that does not exist.
+/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate. Errors:
+/// std::invalid_argument for a stage without bytes, or bytes held until an action of a stage that does not exist.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 }  // namespace gpipe

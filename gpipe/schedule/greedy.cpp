@@ -1,10 +1,7 @@
 #include "gpipe/schedule/greedy.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <set>
-#include <tuple>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
@@ -38,9 +35,9 @@ class ListScheduler {
       const Action action = workers_[worker].next->action;
       perform(worker, *workers_[worker].next);
       choose(worker);
+      if (action.kind == Kind::W) continue;
       const Stage& stage = stages_[action.stage];
-      if (action.kind == Kind::F) choose_all(stage.later);
-      if (action.kind == Kind::B || action.kind == Kind::I) choose_all(stage.earlier);
+      for (const int taker : action.kind == Kind::F ? stage.later : stage.earlier) choose(taker);
     }
     return std::move(result_);
   }
@@ -83,10 +80,6 @@ class ListScheduler {
   double seconds(Kind kind, int stage) const { return work_.costs.actions[stage][static_cast<std::size_t>(kind)]; }
 
   bool recomputes(int m) const { return gpipe::recomputes(work_.checkpoint, m, work_.layout.micro_batches); }
-
-  void choose_all(const std::set<int>& workers) {
-    for (const int w : workers) choose(w);
-  }
 
   /// Chooses the worker's next action: the preferred one of the actions that can start first.
   void choose(int w) {
@@ -144,9 +137,7 @@ class ListScheduler {
 
   std::optional<Choice> weights(const Worker& worker, int stage) const {
     const int m = stages_[stage].weights;
-    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) {
-      return std::nullopt;
-    }
+    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
     return Choice{{Kind::W, stage, m}, worker.clock, worker.clock + seconds(Kind::W, stage)};
   }
 
@@ -181,14 +172,10 @@ class ListScheduler {
 void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
   verify(work.layout);
   if (most_bytes.empty()) return;
-  const auto workers = work.layout.workers();
-  if (most_bytes.size() != static_cast<std::size_t>(workers)) {
-    throw invalid("greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
-                  most_bytes.size(), workers);
-  }
-  if (work.costs.bytes.empty()) {
-    throw invalid("greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
-  }
+  require(std::ssize(most_bytes) == work.layout.workers(),
+          "greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
+          most_bytes.size(), work.layout.workers());
+  require(!work.costs.bytes.empty(), "greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
 }
 
 // The depths to try: all small ones, then steps of about a quarter.
@@ -199,7 +186,6 @@ std::vector<int> depths(int micro_batches) {
   return result;
 }
 
-// Makes the stage's backwards whole.
 Schedule with_whole(Schedule schedule, int stage) {
   for (auto& list : schedule) {
     std::erase_if(list, [&](const Action& action) { return action.stage == stage && action.kind == Kind::W; });

@@ -1,17 +1,13 @@
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <optional>
-#include <vector>
 
-#include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/program.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {
 
-/// What a list scheduler makes a schedule for.
 struct Workload {
   Layout layout;
   std::vector<Edge> edges = {};
@@ -19,7 +15,6 @@ struct Workload {
   Checkpoint checkpoint = Checkpoint::kNever;
 };
 
-/// How a list scheduler chooses actions.
 struct ListOptions {
   static constexpr int kUnlimited = std::numeric_limits<int>::max();
 
@@ -32,27 +27,24 @@ struct ListOptions {
   int most_split = kUnlimited;
 };
 
-/// A schedule and its time.
 struct ListSchedule {
   Schedule lists;
   double makespan = 0;  ///< what simulate() says, without Costs::sending
 };
 
-/// Returns the lists that arise when each free worker runs one of the actions that can start. Nothing is planned ahead.
-/// Actions of one kind and stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the
-/// edges. The lists have no R (see with_recomputes()), but the times include them. Bytes are not used.
-/// REQUIRES: a valid layout and edges within it; costs for all stages and edges.
+/// Returns the lists that arise when each free worker runs one of the actions that can start. Actions of one kind and
+/// stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the edges. The lists have no R
+/// (see with_recomputes()), but the times include them. Bytes are not used. REQUIRES: a valid layout and edges within
+/// it; costs for all stages and edges.
 ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
-/// The named rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal
-/// times of F, I and W and no skips. With p workers, a worker with n stages holds at most n p cells.
-/// REQUIRES: a valid layout.
+/// The rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal times
+/// of F, I and W. With p workers, a worker with n stages holds at most n p cells. REQUIRES: a valid layout.
 Schedule greedy(const Layout& layout);
 
 /// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
-/// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. So in
-/// simulation the result is never slower than a named schedule that keeps to
-/// `most_bytes`. It has the R's of the workload's checkpoint mode. Deterministic.
+/// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. The result
+/// has the R's of the workload's checkpoint mode. Deterministic.
 ///
 /// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might. Errors:
 /// std::invalid_argument for an invalid layout or edge, for costs that do not fit them (see simulate()), and, if

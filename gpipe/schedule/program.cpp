@@ -1,12 +1,9 @@
 #include "gpipe/schedule/program.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <limits>
-#include <stdexcept>
-#include <utility>
+#include <numeric>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
@@ -24,8 +21,8 @@ std::map<std::string, Checkpoint> checkpoints() {
 }
 
 std::string to_string(Checkpoint checkpoint) {
-  if (checkpoint == Checkpoint::kNever) return "never";
-  return checkpoint == Checkpoint::kAlways ? "always" : "except_last";
+  const auto modes = checkpoints();
+  return std::ranges::find(modes, checkpoint, [](auto& mode) { return mode.second; })->first;
 }
 
 bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
@@ -33,10 +30,7 @@ bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
   return checkpoint == Checkpoint::kAlways;
 }
 
-int Layout::workers() const {
-  const auto last = std::max_element(placement.begin(), placement.end());
-  return last == placement.end() ? 0 : *last + 1;
-}
+int Layout::workers() const { return placement.empty() ? 0 : std::ranges::max(placement) + 1; }
 
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
   constexpr int kMost = std::numeric_limits<int>::max();
@@ -58,17 +52,16 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
   if (layers == 0) refuse_argument("the model has no layers");
   if (balance.empty()) {
-    refuse_argument("balance is empty; give the number of layers of each stage, such as [" + std::to_string(layers) +
-                    "] for one stage");
+    refuse_argument("balance is empty; give the number of layers of each stage, such as [", layers, "] for one stage");
   }
   if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
-    refuse_argument("balance [" + absl::StrJoin(balance, ", ") + "] sums to " + std::to_string(sum) +
-                    ", but the model has " + std::to_string(layers) + " layers");
+    refuse_argument("balance [", absl::StrJoin(balance, ", "), "] sums to ", sum, ", but the model has ", layers,
+                    " layers");
   }
 }
 
 void check_chunks(std::int64_t chunks) {
-  if (chunks <= 0) refuse_argument("chunks must be positive, but is " + std::to_string(chunks));
+  if (chunks <= 0) refuse_argument("chunks must be positive, but is ", chunks);
 }
 
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
@@ -83,9 +76,7 @@ std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std:
     return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
   };
   std::vector<Edge> edges;
-  for (int stage = 1; stage < static_cast<int>(ends.size()); ++stage) {
-    edges.push_back({stage - 1, stage, "activation"});
-  }
+  for (int stage = 1; stage < std::ssize(ends); ++stage) edges.push_back({stage - 1, stage, "activation"});
   for (std::size_t i = 0; i < links.size(); ++i) {
     const int from = stage_of(links[i].from);
     const int to = stage_of(links[i].to);
@@ -104,15 +95,13 @@ Wiring::Wiring(int stages, const std::vector<Edge>& edges) : in(stages), out(sta
 }
 
 std::span<const int> Wiring::takes(const Action& action) const {
-  if (action.kind == Kind::F) return in[action.stage];
-  if (action.kind == Kind::B || action.kind == Kind::I) return out[action.stage];
-  return {};
+  if (action.kind == Kind::R || action.kind == Kind::W) return {};
+  return (action.kind == Kind::F ? in : out)[action.stage];
 }
 
 std::span<const int> Wiring::puts(const Action& action) const {
-  if (action.kind == Kind::F) return out[action.stage];
-  if (action.kind == Kind::B || action.kind == Kind::I) return in[action.stage];
-  return {};
+  if (action.kind == Kind::R || action.kind == Kind::W) return {};
+  return (action.kind == Kind::F ? out : in)[action.stage];
 }
 
 Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
@@ -125,7 +114,8 @@ Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule)
   const auto micro_batches = static_cast<std::size_t>(program.layout_.micro_batches);
   program.recomputes_.assign(program.layout_.stages * micro_batches, false);
   for (const auto& list : program.schedule_) {
-    const auto other = std::find_if(list.begin(), list.end(), [](const Action& a) { return a.kind != Kind::F; });
+    const auto other = std::ranges::find_if(
+        list, [](Kind kind) { return kind != Kind::F; }, &Action::kind);
     program.leading_forwards_.push_back(static_cast<int>(other - list.begin()));
     if (other != list.end()) program.has_backward_ = true;
     for (const Action& action : list) {
@@ -140,9 +130,8 @@ bool Program::recomputes(int stage, int micro_batch) const {
 }
 
 bool Program::recomputes(int stage) const {
-  bool any = false;
-  for (int i = 0; i < layout_.micro_batches; ++i) any = any || recomputes(stage, i);
-  return any;
+  const auto first = recomputes_.begin() + static_cast<std::ptrdiff_t>(stage) * layout_.micro_batches;
+  return std::any_of(first, first + layout_.micro_batches, std::identity());
 }
 
 std::span<const Action> Program::actions(int worker, Part part) const {
@@ -153,9 +142,9 @@ std::span<const Action> Program::actions(int worker, Part part) const {
 }
 
 bool Program::two_phase() const {
-  std::size_t leading = 0;
-  for (const int forwards : leading_forwards_) leading += forwards;
-  return leading == static_cast<std::size_t>(layout_.stages) * layout_.micro_batches;
+  // Their sum is at most kMostCells.
+  return std::accumulate(leading_forwards_.begin(), leading_forwards_.end(), 0) ==
+         layout_.stages * layout_.micro_batches;
 }
 
 }  // namespace gpipe

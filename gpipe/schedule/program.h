@@ -1,10 +1,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
-#include <string>
-#include <vector>
 
 #include "gpipe/schedule/action.h"
 
@@ -19,21 +16,16 @@ struct Edge {
   std::string name;
 };
 
-/// A skip, given by the indices of the layers that stash and pop it.
-struct LayerLink {
-  int from = 0;
-  int to = 0;
-  std::string name;
-};
+/// A skip, given by the layers that stash and pop it.
+using LayerLink = Edge;
 
-/// Returns for each stage of a balance the index one past its last layer. The last value is the number of layers.
-/// Errors: std::invalid_argument for a number that is not positive, or if the number of layers does not fit into an
-/// int.
+/// Returns for each stage of a balance the index one past its last layer. Errors: std::invalid_argument for a number
+/// that is not positive, or more layers than fit into an int.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
-/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null.
-/// Errors: as stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
+/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null. Errors: as
+/// stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* cut_links = nullptr);
 
@@ -82,13 +74,11 @@ enum class Part {
   kBackward,  ///< all actions after them
 };
 
-/// A verified schedule with its edges, ready for the executor and the simulator. Immutable; safe to share between
-/// threads.
+/// A verified schedule with its edges, ready for the executor and the simulator. Immutable.
 class Program {
  public:
-  /// Verifies the schedule (see verifier.h) and combines it with its edges.
-  /// Errors: std::invalid_argument for an invalid layout or edge; for an action that is missing, repeated, out of order
-  /// within its cell or on the wrong worker; for a deadlock, with the blocked actions.
+  /// Verifies the schedule (see verifier.h) and combines it with its edges. Errors: std::invalid_argument for what
+  /// breaks a rule; for a deadlock, with the blocked actions.
   static Program make(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
   const Layout& layout() const { return layout_; }

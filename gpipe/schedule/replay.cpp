@@ -1,10 +1,6 @@
 #include "gpipe/schedule/replay.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <map>
-#include <span>
-#include <utility>
 
 namespace gpipe {
 namespace {
@@ -76,7 +72,6 @@ class Replayer {
   }
 
  private:
-  /// Advances the worker until it has to wait or has finished.
   void advance(int worker) {
     Progress& at = progress_[worker];
     for (; at.next < schedule_[worker].size(); ++at.next) {

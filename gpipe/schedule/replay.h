@@ -1,9 +1,6 @@
 #pragma once
 
-#include <vector>
-
 #include "absl/functional/function_ref.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {

@@ -2,12 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstddef>
 #include <fstream>
-#include <map>
 #include <optional>
-#include <stdexcept>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
@@ -35,33 +31,23 @@ std::optional<Action> parse_action(std::string_view word) {
   return action;
 }
 
-bool has_recomputes(const Schedule& schedule) {
-  for (const auto& list : schedule) {
-    for (const Action& action : list) {
-      if (action.kind == Kind::R) return true;
-    }
-  }
-  return false;
-}
-
 ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
-  if (parsed.layout.stages != stages) {
-    throw invalid("[gpipe] the schedule '%s' has %d stages, but balance has %d", path, parsed.layout.stages, stages);
-  }
+  require(parsed.layout.stages == stages, "[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
+          parsed.layout.stages, stages);
   auto placement = parsed.layout.placement;
-  if (!wanted.empty() && wanted != placement) {
-    throw invalid("[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out",
-                  path, absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
-  }
+  require(wanted.empty() || wanted == placement,
+          "[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out", path,
+          absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
   auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
-    if (layout.micro_batches != parsed.layout.micro_batches) {
-      throw invalid(
-          "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change "
-          "chunks or the file",
-          path, parsed.layout.micro_batches, layout.micro_batches);
-    }
-    if (has_recomputes(parsed.schedule)) return parsed.schedule;
+    require(
+        layout.micro_batches == parsed.layout.micro_batches,
+        "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change chunks or the file",
+        path, parsed.layout.micro_batches, layout.micro_batches);
+    const auto recomputes = [](const auto& list) {
+      return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
+    };
+    if (std::ranges::any_of(parsed.schedule, recomputes)) return parsed.schedule;
     return with_recomputes(parsed.schedule, checkpoint, layout.micro_batches);
   };
   return {std::move(placement), std::move(make)};
@@ -91,35 +77,25 @@ ParsedSchedule parse_schedule(std::string_view text) {
     for (std::size_t at = 0; (at = content.find_first_not_of(kSeparators, at)) != content.npos;) {
       const auto word = content.substr(at, content.find_first_of(kSeparators, at) - at);
       const auto action = parse_action(word);
-      if (!action) {
-        throw invalid(
-            "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as "
-            "2F0",
-            line, at + 1, std::string(word.substr(0, 20)));
-      }
-      if (const int owner = workers.emplace(action->stage, worker).first->second; owner != worker) {
-        throw invalid("line %d, column %d: stage %d is on worker %d already: keep all its actions in one line", line,
-                      at + 1, action->stage, owner);
-      }
+      require(
+          action.has_value(),
+          "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as 2F0",
+          line, at + 1, std::string(word.substr(0, 20)));
+      const int owner = workers.emplace(action->stage, worker).first->second;
+      require(owner == worker, "line %d, column %d: stage %d is on worker %d already: keep all its actions in one line",
+              line, at + 1, action->stage, owner);
       list.push_back(*action);
+      result.layout.micro_batches = std::max(result.layout.micro_batches, action->micro_batch + 1);
       at += word.size();
     }
   }
-  if (workers.empty()) {
-    throw invalid("the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
-  }
+  require(!workers.empty(), "the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
   result.layout.stages = workers.rbegin()->first + 1;
   for (const auto& [stage, worker] : workers) {
-    if (const auto missing = static_cast<int>(result.layout.placement.size()); stage != missing) {
-      throw invalid("stage %d has no action, but stage %d has: number the stages without gaps", missing,
-                    result.layout.stages - 1);
-    }
+    const auto next = static_cast<int>(result.layout.placement.size());
+    require(stage == next, "stage %d has no action, but stage %d has: number the stages without gaps", next,
+            result.layout.stages - 1);
     result.layout.placement.push_back(worker);
-  }
-  for (const auto& list : result.schedule) {
-    for (const Action& action : list) {
-      result.layout.micro_batches = std::max(result.layout.micro_batches, action.micro_batch + 1);
-    }
   }
   return result;
 }
@@ -129,9 +105,7 @@ ParsedSchedule read_schedule(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text(kLargest + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!file.eof()) {
-    throw invalid("[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
-  }
+  require(file.eof(), "[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
   text.resize(file.gcount());
   try {
     return parse_schedule(text);
@@ -147,11 +121,12 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
     throw invalid("[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
                   schedule.substr(1), stages_per_worker);
   }
-  if (!placement.empty() && stages_per_worker != 1) {
+  if (placement.empty()) {
+    placement = schedule_rule(schedule).place(stages, stages_per_worker);
+  } else if (stages_per_worker != 1) {
     throw invalid("[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them",
                   stages_per_worker);
   }
-  if (placement.empty()) placement = schedule_rule(schedule).place(stages, stages_per_worker);
   ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
                           return make_schedule(schedule, layout, checkpoint);
                         }};

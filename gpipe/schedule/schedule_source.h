@@ -1,8 +1,6 @@
 #pragma once
 
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "gpipe/schedule/program.h"
 
@@ -15,13 +13,12 @@ struct ParsedSchedule {
 };
 
 /// The text form of schedules, as PyTorch's pipelining prints them: one line per worker, actions such as 2F0 (stage 2,
-/// forward, micro-batch 0) separated by spaces. Kinds are written as by to_char(Kind).
+/// forward, micro-batch 0) separated by spaces.
 std::string to_text(const Schedule& schedule);
 
 /// Parses the text form. Commas separate actions too. Empty lines and the rest of a line after '#' are skipped. The
-/// layout has the stages, micro-batches and workers that occur. Does not check that the schedule can run;
-/// Program::make() does. Errors: std::invalid_argument, with line and column, for text that is not of this form, or a
-/// stage on two workers.
+/// layout has the stages, micro-batches and workers that occur. Does not check that the schedule can run. Errors:
+/// std::invalid_argument, with line and column, for text that is not of this form, or a stage on two workers.
 ParsedSchedule parse_schedule(std::string_view text);
 
 /// Where the schedules of a pipeline come from, and the placement that they need.
@@ -30,16 +27,15 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a
-/// file that cannot be read, is larger than 64 MiB, or is malformed.
+/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a file that cannot be
+/// read, is larger than 64 MiB, or is malformed.
 ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`; if
-/// that is empty, on the rule's own: a V, or stage s on worker s mod (stages / stages_per_worker). A file's lines imply
-/// its placement. A schedule from a file without any R gets the recomputes of the checkpoint mode. Errors: those of
-/// read_schedule(); std::invalid_argument for an unknown name, a file for another number of stages or another
-/// placement, stages that `stages_per_worker` does not divide, a placement together with stages_per_worker,
-/// stages_per_worker together with a file, or a schedule that does not fit the placement.
+/// that is empty, where the rule places them. A file's lines imply its placement. A schedule from a file without any R
+/// gets the recomputes of the checkpoint mode. Errors: those of read_schedule() and the rule; std::invalid_argument for
+/// a file for another number of stages or another placement, stages_per_worker together with a placement or a file, or
+/// a schedule that does not fit the placement.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 

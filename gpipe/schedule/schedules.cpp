@@ -1,8 +1,6 @@
 #include "gpipe/schedules.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
@@ -19,20 +17,15 @@ bool is_looped(const Layout& layout) {
 }
 
 std::vector<int> loops(int stages, int stages_per_worker) {
-  if (stages_per_worker < 1) {
-    throw invalid("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
-  }
-  if (stages % stages_per_worker != 0) {
-    throw invalid("[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages,
-                  stages_per_worker);
-  }
+  require(stages_per_worker >= 1, "[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
+  require(stages % stages_per_worker == 0,
+          "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker);
   return looped_placement(stages / stages_per_worker, stages);
 }
 
 std::vector<int> v(int stages, int stages_per_worker) {
-  if (stages_per_worker != 1 && stages_per_worker != 2) {
-    throw invalid("[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
-  }
+  require(stages_per_worker == 1 || stages_per_worker == 2,
+          "[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
   return v_placement(stages);
 }
 
@@ -81,8 +74,7 @@ std::vector<Action> in_rounds(const Layout& layout, int worker, Kind kind) {
 }
 
 // Returns lists of forwards, then one forward and one backward in turn. `slope` is the difference between neighbouring
-// workers in the number of forwards before the first backward. With one stage per worker there are no rounds.
-// REQUIRES: is_looped().
+// workers in the number of forwards before the first backward. REQUIRES: is_looped().
 Schedule alternate(const Layout& layout, int slope, bool split = false) {
   const int workers = layout.workers();
   const auto loops = static_cast<std::size_t>(layout.stages / workers);
@@ -143,9 +135,42 @@ constexpr ScheduleRule kRules[] = {
 
 }  // namespace
 
+Schedule fill(const Layout& layout) {
+  verify(layout);
+  Schedule lists(layout.workers());
+  for (int stage = 0; stage < layout.stages; ++stage) {
+    auto& list = lists[layout.placement[stage]];
+    for (int m = 0; m < layout.micro_batches; ++m) list.push_back({Kind::F, stage, m});
+  }
+  return lists;
+}
+
+Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
+  Schedule lists = fill(layout);
+  for (int stage = layout.stages; stage-- > 0;) {
+    auto& list = lists[layout.placement[stage]];
+    for (int m = layout.micro_batches; m-- > 0;) list.push_back({Kind::B, stage, m});
+  }
+  return with_recomputes(std::move(lists), checkpoint, layout.micro_batches);
+}
+
+Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches) {
+  for (auto& list : schedule) {
+    std::vector<Action> with;
+    for (const Action& action : list) {
+      const bool begins_backward = action.kind == Kind::B || action.kind == Kind::I;
+      if (begins_backward && recomputes(checkpoint, action.micro_batch, micro_batches)) {
+        with.push_back({Kind::R, action.stage, action.micro_batch});
+      }
+      with.push_back(action);
+    }
+    list = std::move(with);
+  }
+  return schedule;
+}
+
 bool fills_and_drains(std::string_view name) {
-  const auto is_it = [&](const auto& rule) { return rule.name == name && rule.generate == fill_and_drain; };
-  return std::any_of(std::begin(kRules), std::end(kRules), is_it);
+  return std::ranges::any_of(kRules, [&](auto& it) { return it.name == name && it.generate == fill_and_drain; });
 }
 
 std::string too_few_stages(std::string_view name, int workers, int stages) {
@@ -156,18 +181,15 @@ std::string too_few_stages(std::string_view name, int workers, int stages) {
 }
 
 std::vector<int> looped_placement(int workers, int stages) {
-  if (workers < 1 || stages < 0) {
-    throw invalid("cannot place %d stages on %d workers", stages, workers);
-  }
+  require(workers >= 1 && stages >= 0, "cannot place %d stages on %d workers", stages, workers);
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
   return placement;
 }
 
 std::vector<int> v_placement(int stages) {
-  if (stages < 0 || stages % 2 != 0) {
-    throw invalid("[gpipe] a V placement has two stages per worker, but there are %d stages", stages);
-  }
+  require(stages >= 0 && stages % 2 == 0, "[gpipe] a V placement has two stages per worker, but there are %d stages",
+          stages);
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = std::min(s, stages - 1 - s);
   return placement;
@@ -176,9 +198,9 @@ std::vector<int> v_placement(int stages) {
 std::span<const ScheduleRule> schedule_rules() { return kRules; }
 
 const ScheduleRule& schedule_rule(std::string_view name) {
-  const auto found =
-      std::find_if(std::begin(kRules), std::end(kRules), [&](const auto& it) { return it.name == name; });
-  if (found != std::end(kRules)) return *found;
+  if (const auto* found = std::ranges::find(kRules, name, &ScheduleRule::name); found != std::end(kRules)) {
+    return *found;
+  }
   const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
   throw invalid("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names);
 }

@@ -1,8 +1,6 @@
 #include "gpipe/simulator.h"
 
 #include <cmath>
-#include <cstddef>
-#include <string>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/replay.h"
@@ -19,10 +17,9 @@ void check_size(const char* what, std::size_t size, std::size_t wanted, const ch
                 of, of, optional ? ", or none" : "");
 }
 
-bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
-
-std::invalid_argument no_duration(const std::string& what, double seconds) {
-  return invalid("simulate: %s costs %g s: give a finite time of at least 0", what, seconds);
+void check_duration(double seconds, absl::FunctionRef<std::string()> what) {
+  if (std::isfinite(seconds) && seconds >= 0) return;
+  throw invalid("simulate: %s costs %g s: give a finite time of at least 0", what(), seconds);
 }
 
 void check(const Program& program, const Costs& costs) {
@@ -35,15 +32,14 @@ void check(const Program& program, const Costs& costs) {
   check_size("bytes", costs.bytes.size(), stages, "stage", /*optional=*/true);
   for (std::size_t s = 0; s < stages; ++s) {
     for (const Kind kind : {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W}) {
-      const double seconds = costs.actions[s][static_cast<std::size_t>(kind)];
-      if (!is_duration(seconds)) throw no_duration(StrFormat("action %c of stage %d", to_char(kind), s), seconds);
+      check_duration(costs.actions[s][static_cast<std::size_t>(kind)],
+                     [&] { return StrFormat("action %c of stage %d", to_char(kind), s); });
     }
-    if (costs.stored.empty() || is_duration(costs.stored[s])) continue;
-    throw no_duration(StrFormat("a stored F of stage %d", s), costs.stored[s]);
+    if (!costs.stored.empty()) check_duration(costs.stored[s], [&] { return StrFormat("a stored F of stage %d", s); });
   }
   for (std::size_t e = 0; e < edges.size(); ++e) {
     const auto edge = [&] { return StrFormat("edge %d ('%s')", e, edges[e].name); };
-    if (!is_duration(costs.edges[e])) throw no_duration(edge(), costs.edges[e]);
+    check_duration(costs.edges[e], edge);
     if (costs.sending.empty() || (costs.sending[e] >= 0 && costs.sending[e] <= costs.edges[e])) continue;
     throw invalid("simulate: %s sends for %g s: give a time from 0 to its cost, %g s", edge(), costs.sending[e],
                   costs.edges[e]);

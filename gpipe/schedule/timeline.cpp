@@ -4,18 +4,11 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <tuple>
 
 namespace gpipe {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-double first_start(const std::vector<Span>& spans) {
-  double first = std::numeric_limits<double>::infinity();
-  for (const Span& span : spans) first = std::min(first, span.start);
-  return first;
-}
 
 /// The busy time of other workers during a span, divided by its duration. Can exceed 1 with several other workers.
 double overlap_of(const Span& span, const Timeline& timeline) {
@@ -32,12 +25,11 @@ using Key = std::tuple<int, bool, int, int, int>;
 
 }  // namespace
 
-double Timeline::makespan() const {
-  if (spans.empty()) return 0;
-  double last = -std::numeric_limits<double>::infinity();
-  for (const Span& span : spans) last = std::max(last, span.end);
-  return last - first_start(spans);
+double Timeline::start() const {
+  return spans.empty() ? std::numeric_limits<double>::infinity() : std::ranges::min(spans, {}, &Span::start).start;
 }
+
+double Timeline::makespan() const { return spans.empty() ? 0 : std::ranges::max(spans, {}, &Span::end).end - start(); }
 
 double Timeline::bubble() const {
   const double available = workers * makespan();
@@ -67,7 +59,7 @@ std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const T
 
 std::string to_chrome_json(const Timeline& timeline) {
   // Rounded, so that adjacent slices do not overlap.
-  const auto nanos = [origin = first_start(timeline.spans)](double time) { return std::round((time - origin) * 1e9); };
+  const auto nanos = [origin = timeline.start()](double time) { return std::round((time - origin) * 1e9); };
   const auto micros = [&](double time) { return nanos(time) / 1e3; };
   Json events = Json::array();
   for (int worker = 0; worker < timeline.workers; ++worker) {

@@ -2,12 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <deque>
-#include <initializer_list>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "gpipe/schedule/verifier.h"
 
@@ -54,7 +50,6 @@ class ListWriter {
 
   int pending() const { return static_cast<int>(pending_.size()); }
   int pending(int which) const { return static_cast<int>(std::count(pending_.begin(), pending_.end(), which)); }
-  // The number of forwards so far.
   int forwards(int which) const { return next_[which][static_cast<std::size_t>(Kind::F)]; }
 
   std::vector<Action> take() && { return std::move(list_); }
@@ -223,27 +218,22 @@ Schedule repeat(const Layout& layout, const std::vector<Pattern>& patterns, int 
   return slots.lists();
 }
 
+Schedule of_workers(const Layout& layout, std::vector<Action> (*list)(const Layout& layout, int worker)) {
+  Schedule lists;
+  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(list(layout, worker));
+  return lists;
+}
+
 }  // namespace
 
-Schedule zb_v(const Layout& layout) {
-  Schedule lists;
-  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(zb_v_list(layout, worker));
-  return lists;
-}
-
-Schedule dualpipe_v(const Layout& layout) {
-  Schedule lists;
-  for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(dualpipe_v_list(layout, worker));
-  return lists;
-}
+Schedule zb_v(const Layout& layout) { return of_workers(layout, zb_v_list); }
+Schedule dualpipe_v(const Layout& layout) { return of_workers(layout, dualpipe_v_list); }
 
 Schedule v_half(const Layout& layout) {
   const int p = layout.workers();
   const int gap = p % 2 == 0 ? 3 : 0;  // keeps forwards and backwards in different slots
   std::vector<Pattern> patterns;
-  for (int r = 0; r < p; ++r) {
-    patterns.push_back({2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r});
-  }
+  for (int r = 0; r < p; ++r) patterns.push_back({2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r});
   return repeat(layout, patterns, gap, 2 * ((p + 2) / 2));
 }
 

@@ -4,9 +4,8 @@
 
 namespace gpipe {
 
-// Schedules of p workers with two stages each, where worker r has stages r and 2p - 1 - r. A micro-batch passes the
-// workers from first to last, then back, so that the first worker computes the loss and starts its backward.
-// REQUIRES: layout.placement == v_placement(layout.stages).
+// Schedules of p workers with two stages each: r and 2p - 1 - r on worker r. So the first worker computes the loss and
+// starts its backward. REQUIRES: layout.placement == v_placement(layout.stages).
 
 /// ZB-V (Zero Bubble, arXiv:2401.10241): with m micro-batches, each worker holds at most 2 min(m, p) cells. If F, I and
 /// W take equal times and m >= 2p - 1, no worker is idle between its first action and its last.
@@ -17,9 +16,8 @@ Schedule zb_v(const Layout& layout);
 /// backwards are whole; in warm-up and cool-down some are split.
 Schedule dualpipe_v(const Layout& layout);
 
-// Less memory than 1F1B's first worker has (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362), by a
-// pattern that is short of idle time if F, I and W take equal times. Otherwise the idle time grows with the number of
-// micro-batches.
+// Less memory than 1F1B's first worker has (Pipeline Parallelism with Controllable Memory, arXiv:2405.15362). Unless F,
+// I and W take equal times, the idle time grows with the number of micro-batches.
 
 /// V-Half: each worker holds at most 2 floor((p + 2) / 2) cells, about half of 1F1B's bytes.
 Schedule v_half(const Layout& layout);

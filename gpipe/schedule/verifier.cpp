@@ -2,9 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
-#include <cstdint>
-#include <string>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
@@ -39,20 +36,18 @@ std::string label(const std::vector<Edge>& edges, int edge) {
 void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     const Edge& edge = edges[e];
-    const std::string name = label(edges, static_cast<int>(e));
     if (edge.from < 0 || edge.to >= layout.stages || edge.from >= edge.to) {
-      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
-                    edge.to, layout.stages - 1);
+      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d",
+                    label(edges, static_cast<int>(e)), edge.from, edge.to, layout.stages - 1);
     }
   }
 }
 
 /// Finds the actions of every cell. Refuses actions outside the layout, on the wrong worker, or repeated.
 std::vector<Places> locate(const Layout& layout, const Schedule& schedule) {
-  if (schedule.size() != static_cast<std::size_t>(layout.workers())) {
-    throw invalid("the schedule has %d lists, but the placement has %d workers: give one list per worker",
-                  schedule.size(), layout.workers());
-  }
+  require(std::ssize(schedule) == layout.workers(),
+          "the schedule has %d lists, but the placement has %d workers: give one list per worker", schedule.size(),
+          layout.workers());
   std::vector<Places> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
   for (int worker = 0; worker < layout.workers(); ++worker) {
     for (std::size_t i = 0; i < schedule[worker].size(); ++i) {
@@ -144,31 +139,24 @@ std::vector<int> most_at_once(int stages, const Schedule& schedule, Begins begin
 
 void verify(const Layout& layout) {
   const int stages = layout.stages;
-  if (stages < 1) throw invalid("the layout has %d stages: give it at least 1", stages);
-  if (layout.micro_batches < 1) {
-    throw invalid("the layout has %d micro-batches: give it at least 1", layout.micro_batches);
-  }
-  if (static_cast<std::int64_t>(stages) * layout.micro_batches > kMostCells) {
-    throw invalid("the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)",
-                  stages, layout.micro_batches, kMostCells);
-  }
-  if (layout.placement.size() != static_cast<std::size_t>(stages)) {
-    throw invalid("the placement has %d entries, but the layout has %d stages: give one worker per stage",
-                  layout.placement.size(), stages);
-  }
+  require(stages >= 1, "the layout has %d stages: give it at least 1", stages);
+  require(layout.micro_batches >= 1, "the layout has %d micro-batches: give it at least 1", layout.micro_batches);
+  require(static_cast<std::int64_t>(stages) * layout.micro_batches <= kMostCells,
+          "the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)", stages,
+          layout.micro_batches, kMostCells);
+  require(std::ssize(layout.placement) == stages,
+          "the placement has %d entries, but the layout has %d stages: give one worker per stage",
+          layout.placement.size(), stages);
   std::vector<bool> used(stages, false);
   for (int stage = 0; stage < stages; ++stage) {
     const int worker = layout.placement[stage];
-    if (worker < 0 || worker >= stages) {
-      throw invalid("stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage, worker, stages,
-                    stages - 1);
-    }
+    require(worker >= 0 && worker < stages, "stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage,
+            worker, stages, stages - 1);
     used[worker] = true;
   }
-  for (int worker = 0; worker < layout.workers(); ++worker) {
-    if (used[worker]) continue;
-    throw invalid("worker %d has no stage, but worker %d has: number the workers without gaps", worker,
-                  layout.workers() - 1);
+  const int last = layout.workers() - 1;
+  for (int worker = 0; worker < last; ++worker) {
+    require(used[worker], "worker %d has no stage, but worker %d has: number the workers without gaps", worker, last);
   }
 }
 

@@ -1,18 +1,15 @@
 #pragma once
 
-#include <vector>
-
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
 
 /// Upper bounds that hold for any timing: they follow from the order of the lists.
 struct Peaks {
-  /// Per stage: the largest number of cells alive at once. A cell lives from its F to its last backward action. 1 for a
-  /// schedule without a backward.
+  /// Per stage: the most cells alive at once: from F to the last backward action. 1 for a schedule without a backward.
   std::vector<int> live;
-  /// Per stage: the largest number of cells that hold an autograd graph at once. A cell holds one from its R, or from
-  /// its F if it has no R, to its B or W. 0 for a schedule without a backward.
+  /// Per stage: the most cells that hold an autograd graph at once: from R, or F without an R, to B or W. 0 for a
+  /// schedule without a backward.
   std::vector<int> graphs;
 };
 
@@ -26,8 +23,8 @@ void verify(const Layout& layout);
 ///   3. Within a cell the order is F, R, B or F, R, I, W.
 ///   4. Every action is reached when the lists run by the executor's rules: an action takes its edges, runs, then puts
 ///      its edges. No put waits: a micro-batch lies on an edge only while its cell in the sending stage is alive.
-/// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction.
-/// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
+/// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction. Takes time
+/// linear in the number of actions and exchanges. Errors: as Program::make.
 Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 /// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.

@@ -2,17 +2,15 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <system_error>
 
 namespace gpipe {
 
-/// Replaces a file atomically: its path always names a complete file. The bytes go to a temporary file in the same
-/// folder; commit() flushes them to the disk, renames the file and flushes the folder. A failure before the rename,
-/// including a power cut, leaves the previous file unchanged.
+/// Replaces a file atomically: its path always names a complete file. The bytes go to a temporary file, the path with
+/// ".tmp" appended; commit() flushes them to the disk, renames the file and flushes the folder. A failure before the
+/// rename, including a power cut, leaves the previous file unchanged.
 ///
-/// The temporary file is the path with ".tmp" appended. The destructor removes it unless it was renamed. The next
-/// writer overwrites a temporary file left by a killed process. A second writer of the same path, in this process or
-/// another, is refused.
+/// The destructor removes the temporary file unless it was renamed. The next writer overwrites one left by a killed
+/// process. A second writer of the same path, in this process or another, is refused.
 class AtomicFile {
  public:
   /// Opens the temporary file. Errors: std::system_error with the path and the reason, as from all methods;
@@ -22,11 +20,10 @@ class AtomicFile {
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Appends bytes.
   void write(const void* data, std::size_t size);
 
-  /// Flushes and renames the file. REQUIRES: called at most once. On an error the path names the previous file, or the
-  /// new one if only flushing the folder failed.
+  /// REQUIRES: called at most once. On an error the path names the previous file, unless only flushing the folder
+  /// failed.
   void commit();
 
  private:

@@ -13,11 +13,8 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
-#include <tuple>
-#include <type_traits>
 #include <typeinfo>
 #include <unordered_map>
-#include <utility>
 
 #include "gpipe/snapshot.h"
 
@@ -66,78 +63,44 @@ void check_same_kind(const std::string& name, const std::string& saved, const st
   }
 }
 
-// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
-// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
-// tensor, which can depend on an option.
+// The fields of an optimizer's classes, for both capture and restore: `field(name, value)` is called for every member
+// that the class has, and `field(name, tensor, needed)` for a tensor of a parameter's state. `needed` says whether the
+// state must have the tensor, which can depend on an option.
 
-template <class Class, class... Classes>
-concept OneOf = (std::is_same_v<Class, Classes> || ...);
-
-template <class Field>
-void each_field(optim::AdagradOptions& of, Field field) {
-  field("lr", of.lr());
-  field("lr_decay", of.lr_decay());
-  field("weight_decay", of.weight_decay());
-  field("initial_accumulator_value", of.initial_accumulator_value());
-  field("eps", of.eps());
-}
-
-template <class Field>
-void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, Field field) {
-  field("step", of.step());
-  field("sum", of.sum(), true);
-}
+#define GPIPE_FIELD(name, ...) \
+  if constexpr (requires { of.name(); }) field(#name, of.name() __VA_OPT__(, ) __VA_ARGS__)
 
 template <class Options, class Field>
-requires OneOf<Options, optim::AdamOptions, optim::AdamWOptions>
-void each_field(Options& of, Field field) {
-  field("lr", of.lr());
-  field("betas", of.betas());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("amsgrad", of.amsgrad());
+void each_option(Options& of, Field field) {
+  GPIPE_FIELD(lr);
+  GPIPE_FIELD(lr_decay);
+  GPIPE_FIELD(weight_decay);
+  GPIPE_FIELD(initial_accumulator_value);
+  GPIPE_FIELD(eps);
+  GPIPE_FIELD(betas);
+  GPIPE_FIELD(amsgrad);
+  GPIPE_FIELD(alpha);
+  GPIPE_FIELD(momentum);
+  GPIPE_FIELD(centered);
+  GPIPE_FIELD(dampening);
+  GPIPE_FIELD(nesterov);
 }
 
 template <class State, class Options, class Field>
-requires OneOf<State, optim::AdamParamState, optim::AdamWParamState>
 void each_field(State& of, const Options& with, Field field) {
-  field("step", of.step());
-  field("exp_avg", of.exp_avg(), true);
-  field("exp_avg_sq", of.exp_avg_sq(), true);
-  field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
+  GPIPE_FIELD(step);
+  GPIPE_FIELD(sum, true);
+  GPIPE_FIELD(exp_avg, true);
+  GPIPE_FIELD(exp_avg_sq, true);
+  GPIPE_FIELD(square_avg, true);
+  if constexpr (requires { with.amsgrad(); }) GPIPE_FIELD(max_exp_avg_sq, with.amsgrad());
+  if constexpr (requires { with.centered(); }) GPIPE_FIELD(grad_avg, with.centered());
+  if constexpr (requires { with.momentum(); }) {
+    GPIPE_FIELD(momentum_buffer, std::is_same_v<State, optim::SGDParamState> || with.momentum() > 0);
+  }
 }
 
-template <class Field>
-void each_field(optim::RMSpropOptions& of, Field field) {
-  field("lr", of.lr());
-  field("alpha", of.alpha());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("momentum", of.momentum());
-  field("centered", of.centered());
-}
-
-template <class Field>
-void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, Field field) {
-  field("step", of.step());
-  field("square_avg", of.square_avg(), true);
-  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
-  field("grad_avg", of.grad_avg(), with.centered());
-}
-
-template <class Field>
-void each_field(optim::SGDOptions& of, Field field) {
-  field("lr", of.lr());
-  field("momentum", of.momentum());
-  field("dampening", of.dampening());
-  field("weight_decay", of.weight_decay());
-  field("nesterov", of.nesterov());
-}
-
-template <class Field>
-void each_field(optim::SGDParamState& of, const optim::SGDOptions&, Field field) {
-  field("momentum_buffer", of.momentum_buffer(), true);
-}
+#undef GPIPE_FIELD
 
 [[noreturn]] void refuse_optimizer(const std::string& what) {
   throw std::invalid_argument("the snapshot is of another optimizer: " + what);
@@ -220,7 +183,6 @@ auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
                               ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
 }
 
-/// The names of the optimizer's parameters, group by group.
 std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
   std::unordered_map<const void*, std::string> names;
   for (const auto& item : model.named_parameters()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
@@ -241,11 +203,6 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
   return groups;
 }
 
-std::vector<std::string> sorted(std::vector<std::string> names) {
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 /// Checks that both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
@@ -253,9 +210,11 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
                      " groups of parameters, but this one has " + std::to_string(names.size()));
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
-    const auto ours = sorted(names[g]);
-    const auto theirs = sorted(saved.param_groups[g].params);
-    const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
+    auto ours = names[g];
+    auto theirs = saved.param_groups[g].params;
+    std::ranges::sort(ours);
+    std::ranges::sort(theirs);
+    const auto [our, their] = std::ranges::mismatch(ours, theirs);
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
     refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
@@ -266,9 +225,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
 
 NamedTensors capture_model(const torch::nn::Module& model) {
   NamedTensors copies;
-  for (const auto& item : tensors_of(model)) {
-    copies.insert(item.key(), copy_on(at::kCPU, item.value()));
-  }
+  for (const auto& item : tensors_of(model)) copies.insert(item.key(), copy_on(at::kCPU, item.value()));
   return copies;
 }
 
@@ -296,7 +253,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
       auto& to = captured.param_groups.emplace_back();
       to.params = names[g];
       auto options = static_cast<const Options&>(group.options());
-      each_field(options, Capture{to.options});
+      each_option(options, Capture{to.options});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
@@ -320,7 +277,7 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
     for (std::size_t g = 0; g < names.size(); ++g) {
       const auto& group = optimizer.param_groups()[g];
       options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
-      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      each_option(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = saved.state.find(names[g][i]);
         if (found == saved.state.end()) continue;

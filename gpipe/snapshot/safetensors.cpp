@@ -13,9 +13,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <system_error>
-#include <utility>
-#include <vector>
 
 #include "gpipe/snapshot/atomic_file.h"
 
@@ -87,7 +84,6 @@ const char* name_of(at::ScalarType type) {
   return std::ranges::find(kTypes, type, [](auto& entry) { return entry.second; })->first;
 }
 
-/// A tensor in the header.
 struct Entry {
   std::string name;
   at::ScalarType type;
@@ -147,24 +143,6 @@ std::vector<Entry> entries_of(const json& header, std::uint64_t size) {
   return entries;
 }
 
-/// Reads a number of bytes, no more.
-class Input {
- public:
-  Input(std::istream& from, std::uint64_t size) : from_(from), left_(size) {}
-
-  std::uint64_t left() const { return left_; }
-  void read(void* to, std::uint64_t size) {
-    if (size > left_ || !from_.read(static_cast<char*>(to), static_cast<std::streamsize>(size))) {
-      refuse("the file is truncated");
-    }
-    left_ -= size;
-  }
-
- private:
-  std::istream& from_;
-  std::uint64_t left_;
-};
-
 }  // namespace
 
 void write_safetensors(const Safetensors& content, const ByteSink& sink) {
@@ -214,12 +192,17 @@ void write_safetensors(const std::filesystem::path& path, const Safetensors& con
 }
 
 Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
-  Input input(from, size);
+  const auto read = [&](void* to, std::uint64_t bytes) {
+    if (bytes > size || !from.read(static_cast<char*>(to), static_cast<std::streamsize>(bytes))) {
+      refuse("the file is truncated");
+    }
+    return size -= bytes;
+  };
   std::uint64_t header_size = 0;
-  input.read(&header_size, sizeof header_size);
-  if (header_size > std::min(kMaxHeader, input.left())) refuse("the file is truncated, or not a safetensors file");
+  const auto rest = read(&header_size, sizeof header_size);
+  if (header_size > std::min(kMaxHeader, rest)) refuse("the file is truncated, or not a safetensors file");
   std::string text(header_size, '\0');
-  input.read(text.data(), text.size());
+  const auto size_of_tensors = read(text.data(), text.size());
   const auto header = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!header.is_object()) refuse("the file is not a safetensors file");
   const auto metadata = header.value("__metadata__", json::object());
@@ -237,9 +220,9 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   checksum.add(text.data(), text.size());
   Safetensors content;
   content.training = metadata_text("training");
-  for (const auto& entry : entries_of(header, input.left())) {
+  for (const auto& entry : entries_of(header, size_of_tensors)) {
     auto tensor = at::empty(entry.shape, entry.type);
-    input.read(tensor.data_ptr(), tensor.nbytes());
+    read(tensor.data_ptr(), tensor.nbytes());
     checksum.add(tensor.data_ptr(), tensor.nbytes());
     content.tensors.emplace(entry.name, std::move(tensor));
   }

@@ -1,14 +1,7 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <istream>
-#include <map>
-#include <string>
 
 #include "gpipe/snapshot.h"
 
@@ -26,12 +19,10 @@ struct Safetensors {
   std::string training;  ///< empty in a file of weights only
 };
 
-/// Receives bytes, in order.
 using ByteSink = std::function<void(const void* data, std::size_t size)>;
 
-/// Passes the bytes of the file to `sink`. Equal contents give equal bytes. Tensors that share memory are written once
-/// each. Errors: std::runtime_error for a tensor that is undefined, not dense or of a dtype that the format lacks, and
-/// for text that is not UTF-8.
+/// Passes the bytes of the file to `sink`, in order. Equal contents give equal bytes. Errors: std::runtime_error for a
+/// tensor that is undefined, not dense or of a dtype that the format lacks, and for text that is not UTF-8.
 void write_safetensors(const Safetensors& content, const ByteSink& sink);
 
 /// Replaces the file atomically; see AtomicFile. Errors: as above; std::system_error.

@@ -10,10 +10,6 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <string_view>
-#include <system_error>
-#include <type_traits>
-#include <utility>
 
 #include "gpipe/snapshot/safetensors.h"
 
@@ -102,7 +98,6 @@ OptimizerState to_optimizer(const json& from) {
   return optimizer;
 }
 
-/// Moves a tensor of the file to its field.
 void place(Snapshot& snapshot, const std::string& name, at::Tensor tensor) {
   if (!name.starts_with('.')) {
     snapshot.model.insert(name, std::move(tensor));

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
-#include <limits>
 #include <set>
-#include <vector>
 
 #include "absl/strings/str_format.h"
 
@@ -39,10 +36,6 @@ constexpr Look kLooks[] = {{Kind::F, "forward", "#56b4e9"},
                            {Kind::I, "input gradient", "#cc79a7", "I"},
                            {Kind::W, "weight gradient", "#e69f00", "W"}};
 
-const Look& look_of(Kind kind) {
-  return *std::find_if(std::begin(kLooks), std::end(kLooks), [&](const Look& look) { return look.kind == kind; });
-}
-
 void add_letter(std::string& svg, double x, double y, const Look& look) {
   if (look.letter[0] == '\0') return;
   StrAppendFormat(&svg, "<text x=\"%.2f\" y=\"%.1f\" text-anchor=\"middle\" font-size=\"10\">%s</text>", x, y,
@@ -71,9 +64,7 @@ void add_text(std::string& svg, double x, double y, const char* anchor, const st
 void add_legend(std::string& svg, const Timeline& timeline) {
   double x = kLeft;
   for (const auto& look : kLooks) {
-    const bool occurs = std::any_of(timeline.spans.begin(), timeline.spans.end(),
-                                    [&](const Span& span) { return span.action.kind == look.kind; });
-    if (!occurs) continue;
+    if (std::ranges::none_of(timeline.spans, [&](auto& span) { return span.action.kind == look.kind; })) continue;
     StrAppendFormat(&svg, "<rect x=\"%.1f\" y=\"14\" width=\"14\" height=\"14\" fill=\"%s\" stroke=\"#444\"/>\n", x,
                     look.fill);
     add_letter(svg, x + 7, 25, look);
@@ -95,29 +86,12 @@ void add_axis(std::string& svg, double seconds, double height) {
   }
 }
 
-/// The order of stages on each worker: a later stage of a worker is drawn paler.
-class Tones {
- public:
-  explicit Tones(const Timeline& timeline) : stages_(timeline.workers) {
-    for (const Span& span : timeline.spans) stages_[span.worker].insert(span.action.stage);
-  }
-
-  /// An SVG attribute; empty for the first stage of a worker.
-  std::string of(const Span& span) const {
-    const auto& stages = stages_[span.worker];
-    const auto place = std::distance(stages.begin(), stages.find(span.action.stage));
-    if (place == 0) return "";
-    return StrFormat(" fill-opacity=\"%.2f\"",
-                     1 - 0.7 * static_cast<double>(place) / static_cast<double>(stages.size()));
-  }
-
-  bool any() const {
-    return std::any_of(stages_.begin(), stages_.end(), [](const auto& stages) { return stages.size() > 1; });
-  }
-
- private:
-  std::vector<std::set<int>> stages_;  // per worker
-};
+/// Returns an SVG attribute that draws a later stage of a worker paler; empty for the first of its `stages`.
+std::string tone(const std::set<int>& stages, int stage) {
+  const auto place = std::distance(stages.begin(), stages.find(stage));
+  if (place == 0) return "";
+  return StrFormat(" fill-opacity=\"%.2f\"", 1 - 0.7 * static_cast<double>(place) / static_cast<double>(stages.size()));
+}
 
 }  // namespace
 
@@ -132,17 +106,19 @@ std::string to_svg(const Timeline& timeline) {
     add_legend(svg, timeline);
     add_axis(svg, seconds, height);
   }
-  const Tones tones(timeline);
-  if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
-  double start = std::numeric_limits<double>::infinity();
-  for (const Span& span : timeline.spans) start = std::min(start, span.start);
+  std::vector<std::set<int>> stages(timeline.workers);
+  for (const Span& span : timeline.spans) stages[span.worker].insert(span.action.stage);
+  if (std::ranges::any_of(stages, [](const auto& of_worker) { return of_worker.size() > 1; })) {
+    add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
+  }
+  const double start = timeline.start();
   const auto row = [](int worker) { return kTop + kGap / 2 + (kRow + kGap) * worker; };
   for (int worker = 0; worker < timeline.workers; ++worker) {
     add_text(svg, kLeft - 10, row(worker) + kRow / 2 + 5, "end", StrFormat("worker %d", worker));
   }
   for (const Span& span : timeline.spans) {
     if (seconds <= 0) break;
-    const auto& look = look_of(span.action.kind);
+    const auto& look = *std::ranges::find(kLooks, span.action.kind, &Look::kind);
     const double x = kLeft + kPlot * (span.start - start) / seconds;
     const double width = kPlot * (span.end - span.start) / seconds;
     const double y = row(span.worker);
@@ -150,7 +126,7 @@ std::string to_svg(const Timeline& timeline) {
                     "<g><title>%s of micro-batch %d on stage %d: %s</title><rect x=\"%.2f\" y=\"%.1f\" width=\"%.2f\" "
                     "height=\"%.0f\" fill=\"%s\"%s stroke=\"#444\" stroke-width=\"0.5\"/>",
                     look.name, span.action.micro_batch, span.action.stage, time_text(span.end - span.start), x, y,
-                    width, kRow, look.fill, tones.of(span));
+                    width, kRow, look.fill, tone(stages[span.worker], span.action.stage));
     const auto label = StrFormat("%d", span.action.micro_batch);
     if (width > kDigit * static_cast<double>(label.size()) + 4) {
       const bool has_letter = look.letter[0] != '\0';

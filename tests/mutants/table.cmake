@@ -1,16 +1,16 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event_count.cpp
+mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/channel.cpp
        "while (!condition()) changed_.wait(mutex_);"
        "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
        EventCountStress*)
-mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event_count.cpp "bool holds = condition();"
+mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/channel.cpp "bool holds = condition();"
        "--sleepers_; bool holds = condition(); ++sleepers_;" EventCountStress*)
-mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event_count.cpp "{ MutexLock lock(mutex_); }" ""
+mutant(event_announces_without_the_mutex core_tests gpipe/runtime/channel.cpp "{ MutexLock lock(mutex_); }" ""
        EventCountStress*)
-mutant(event_ignores_its_last_look core_tests gpipe/runtime/event_count.cpp
-       "left.count() > 0; holds = condition()" "left.count() > 0;" EventCount.*)
+mutant(event_ignores_its_last_look core_tests gpipe/runtime/channel.cpp
+       "now() < end; holds = condition()" "now() < end;" EventCount.*)
 mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "present_[micro_batch] || cancelled_" "true"
        Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
@@ -37,7 +37,7 @@ mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifie
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
 mutant(verifier_allows_loops core_tests gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to"
        Verifier.*)
-mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
+mutant(drains_in_ascending_order core_tests gpipe/schedule/schedules.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
 mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)

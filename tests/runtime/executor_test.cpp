@@ -10,6 +10,7 @@
 #include <memory>
 #include <thread>
 
+#include "gpipe/schedules.h"
 #include "tests/runtime/fake_cells.h"
 
 namespace gpipe::testing {

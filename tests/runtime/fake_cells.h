@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "gpipe/runtime/executor.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {

@@ -1,7 +1,5 @@
 // Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is
 // lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails the test.
-#include "gpipe/runtime/event_count.h"
-
 #include <gtest/gtest.h>
 
 #include <array>

@@ -6,6 +6,7 @@
 
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {

@@ -7,6 +7,7 @@
 
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {

@@ -4,6 +4,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
