@@ -22,7 +22,7 @@ const SkipKey* find(const std::vector<SkipKey>& keys, const std::string& name) {
 
 std::invalid_argument undeclared(const std::string& verb, const std::string& name,
                                  const std::vector<SkipKey>& declared) {
-  std::string text = "'" + name + "' was " + verb + " by a layer that does not declare it; it declares";
+  auto text = "'" + name + "' was " + verb + " by a layer that does not declare it; it declares";
   for (const auto& key : declared) text += " '" + key.name + "'";
   if (declared.empty()) text += " none";
   return std::invalid_argument(text);

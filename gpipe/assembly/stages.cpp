@@ -28,8 +28,8 @@ std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks)
     return factory();
   } catch (...) {
     if (ranks != nullptr) {
-      ranks->job().board().report("rank " + std::to_string(ranks->rank()) + " cannot make layer '" + factory.name() +
-                                  "': " + message_of(std::current_exception()));
+      ranks->job().board().report(absl::StrCat("rank ", ranks->rank(), " cannot make layer '", factory.name(),
+                                               "': ", message_of(std::current_exception())));
     }
     throw;
   }
@@ -128,7 +128,7 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   add("the checkpoint mode", to_string(options.checkpoint()));
   add("deferred_batch_norm", options.deferred_batch_norm() ? "true" : "false");
   for (std::size_t e = 0; e < edges.size(); ++e) {
-    add("edge " + std::to_string(e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
+    add(absl::StrCat("edge ", e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
   }
   for (std::size_t i = 0; i < inventory.descriptions().size(); ++i) {
     add("layer " + std::to_string(i), inventory.descriptions()[i]);
@@ -167,7 +167,7 @@ std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
     const auto& owner = parameters[parameter.first];
     if (owner.stage == parameter.stage) continue;
     const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
-    if (std::find(loans.begin(), loans.end(), loan) == loans.end()) loans.push_back(loan);
+    if (std::ranges::find(loans, loan) == loans.end()) loans.push_back(loan);
   }
   return loans;
 }
@@ -193,8 +193,7 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
     if (stages[other].device != stages[stage].device) refuse_shared(other, stage, what);
     const auto tensor = at::Tensor(buffer.tensor.lock());
     for (const int each : {other, stage}) {
-      stages[each].state.forbid_writes(tensor,
-                                       what + " of stages " + std::to_string(other) + " and " + std::to_string(stage));
+      stages[each].state.forbid_writes(tensor, absl::StrCat(what, " of stages ", other, " and ", stage));
     }
   }
 }

@@ -69,13 +69,11 @@ variable_list GradientSink::apply(variable_list&& gradients) {
   return {};
 }
 
-NodePtr<GradientSink> make_gradient_sink() { return make_node<GradientSink>(); }
-
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();
-  torch::autograd::set_history(entering, make_gradient_sink());
+  torch::autograd::set_history(entering, make_node<GradientSink>());
   return entering;
 }
 

@@ -38,8 +38,7 @@ class GradientSums {
 
  private:
   Gradients sums_;
-  /// Whether the sum's memory belongs to it alone, so that add() may write to it.
-  std::vector<bool> owned_;
+  std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
 };
 
 /// Sink node of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. The engine runs it before
@@ -57,8 +56,6 @@ struct GradientSink : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeGradientSink"; }
 };
-
-NodePtr<GradientSink> make_gradient_sink();
 
 /// Root node of a cell's graph: the identity. Each leaving value has a node of its own, so that the gradients of a value
 /// that leaves twice sum in the order of leaving, whatever the balance.

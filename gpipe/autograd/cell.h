@@ -85,6 +85,7 @@ class Cell {
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
   void separate_from_state(Parcel& parcel) const;
+  torch::autograd::edge_list all_roots() const;
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
   void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                  std::vector<GradientSums>& entering);

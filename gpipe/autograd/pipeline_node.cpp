@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "gpipe/autograd/node_ptr.h"
+#include "gpipe/autograd/boundary.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -101,8 +101,7 @@ void wrap_hooks(const at::Tensor& leaf) {
 }
 
 // The identity, for the gradients of one device.
-struct DeviceBarrierNode : torch::autograd::Node {
-  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+struct DeviceBarrierNode : Leave {
   std::string name() const override { return "GPipeDeviceBarrier"; }
 };
 

@@ -54,7 +54,4 @@ class SkipRoutes : public SkipContext {
   std::map<SkipKey, at::Tensor> inside_;
 };
 
-/// Adds a tensor that leaves a cell to its parcel: detached, and with the wish for a gradient if it requires one.
-void add_leaving(const at::Tensor& tensor, Parcel& parcel);
-
 }  // namespace gpipe

@@ -1,17 +1,19 @@
 #include "gpipe/autograd/split_backward.h"
 
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <typeinfo>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "gpipe/autograd/product_node.h"
 
 namespace gpipe {
 namespace {
@@ -19,11 +21,46 @@ namespace {
 using GraphEdge = torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // Fewest multiplications per row of the output that are worth a second run of the node. Independent of the number of
 // rows, so that all micro-batches of a mini-batch, which may have different sizes, split alike.
 constexpr std::int64_t kLeastWork = std::int64_t{1} << 12;
+
+/// The edges of a node's two factors.
+using Factors = std::array<std::size_t, 2>;
+
+/// Whether the node is a Product whose two saved factors have no hooks. With hooks, each run of the node could run a user's
+/// code, such as a recompute by torch.utils.checkpoint.
+template <class Product>
+bool is_plain(const Node& node, SavedVariable Product::*one, SavedVariable Product::*other) {
+  if (typeid(node) != typeid(Product)) return false;
+  const auto& product = static_cast<const Product&>(node);
+  return !(product.*one).has_hooks() && !(product.*other).has_hooks();
+}
+
+/// Returns the factors of a matrix product or convolution, whose kernels compute the gradient of each factor apart. Empty
+/// for other nodes.
+std::optional<Factors> factors_of(const Node& node) {
+  using namespace torch::autograd::generated;
+  const bool behind_a_term = is_plain(node, &AddmmBackward0::mat1_, &AddmmBackward0::mat2_) ||
+                             is_plain(node, &BaddbmmBackward0::batch1_, &BaddbmmBackward0::batch2_);
+  if (behind_a_term) return Factors{1, 2};
+  const bool in_front =
+      is_plain(node, &MmBackward0::self_, &MmBackward0::mat2_) ||
+      is_plain(node, &BmmBackward0::self_, &BmmBackward0::mat2_) ||
+      is_plain(node, &LinearBackward0::input_, &LinearBackward0::weight_) ||
+      is_plain(node, &ConvolutionBackward0::input_, &ConvolutionBackward0::weight_) ||
+      is_plain(node, &ConvolutionOverrideableBackward0::input_, &ConvolutionOverrideableBackward0::weight_);
+  return in_front ? std::optional(Factors{0, 1}) : std::nullopt;
+}
+
+/// Whether a factor of the node is applied at each of several places of a sample.
+bool is_convolution(const Node& node) {
+  using namespace torch::autograd::generated;
+  return typeid(node) == typeid(ConvolutionBackward0) || typeid(node) == typeid(ConvolutionOverrideableBackward0);
+}
 
 // These nodes save no tensor, so nothing that is changed between I and W can change their result.
 bool is_view_or_cast(const Node& node) {
@@ -113,9 +150,8 @@ class Plan {
       Node* const done = node;
       path.pop_back();
       nodes_.push_back(done);
-      const auto& edges = done->next_edges();
-      if (std::none_of(edges.begin(), edges.end(), [&](const GraphEdge& edge) { return leads_to_input(edge); }))
-        continue;
+      const auto leads = [&](const GraphEdge& edge) { return leads_to_input(edge); };
+      if (std::ranges::none_of(done->next_edges(), leads)) continue;
       leads_to_input_[done] = true;
       if (can_defer(*done)) deferred_.insert(done);
     }
@@ -174,7 +210,7 @@ class Plan {
       return edge.is_valid();
     };
     return absl::erase_if(deferred_, [&](const Node* node) {
-             return std::any_of(node->next_edges().begin(), node->next_edges().end(), [&](const GraphEdge& edge) {
+             return std::ranges::any_of(node->next_edges(), [&](const GraphEdge& edge) {
                return edge.is_valid() && !leads_to_input(edge) && shares(edge);
              });
            }) > 0;
@@ -259,10 +295,8 @@ bool SplitBackward::end_inputs() {
     deferred->next_edges() = edge_list(deferred->num_outputs());
     deferred->node->next_edges() = std::move(deferred->edges_to_parameters);
   }
-  std::erase_if(deferred_, [](const auto& deferred) {
-    return std::none_of(deferred->gradients.begin(), deferred->gradients.end(),
-                        [](const auto& gradient) { return gradient.defined(); });
-  });
+  std::erase_if(deferred_,
+                [](const auto& deferred) { return std::ranges::none_of(deferred->gradients, &at::Tensor::defined); });
   return !deferred_.empty();
 }
 

@@ -9,7 +9,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -50,8 +49,8 @@ struct Stage {
 
   NeededGradients needed_gradients;
   StageState state;
-  /// Leaves other than parameters that its layers have used.
-  WeakTensorMap<std::monostate> leaves;
+  /// Leaves other than parameters that its layers have used, as long as they live.
+  absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
   /// How often its own layers have written to each parameter, as an embedding with max_norm does.
   absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
 
@@ -66,6 +65,12 @@ struct Stage {
   /// The layers' present buffers, each once.
   std::vector<at::Tensor> buffers() const;
 };
+
+/// Returns the defined tensors, each once. Modules may share a tensor.
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors);
+
+/// Returns the place of a tensor in a list; the list's size if it is not there.
+std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors);
 
 /// Whether a tensor has 64 KiB or more.
 bool is_large(const at::Tensor& tensor);

@@ -8,8 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "gpipe/autograd/skip_routes.h"
-
 namespace gpipe {
 
 void Outputs::add(int micro_batch, Parcel part) {
@@ -19,7 +17,7 @@ void Outputs::add(int micro_batch, Parcel part) {
 
 void Outputs::note_device(const at::Tensor& result) {
   if (!result.defined() || result.device() == device_) return;
-  const auto found = std::find(other_devices_.begin(), other_devices_.end(), result.device());
+  const auto found = std::ranges::find(other_devices_, result.device());
   if (found == other_devices_.end()) other_devices_.push_back(result.device());
 }
 
@@ -39,8 +37,7 @@ class StepLoss::LossLayer : public Layer {
   Value forward(Value output) override {
     if (loss_.keeps_outputs()) {
       Parcel kept;
-      kept.form = output.form();
-      for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
+      kept.add_leaving(output);
       outputs_.add(micro_batch_, std::move(kept));
     }
     auto target = loss_.targets_.receive(micro_batch_);

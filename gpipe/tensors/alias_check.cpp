@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <stdexcept>
-#include <vector>
+#include <functional>
+
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -20,7 +20,7 @@ class Sums {
 
   /// Call after the last add().
   void prepare() {
-    std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride > b.stride; });
+    std::ranges::sort(terms_, std::greater(), &Term::stride);
     std::int64_t reach = 0;
     for (auto term = terms_.rbegin(); term != terms_.rend(); ++term) term->reach = reach += term->stride * term->most;
   }
@@ -62,32 +62,21 @@ bool share_an_element(const at::Tensor& a, const at::Tensor& b) {
   return sums.make_up(wanted);
 }
 
-}  // namespace
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
-  if (a.is_same(b)) return true;
-  if (!a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
-  switch (at::get_overlap_status(a, b)) {
-    case at::MemOverlapStatus::No:
-      return false;
-    case at::MemOverlapStatus::Full:
-    case at::MemOverlapStatus::Partial:
-      return true;
-    case at::MemOverlapStatus::TooHard:
-      break;
-  }
-  return a.element_size() != b.element_size() || share_an_element(a, b);
-}
-
-namespace {
-
 std::uint64_t next_number() {
   static std::atomic<std::uint64_t> last{AliasGroup::kNone};
   return last.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 }  // namespace
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
+  if (a.is_same(b)) return true;
+  if (!a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
+  const auto status = at::get_overlap_status(a, b);
+  if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
+  return a.element_size() != b.element_size() || share_an_element(a, b);
+}
 
 void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {
   if (!tensor.defined() || group.number == AliasGroup::kNone) return;
@@ -102,9 +91,9 @@ void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {
 void AliasCheck::check(int stage, const std::string& layer) const {
   for (const auto& [tensor, version, group, watched] : entering_) {
     if (!watched || !version.changed()) continue;
-    throw std::runtime_error("[gpipe] a tensor was changed in place by layer '" + layer +
-                             "', but another tensor that shares its memory enters stage " + std::to_string(stage) +
-                             " or a later one and would get a wrong gradient; change a clone instead");
+    throw_error("a tensor was changed in place by layer '", layer,
+                "', but another tensor that shares its memory enters stage ", stage,
+                " or a later one and would get a wrong gradient; change a clone instead");
   }
 }
 

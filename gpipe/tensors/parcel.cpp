@@ -12,9 +12,16 @@ void Parcel::add(at::Tensor tensor, bool gradient_wanted, AliasGroup group) {
   wants_gradient.push_back(gradient_wanted);
 }
 
-bool Parcel::changed() const {
-  return std::any_of(versions.begin(), versions.end(), [](const auto& version) { return version.changed(); });
+void Parcel::add_leaving(const at::Tensor& tensor) {
+  add(tensor.defined() ? tensor.detach() : tensor, tensor.defined() && tensor.requires_grad());
 }
+
+void Parcel::add_leaving(const Value& value) {
+  form = value.form();
+  for (const auto& tensor : value.tensors()) add_leaving(tensor);
+}
+
+bool Parcel::changed() const { return std::ranges::any_of(versions, &VersionWatch::changed); }
 
 void Parcel::renew_versions() { versions = std::vector<VersionWatch>(tensors.begin(), tensors.end()); }
 

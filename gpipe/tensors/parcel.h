@@ -32,6 +32,11 @@ struct Parcel {
 
   /// Adds a tensor (detached by the caller, or undefined).
   void add(at::Tensor tensor, bool gradient_wanted, AliasGroup group = {});
+  /// Adds a tensor that leaves a cell: detached, and with the wish for a gradient if it requires one.
+  void add_leaving(const at::Tensor& tensor);
+  /// Adds the tensors of a value so, and takes its form.
+  void add_leaving(const Value& value);
+  Value value() const { return {form, tensors}; }
   /// Whether a tensor was changed in place since `versions` was set.
   bool changed() const;
   /// Sets `versions` to the present ones.
