@@ -1,6 +1,8 @@
 #include "skip/skippable.h"
 
 #include <algorithm>
+#include <atomic>
+#include <map>
 #include <set>
 #include <stdexcept>
 
@@ -8,6 +10,28 @@
 
 namespace gpipe {
 namespace {
+
+// 0 is Namespace::global().
+std::uint64_t next_id() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+class ThreadContext : public SkipContext {
+ public:
+  void stash(const SkipKey& key, at::Tensor tensor) override { tensors_.insert_or_assign(key, std::move(tensor)); }
+
+  at::Tensor pop(const SkipKey& key) override {
+    auto node = tensors_.extract(key);
+    if (node.empty()) throw std::runtime_error("skip " + to_string(key) + " was popped before it was stashed");
+    return std::move(node.mapped());
+  }
+
+ private:
+  std::map<SkipKey, at::Tensor> tensors_;
+};
+
+thread_local SkipContext* guarded = nullptr;
 
 std::vector<SkipKey> to_keys(std::vector<std::string>& names) {
   std::vector<SkipKey> keys;
@@ -41,6 +65,24 @@ std::vector<Skippable*> skippables_in(torch::nn::Module& module) {
 }
 
 }  // namespace
+
+Namespace::Namespace() : id_(next_id()) {}
+
+std::string to_string(const SkipKey& key) {
+  std::string text = "'" + key.name + "'";
+  if (key.ns != Namespace::global()) text += " (namespace " + std::to_string(key.ns.id()) + ")";
+  return text;
+}
+
+SkipContext& SkipContext::current() {
+  if (guarded != nullptr) return *guarded;
+  thread_local ThreadContext own;
+  return own;
+}
+
+SkipContextGuard::SkipContextGuard(SkipContext& context) : previous_(std::exchange(guarded, &context)) {}
+
+SkipContextGuard::~SkipContextGuard() { guarded = previous_; }
 
 Skippable::Skippable(Names names) : stashes_(to_keys(names.stash)), pops_(to_keys(names.pop)) {
   std::set<std::string> seen;

@@ -1,7 +1,6 @@
-#include "gpipe/autograd/state_item.h"
-
 #include <mutex>
 
+#include "gpipe/autograd/stage_state.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
 
