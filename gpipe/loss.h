@@ -10,7 +10,6 @@
 #include <optional>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include "gpipe/schedule/action.h"
 #include "gpipe/tensors/value.h"

@@ -11,10 +11,7 @@
 #include <array>
 #include <optional>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
-#include <variant>
-#include <vector>
 
 #include "gpipe/snapshot.h"
 #include "skip/namespace.h"

@@ -8,9 +8,7 @@
 #include <torch/nn/modules/upsampling.h>
 
 #include <stdexcept>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "skip/namespace.h"
 #include "skip/skippable.h"

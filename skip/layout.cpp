@@ -1,6 +1,5 @@
 #include "skip/layout.h"
 
-#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <utility>

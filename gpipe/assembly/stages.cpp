@@ -3,7 +3,6 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -17,10 +16,6 @@
 
 namespace gpipe {
 namespace {
-
-[[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
-  refuse_argument("stages ", first, " and ", second, " share ", what, "; put the layers that share it into one stage");
-}
 
 // On an error, tells the other ranks.
 std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks) {
@@ -36,18 +31,18 @@ std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks)
 }
 
 std::string describe_layer(const Layer& layer) {
-  std::ostringstream text;
-  text << "'" << layer.name() << "'";
+  auto text = "'" + layer.name() + "'";
   const auto add = [&](const auto& tensors, bool wants_gradients) {
     for (const auto& tensor : tensors) {
-      text << ", " << tensor.key() << " " << tensor.value().scalar_type();
-      tensor.value().is_nested() ? text << "[nested]" : text << tensor.value().sizes();
-      if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
+      const auto& value = tensor.value();
+      absl::StrAppend(&text, ", ", tensor.key(), " ", c10::str(value.scalar_type()),
+                      value.is_nested() ? "[nested]" : c10::str(value.sizes()),
+                      wants_gradients && !value.requires_grad() ? " frozen" : "");
     }
   };
   add(layer.module()->named_parameters(), /*wants_gradients=*/true);
   add(layer.module()->named_buffers(), /*wants_gradients=*/false);
-  return text.str();
+  return text;
 }
 
 }  // namespace
@@ -84,9 +79,8 @@ void Inventory::add(int stage, const Layer& layer) {
     refuse_argument("layers '", first->second, "' and '", name,
                     "' are the same module; use a copy, because each layer belongs to one place");
   }
-  for (auto& skip : skip_declarations({name, module}, static_cast<int>(descriptions_.size()))) {
-    skips_.push_back(std::move(skip));
-  }
+  const auto skips = skip_declarations({name, module}, static_cast<int>(descriptions_.size()));
+  skips_.insert(skips_.end(), skips.begin(), skips.end());
   parameters_.add(stage, name, module->named_parameters());
   buffers_.add(stage, name, module->named_buffers());
   for (const auto& parameter : module->named_parameters()) {
@@ -190,7 +184,10 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
     const int other = buffers[buffer.first].stage;
     if (other == stage) continue;
     const auto what = "buffer '" + buffer.key.substr(buffer.key.rfind('.') + 1) + "'";
-    if (stages[other].device != stages[stage].device) refuse_shared(other, stage, what);
+    if (stages[other].device != stages[stage].device) {
+      refuse_argument("stages ", other, " and ", stage, " share ", what,
+                      "; put the layers that share it into one stage");
+    }
     const auto tensor = at::Tensor(buffer.tensor.lock());
     for (const int each : {other, stage}) {
       stages[each].state.forbid_writes(tensor, absl::StrCat(what, " of stages ", other, " and ", stage));

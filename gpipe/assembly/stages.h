@@ -3,13 +3,7 @@
 #include <c10/core/Device.h>
 #include <torch/types.h>
 
-#include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
@@ -76,8 +70,8 @@ class Inventory {
   TensorPlaces buffers_;
   std::vector<SkipDeclaration> skips_;
   std::vector<std::string> descriptions_;
-  std::vector<std::pair<std::size_t, std::uint64_t>>
-      values_;  // of each of `parameters_`: its layer's index, and a hash
+  // Of each of `parameters_`: its layer's index, and a hash.
+  std::vector<std::pair<std::size_t, std::uint64_t>> values_;
 };
 
 /// Returns what all ranks of a pipeline must have in common: versions, options, edges, and the layers. Other replicas than the

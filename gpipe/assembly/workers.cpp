@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"

@@ -2,9 +2,6 @@
 
 #include <torch/types.h>
 
-#include <cstddef>
-#include <vector>
-
 #include "gpipe/options.h"
 #include "gpipe/schedule/schedule_source.h"
 

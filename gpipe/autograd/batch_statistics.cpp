@@ -9,9 +9,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <optional>
-#include <utility>
-
 #include "gpipe/autograd/stage.h"
 #include "gpipe/tensors/transfer.h"
 

@@ -35,7 +35,6 @@ class BatchStatistics {
     explicit Scope(BatchStatistics* statistics);
     ~Scope();
     Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
     BatchStatistics* const previous_;

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <limits>
-#include <utility>
 
 namespace gpipe {
 namespace {

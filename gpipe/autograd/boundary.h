@@ -5,11 +5,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/autograd/node_ptr.h"
 #include "gpipe/tensors/parcel.h"

@@ -2,11 +2,7 @@
 
 #include <torch/csrc/autograd/edge.h>
 
-#include <cstdint>
-#include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"

@@ -1,9 +1,6 @@
 #include "gpipe/autograd/checkpointing.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"

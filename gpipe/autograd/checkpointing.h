@@ -1,8 +1,5 @@
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/version_watch.h"
 

@@ -4,9 +4,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <optional>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

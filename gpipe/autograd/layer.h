@@ -57,7 +57,6 @@ class PassScope {
   explicit PassScope(Pass pass);
   ~PassScope();
   PassScope(const PassScope&) = delete;
-  PassScope& operator=(const PassScope&) = delete;
 
  private:
   const Pass before_;

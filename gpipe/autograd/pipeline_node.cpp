@@ -8,12 +8,9 @@
 
 #include <algorithm>
 #include <exception>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <stdexcept>
-#include <utility>
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/tensors/transfer.h"

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/batch_statistics.h"

@@ -31,7 +31,6 @@ class RandomScope {
   RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch);
   ~RandomScope();
   RandomScope(const RandomScope&) = delete;
-  RandomScope& operator=(const RandomScope&) = delete;
 
   /// Draws a mini-batch's 64-bit seed from the current scope, or from the default CPU generator outside of scopes.
   static std::uint64_t draw_seed();

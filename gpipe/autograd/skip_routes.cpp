@@ -1,7 +1,6 @@
 #include "gpipe/autograd/skip_routes.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/base/checks.h"

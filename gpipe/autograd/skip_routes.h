@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <map>
-#include <string>
-#include <vector>
 
 #include "gpipe/autograd/stage.h"
 #include "gpipe/tensors/parcel.h"

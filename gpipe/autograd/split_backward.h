@@ -3,9 +3,6 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <memory>
-#include <vector>
-
 #include "gpipe/autograd/boundary.h"
 
 namespace gpipe {

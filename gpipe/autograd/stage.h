@@ -5,11 +5,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <cstdint>
 #include <functional>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
@@ -140,7 +136,6 @@ class ParameterWriteCounts {
   ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
   ~ParameterWriteCounts();
   ParameterWriteCounts(const ParameterWriteCounts&) = delete;
-  ParameterWriteCounts& operator=(const ParameterWriteCounts&) = delete;
 
  private:
   std::vector<Stage>& stages_;
@@ -156,7 +151,6 @@ class GradientsAside {
   /// Drops what has been added since.
   ~GradientsAside();
   GradientsAside(const GradientsAside&) = delete;
-  GradientsAside& operator=(const GradientsAside&) = delete;
 
   /// Moves what has been added since to the sums, which are parallel to the sinks.
   void move_to(std::vector<GradientSums>& sums) const;

@@ -3,12 +3,6 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/version_watch.h"
@@ -115,7 +109,6 @@ class StageState {
     explicit Scope(StageState& state, const Moment* present = nullptr);
     ~Scope();
     Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
     StageState& state_;

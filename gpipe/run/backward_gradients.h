@@ -2,10 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/ranks/gradient_reduction.h"

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"

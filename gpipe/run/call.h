@@ -1,10 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/run/pipeline.h"

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <bit>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

@@ -2,10 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
-#include <optional>
-#include <vector>
-
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
@@ -49,7 +45,6 @@ class Edges {
         std::shared_ptr<ByteCounter> counter);
   ~Edges();
   Edges(const Edges&) = delete;
-  Edges& operator=(const Edges&) = delete;
 
   /// Returns what an action takes, in the order of Wiring::takes(). A parcel of gradients has only its tensors. Waits for
   /// other ranks. Errors: ConnectionError; std::runtime_error if a tensor was changed in place after it was sent.

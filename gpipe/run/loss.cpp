@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"

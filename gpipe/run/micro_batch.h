@@ -2,9 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <vector>
-
 #include "gpipe/options.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/parcel.h"
@@ -47,7 +44,6 @@ class InputWrites {
   /// saved it refuse to use it.
   ~InputWrites();
   InputWrites(const InputWrites&) = delete;
-  InputWrites& operator=(const InputWrites&) = delete;
 
  private:
   const std::vector<at::Tensor> input_;

@@ -2,12 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include <cstdint>
 #include <exception>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"

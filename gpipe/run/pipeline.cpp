@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <set>
 
 #include "gpipe/base/checks.h"
@@ -187,27 +186,6 @@ void Pipeline::set_schedule(const std::string& name) {
     return make_schedule(name, layout, checkpoint);
   };
   std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
-}
-
-std::string Pipeline::chosen_schedule() const {
-  MutexLock lock(mutex_);
-  return chosen_schedule_;
-}
-
-void Pipeline::set_error(std::optional<ErrorInfo> error) {
-  MutexLock lock(mutex_);
-  error_ = std::move(error);
-}
-
-std::optional<ErrorInfo> Pipeline::error() const {
-  MutexLock lock(mutex_);
-  return error_;
-}
-
-void Pipeline::set_timeline(std::shared_ptr<Timeline> timeline) {
-  MutexLock lock(mutex_);
-  timeline_ = std::move(timeline);
-  steps_ = 0;
 }
 
 Pipeline::Recording Pipeline::next_recording(bool needed) {

@@ -1,15 +1,7 @@
 #pragma once
 
-#include <cstdint>
-#include <exception>
-#include <functional>
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
@@ -100,13 +92,26 @@ class Pipeline {
   /// Sets the schedule of later steps, by its name.
   void set_schedule(const std::string& name);
   /// The name that set_schedule() has set; empty if none.
-  std::string chosen_schedule() const;
+  std::string chosen_schedule() const {
+    MutexLock lock(mutex_);
+    return chosen_schedule_;
+  }
 
-  void set_error(std::optional<ErrorInfo> error);
-  std::optional<ErrorInfo> error() const;
+  void set_error(std::optional<ErrorInfo> error) {
+    MutexLock lock(mutex_);
+    error_ = std::move(error);
+  }
+  std::optional<ErrorInfo> error() const {
+    MutexLock lock(mutex_);
+    return error_;
+  }
 
   /// Later mini-batches append to the timeline; nullptr ends this.
-  void set_timeline(std::shared_ptr<Timeline> timeline);
+  void set_timeline(std::shared_ptr<Timeline> timeline) {
+    MutexLock lock(mutex_);
+    timeline_ = std::move(timeline);
+    steps_ = 0;
+  }
   struct Recording {
     std::shared_ptr<Timeline> timeline;
     int step = 0;

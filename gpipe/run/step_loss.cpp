@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <string>
-#include <utility>
 
 namespace gpipe {
 

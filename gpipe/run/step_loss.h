@@ -2,11 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
-
 #include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
 #include "gpipe/run/backward_gradients.h"

@@ -2,10 +2,6 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include <cstddef>
-#include <optional>
-#include <vector>
-
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/transfer.h"

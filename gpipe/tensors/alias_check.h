@@ -2,10 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {

@@ -5,10 +5,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
@@ -61,7 +58,6 @@ class ByteCounter : public AllocationListener {
     Worker(const ByteCounter* counter, int worker);
     ~Worker();
     Worker(const Worker&) = delete;
-    Worker& operator=(const Worker&) = delete;
 
    private:
     friend class ByteCounter;

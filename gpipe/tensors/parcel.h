@@ -3,8 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
 #include "gpipe/tensors/value.h"
 #include "gpipe/tensors/version_watch.h"

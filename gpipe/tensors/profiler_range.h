@@ -2,8 +2,6 @@
 
 #include <ATen/record_function.h>
 
-#include <string>
-
 #include "absl/functional/function_ref.h"
 #include "gpipe/runtime/nvtx.h"
 
@@ -23,7 +21,6 @@ class ProfilerRange {
     if (nvtx_) nvtx_pop();
   }
   ProfilerRange(const ProfilerRange&) = delete;
-  ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
   at::RecordFunction range_;
