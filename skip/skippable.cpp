@@ -57,8 +57,8 @@ std::vector<Skippable*> skippables_in(torch::nn::Module& module) {
   const auto add = [&](torch::nn::Module* m) {
     if (auto* skippable = dynamic_cast<Skippable*>(m)) found.push_back(skippable);
   };
-  // Adds the module itself here, because modules(include_self=true) needs a shared_ptr that owns it. None exists while
-  // a constructor runs.
+  // Adds the module itself: modules(include_self=true) needs a shared_ptr, which does not exist while a constructor
+  // runs.
   add(&module);
   for (const auto& m : module.modules(/*include_self=*/false)) add(m.get());
   return found;

@@ -103,12 +103,10 @@ struct Loan {
 /// Returns a loan for each parameter and each stage that has it, except the first.
 std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters);
 
-/// Errors: std::invalid_argument for a loan between two devices of this rank, unless the borrower has run_layers, which use
-/// stand-ins.
+/// Errors: std::invalid_argument for a loan between two devices of this rank, unless run_layers use a stand-in.
 void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here);
 
-/// Forbids writes to the buffers that stages on one device share. Errors: std::invalid_argument for a buffer of stages on
-/// two devices.
+/// Forbids writes to buffers that stages on one device share. Errors: std::invalid_argument if they are on two devices.
 void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages);
 
 /// Returns the edges between the stages, and sets each stage's skips and receivers, and the borrowed and lent parameters of

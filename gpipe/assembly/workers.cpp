@@ -22,8 +22,7 @@ int device_count(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
-/// Returns one device per worker: the first of `devices`; if there are none, the GPUs from `first_gpu` on, or the CPU for
-/// every worker.
+/// Returns a device per worker: the first of `devices`; if none are given, the GPUs from `first_gpu` on, else the CPU.
 std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers,
                                          std::size_t first_gpu) {
   if (devices.empty()) {
@@ -52,8 +51,7 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
   return devices;
 }
 
-/// Returns the number of stages on each worker. The default is one; for a schedule that needs loops, it is what makes a
-/// worker of each given device.
+/// Returns the number of stages per worker. Default: one, or for a schedule that needs loops a worker per given device.
 int stages_per_worker(const GPipeOptions& options, int stages) {
   const auto devices = static_cast<int>(options.devices().size());
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
@@ -101,8 +99,7 @@ void check_connects(Ranks& ranks, int worker, torch::Device device) {
                   ", of rank ", ranks.rank(), ", is on ", device.str(), "; give it another device, or leave nccl out");
 }
 
-/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
-/// worker.
+/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers`: their ranks.
 std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
   const auto& ranks = options.ranks();
   if (!ranks || !options.devices().empty() || device_count(torch::kCUDA) == 0) return 0;

@@ -18,9 +18,7 @@ void register_batch_norm(torch::Library& library);
 
 /// Collects batch norm statistics over a whole mini-batch, so that running statistics are updated once per mini-batch
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
-/// still normalised by its own statistics.
-///
-/// Instance norm likewise: its running statistics are means over samples.
+/// still normalised by its own statistics. Instance norm likewise: its running statistics are means over samples.
 ///
 /// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
 /// Algorithm for Computing Sample Variances, 1979).
@@ -54,8 +52,7 @@ class BatchStatistics {
   /// the mean; the deviations. Undefined for other buffers.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
-  /// Takes instead the merged statistics of to_tensors() of several objects, in order, for equal `buffers`. The numbers of
-  /// calls stay this object's.
+  /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
   void join(const std::vector<at::Tensor>& buffers, const std::vector<std::vector<at::Tensor>>& of_others);
 
   /// Updates the running statistics and counts of the stage's layers, as one batch norm over the whole mini-batch does.

@@ -36,8 +36,7 @@ class GradientSums {
   std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
 };
 
-/// Sink node of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. The engine runs it before
-/// any other ready node.
+/// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.
 struct GradientSink : torch::autograd::Node {
   GradientSink();
 

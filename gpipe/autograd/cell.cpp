@@ -21,8 +21,7 @@ namespace {
 
 using torch::autograd::edge_list;
 
-// Runs an empty backward. The engine keeps the rest of a failed one, graph and gradients, in a queue of this thread until
-// the thread's next backward.
+// Runs an empty backward: until a thread's next one, the engine keeps the graph and gradients of one that failed.
 void clear_failed_backward() noexcept try {
   torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
 } catch (...) {

@@ -21,8 +21,7 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// The loss of step(): a layer after the last one of the last stage's cells. Runs once per cell: in R if the cell is
-/// recomputed, else in F.
+/// The loss of step(): one more layer of the last stage's cells. Runs once per cell: in R if there is one, else in F.
 struct CellLoss {
   std::unique_ptr<Layer> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
@@ -48,8 +47,7 @@ class Cell {
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
   /// up the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing, because
   /// they would not make them again.
-  /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
-  /// parameters in an F without graph.
+  /// Errors: as forward(), StoredInputs::take(), NeededGradients::check(); std::runtime_error if layers make one.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
@@ -57,11 +55,9 @@ class Cell {
   /// Errors: what the layers' backwards throw; as StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
-  /// I. As backward(), but leaves work on gradients of parameters to backward_weights(); see SplitBackward. Uses up the
-  /// rest of the graph.
+  /// I. As backward(), but leaves gradients of parameters to backward_weights(); see SplitBackward. Uses up the rest.
   std::vector<Gradients> backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums);
-  /// W. Adds the gradients of parameters that backward_inputs() has left. Uses up the graph. Errors: what the layers'
-  /// backwards throw.
+  /// W. Adds the gradients that backward_inputs() has left. Uses up the graph. Errors: what backwards of layers throw.
   void backward_weights(GradientSums& sums);
 
   /// Drops a graph that recompute() can build again.

@@ -38,8 +38,7 @@ class StoredInputs {
 /// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
 class NeededGradients {
  public:
-  /// Whether the last learn() had the same sources. `sources` tells for each parameter and input whether it wants a
-  /// gradient.
+  /// Whether the last learn() had the same sources: for each parameter and input, whether it wants a gradient.
   bool knows(const std::vector<bool>& sources) const { return sources == sources_ && !wanted_.empty(); }
   /// Learns from the result of a forward that built its graph.
   void learn(std::vector<bool> sources, const std::vector<Parcel>& out);

@@ -133,8 +133,7 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     }
     return run();
   }
-  // On CPU, an operator without a generator argument calls one that has it, which arrives here again, unless a dispatch
-  // mode runs it.
+  // An operator of the CPU calls one with a generator, which arrives here again, unless a dispatch mode runs it.
   if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return run();
   scope->lend_default_generator(device, run);
 }

@@ -36,8 +36,7 @@ bool is_plain(const Node& node, SavedVariable Product::*one, SavedVariable Produ
   return !(product.*one).has_hooks() && !(product.*other).has_hooks();
 }
 
-/// Returns the factors of a matrix product or convolution, whose kernels compute the gradient of each factor apart. Empty
-/// for other nodes.
+/// Returns the factors of a matrix product or convolution, if the node is one: its kernels compute each gradient apart.
 std::optional<Factors> factors_of(const Node& node) {
   using namespace torch::autograd::generated;
   const bool behind_a_term = is_plain(node, &AddmmBackward0::mat1_, &AddmmBackward0::mat2_) ||
@@ -156,8 +155,7 @@ class Plan {
   bool can_defer(Node& node) const {
     const auto factors = factors_of(node);
     if (!factors || has_hooks(node)) return false;
-    // One factor leads to an input and the other to a parameter. A factor that needs no gradient may be a buffer, which
-    // can change between I and W.
+    // One factor leads to an input, the other to a parameter. One without a gradient may be a buffer, and change by W.
     const auto& edges = node.next_edges();
     const auto [one, other] = *factors;
     if (!edges[one].is_valid() || !edges[other].is_valid()) return false;

@@ -35,12 +35,10 @@ struct Stage {
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The stages that receive the activation, each of `skips_out` and each of `lent`. The caller counts as the stage after
-  /// the last.
+  /// The receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the last.
   std::vector<int> receivers;
 
-  /// kYes once a forward of this stage, or of a later one that shares the input's memory, has written to the input. See
-  /// StoredInputs.
+  /// kYes once a forward of this stage, or a later one with its input's memory, wrote to it. See StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
   NeededGradients needed_gradients;
@@ -79,9 +77,8 @@ class ParameterSinks {
   /// the parameters' own accumulators on the caller's stream. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
-  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of
-  /// its own, so that its gradient is added and freed at once. Small ones share a sink, because each node that the engine
-  /// runs costs about a microsecond.
+  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has one of
+  /// its own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
@@ -108,8 +105,7 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 
-  /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter that the stage owns in
-  /// place since this was made.
+  /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
   void check_unchanged() const;
 
  private:
@@ -129,8 +125,7 @@ class ParameterSinks {
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
-/// Counts changes of parameters during its lifetime as writes by the stages that own them. REQUIRES: only the stages'
-/// layers write meanwhile.
+/// Counts changes of parameters during its lifetime as writes by their stages. REQUIRES: nothing else writes.
 class ParameterWriteCounts {
  public:
   ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);

@@ -15,8 +15,7 @@ struct Stage;
 struct StateValue {
   at::Tensor copy;
 };
-/// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it. Used by one
-/// thread at a time.
+/// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it.
 struct StateItem {
   at::Tensor tensor;
   at::Generator generator;  // instead of a tensor

@@ -61,8 +61,7 @@ auto in_call(Pipeline& pipeline, F run) {
 /// an input, a parameter or a buffer has a forward-mode tangent.
 void refuse_transforms(const Value& input, const std::vector<Stage>& stages);
 
-/// Errors: std::runtime_error if DistributedDataParallel averages the gradients of the parameters, which it does only for
-/// backwards of its own forward.
+/// Errors: std::runtime_error if DistributedDataParallel averages the gradients: it does so only after its own forward.
 void refuse_step_in_ddp(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

@@ -39,8 +39,7 @@ class BorrowedValues {
 /// orders each edge's put before its take. activity() may be called on any thread.
 class Edges {
  public:
-  /// `key`: see LayoutKey. `counter` learns when memory that was sent to another rank is freed; it may be null. The other
-  /// arguments must outlive this.
+  /// `counter`, which may be null, learns when memory sent to another rank is freed. All but `key` must outlive this.
   Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
         std::shared_ptr<ByteCounter> counter);
   ~Edges();

@@ -20,11 +20,9 @@
 
 namespace gpipe {
 
-/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
-/// long as the container or a graph needs it.
+/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it.
 ///
-/// Thread safety: stages() belong to the holder of call_mutex() and to its workers. All other functions may be called on any
-/// thread.
+/// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
 class Pipeline {
  public:
   /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as device.
@@ -116,8 +114,8 @@ class Pipeline {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// Returns where a mini-batch that begins now records its spans, and its step number there. If no timeline is set, a new
-  /// one if it is `needed`.
+  /// Returns where a mini-batch that begins now records, and its step there. If no timeline is set, a new one if
+  /// `needed`.
   Recording next_recording(bool needed);
 
  private:

@@ -13,9 +13,8 @@
 
 namespace gpipe {
 
-/// Receives a report of each allocation and each freeing of tensor memory, on all devices, from PyTorch's allocators.
-/// Reports come from each thread on which the listener is installed, and from threads that take over such a thread's
-/// at::ThreadLocalState.
+/// Receives reports of allocations and freeings of tensor memory, on all devices, from PyTorch's allocators: on threads
+/// on which it is installed, and on those that take over such a thread's at::ThreadLocalState.
 ///
 /// PyTorch has one slot per thread for a profiler and casts its content to ProfilerStateBase.
 ///

@@ -19,9 +19,8 @@ struct AliasGroup {
   bool shared_later = false;
 };
 
-/// What an edge carries for one micro-batch: detached tensors, and for each whether it wants a gradient. A skip's parcel
-/// has one tensor, which may be undefined. Gradients are plain vectors parallel to `tensors`; an undefined gradient
-/// stands for zero.
+/// What an edge carries for one micro-batch: detached tensors, and whether each wants a gradient. A skip's parcel has
+/// one tensor, which may be undefined. Gradients are vectors parallel to `tensors`; an undefined one is zero.
 struct Parcel {
   Value::Form form = Value::Form::kTensor;
   std::vector<at::Tensor> tensors;

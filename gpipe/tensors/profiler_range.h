@@ -7,8 +7,7 @@
 
 namespace gpipe {
 
-/// Shows its lifetime as a range in PyTorch's profilers and in Nsight Systems. Calls `name` only if one listens. Begin and
-/// end it on one thread.
+/// Shows its lifetime, on one thread, as a range in PyTorch's profilers and Nsight Systems, if one listens.
 class ProfilerRange {
  public:
   explicit ProfilerRange(absl::FunctionRef<std::string()> name) : range_(at::RecordScope::USER_SCOPE) {

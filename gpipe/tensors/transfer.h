@@ -42,8 +42,7 @@ void wait(const StreamEvents& events, c10::Device device);
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
 
-/// Makes a stream the current one of its device, and the device the current one of the thread, for a scope. Does
-/// nothing for std::nullopt.
+/// Makes a stream, if there is one, the current one of its device, and the device that of the thread, for a scope.
 class OptionalStreamScope {
  public:
   explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);
