@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "gpipe/snapshot.h"
-#include "skip/namespace.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {

@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "skip/namespace.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {

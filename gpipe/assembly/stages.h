@@ -5,14 +5,11 @@
 
 #include <map>
 
-#include "absl/container/flat_hash_map.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/options.h"
 #include "gpipe/ranks/meeting.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/tensors/version_watch.h"
 #include "skip/layout.h"
 
 namespace gpipe {

@@ -8,7 +8,6 @@
 
 #include "gpipe/autograd/node_ptr.h"
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

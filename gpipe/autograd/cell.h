@@ -4,12 +4,8 @@
 
 #include <optional>
 
-#include "absl/functional/function_ref.h"
-#include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 

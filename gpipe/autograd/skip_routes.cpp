@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "gpipe/autograd/boundary.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {

@@ -6,8 +6,6 @@
 #include <map>
 
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/parcel.h"
-#include "skip/context.h"
 
 namespace gpipe {
 

@@ -9,11 +9,8 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
-#include "gpipe/autograd/boundary.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {

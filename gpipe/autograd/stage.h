@@ -7,13 +7,9 @@
 
 #include <functional>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage_state.h"
-#include "gpipe/tensors/version_watch.h"
 #include "skip/context.h"
 
 namespace gpipe {

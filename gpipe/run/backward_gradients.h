@@ -2,12 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/stage.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 

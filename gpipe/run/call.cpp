@@ -13,7 +13,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/error_info.h"
 
 namespace gpipe {
 namespace {

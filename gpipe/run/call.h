@@ -1,9 +1,7 @@
 #pragma once
 
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/autograd/stage.h"
 #include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

@@ -13,7 +13,6 @@
 
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/gpipe.h"
 #include "gpipe/gradients.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/call.h"

@@ -2,14 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/byte_counter.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 

@@ -6,8 +6,6 @@
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"

@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/run/micro_batch.h"
 #include "gpipe/run/step_loss.h"
 
 namespace gpipe {

@@ -2,11 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "gpipe/options.h"
 #include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

@@ -6,15 +6,10 @@
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
-#include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/call.h"
 #include "gpipe/run/edges.h"
-#include "gpipe/run/micro_batch.h"
-#include "gpipe/run/pipeline.h"
 #include "gpipe/run/step_loss.h"
 #include "gpipe/run/worker_scope.h"
-#include "gpipe/runtime/action_runner.h"
-#include "gpipe/tensors/byte_counter.h"
 
 namespace gpipe {
 

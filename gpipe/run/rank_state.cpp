@@ -6,7 +6,6 @@
 #include <sstream>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
 
 namespace gpipe {

@@ -2,11 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
 #include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/run/pipeline.h"
 
 namespace gpipe {
 

@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
@@ -23,7 +22,6 @@
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/sample_hash.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {

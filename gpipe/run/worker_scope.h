@@ -4,7 +4,6 @@
 
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/byte_counter.h"
-#include "gpipe/tensors/transfer.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {
