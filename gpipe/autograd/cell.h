@@ -39,10 +39,9 @@ class Cell {
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
-  /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
-  /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
-  /// up the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing, because
-  /// they would not make them again.
+  /// R. Runs the layers with the inputs and buffers of F. The backward, or the cell's destructor, restores the present
+  /// buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up
+  /// the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing.
   /// Errors: as forward(), StoredInputs::take(), NeededGradients::check(); std::runtime_error if layers make one.
   void recompute(bool retain_graph);
 

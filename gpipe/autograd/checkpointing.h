@@ -7,8 +7,7 @@ namespace gpipe {
 struct Stage;
 
 /// The inputs of a checkpointed cell, stored from its forward until its recompute. Stores copies where the stage, or a
-/// later one that gets the same memory, changes its inputs in place, and until the first backward has shown that none
-/// does. Used by one thread at a time.
+/// later one with the same memory, changes its inputs in place, and until the first backward has shown that none does.
 class StoredInputs {
  public:
   /// Call before the forward. `stage` must outlive this.

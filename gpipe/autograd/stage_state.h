@@ -78,8 +78,7 @@ class StageState {
   /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
   /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
   void restore(const Stage& stage, const Moment& moment);
-  /// Gives modules the buffers and modes that they had, before a backward whose hooks may replace buffers. Values stay as they
-  /// are. Errors: Layer::Buffers::put_back().
+  /// Gives modules the buffers and modes that they had; values stay as they are. Errors: Layer::Buffers::put_back().
   void put_back(const Stage& stage, const Moment& moment);
   /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(), and, with
   /// the name of the layer, if the backward replaced a buffer whose present value it could not read.

@@ -95,11 +95,8 @@ std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
     call.agree({.what = "sum of " + std::to_string(numbers.size()) + " numbers over replicas"});
     const auto of_ranks = team.gather(to_bytes(numbers));
     std::vector<double> sums(numbers.size());
-    std::vector<bool> is_added(team.replicas());
-    for (int r = 0; r < std::ssize(of_ranks); ++r) {
-      if (is_added[team.replica_of(r)]) continue;  // not the first rank of its replica
-      is_added[team.replica_of(r)] = true;
-      const auto of_replica = to_items<double>(of_ranks[r]);
+    for (int replica = 0; !of_ranks.empty() && replica < team.replicas(); ++replica) {
+      const auto of_replica = to_items<double>(of_ranks[options_.ranks()->mesh().rank_at(/*position=*/0, replica)]);
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_replica.at(i);
     }
     return broadcast(team, sums);

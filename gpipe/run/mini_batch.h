@@ -16,8 +16,7 @@ namespace gpipe {
 /// The cells of one mini-batch. Runs its program's actions on them. A forward makes one, which the graph of its outputs keeps
 /// alive until their backward. A step makes one for its duration.
 ///
-/// Thread safety: forward(), backward() and step() belong to a Call. Only the worker of its stage uses a cell. Parcels and
-/// gradients pass between stages through the Edges.
+/// Thread safety: forward(), backward() and step() belong to a Call. Only the worker of its stage uses a cell.
 class MiniBatch : public ActionRunner {
  public:
   struct Options {

@@ -8,8 +8,7 @@
 
 namespace gpipe {
 
-/// Gives this thread another thread's state (grad mode, autocast, dispatch modes, hooks) for its lifetime, with the
-/// autograd engine's multithreading off.
+/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
 class CallerStateScope {
  public:
   explicit CallerStateScope(const at::ThreadLocalState& state);
