@@ -23,7 +23,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
                       bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  auto* statistics = BatchStatistics::current();
+  auto* statistics = current_statistics;
   const bool updates = training && running_mean && running_mean->defined();
   const bool defer = statistics != nullptr && updates;
   if (updates) {
@@ -41,7 +41,7 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
                          const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,
                          double eps, bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  auto* statistics = BatchStatistics::current();
+  auto* statistics = current_statistics;
   const bool defer = statistics != nullptr && use_input_stats && running_mean && running_mean->defined();
   const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {
     const BatchStatistics::Scope inner(nullptr);
@@ -72,8 +72,6 @@ void register_batch_norm(torch::Library& library) {
 BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {}
 
 BatchStatistics::Scope::~Scope() { current_statistics = previous_; }
-
-BatchStatistics* BatchStatistics::current() { return current_statistics; }
 
 void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var,
                           double momentum) {

@@ -37,8 +37,6 @@ class BatchStatistics {
    private:
     BatchStatistics* const previous_;
   };
-  /// The calling thread's, or nullptr.
-  static BatchStatistics* current();
 
   /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);

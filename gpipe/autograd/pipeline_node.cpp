@@ -1,6 +1,7 @@
 #include "gpipe/autograd/pipeline_node.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -9,11 +10,10 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
-#include <span>
 #include <stdexcept>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -26,10 +26,19 @@ bool is_batched(const at::Tensor& tensor) {
          tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::Batched, DispatchKey::FuncTorchBatched}));
 }
 
+c10::impl::VirtualGuardImpl guard_on(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+c10::Stream make_current(c10::Stream stream) { return guard_on(stream.device()).exchangeStream(stream); }
+
 class PipelineNode : public torch::autograd::Node {
  public:
-  PipelineNode(BackwardFunction function, std::span<const c10::Device> devices)
-      : function_(std::move(function)), streams_(devices) {}
+  PipelineNode(BackwardFunction function, const std::vector<c10::Device>& devices) : function_(std::move(function)) {
+    for (const auto device : devices) {
+      if (device.is_cpu()) continue;
+      const auto stream = guard_on(device).getStream(device);
+      if (std::ranges::find(streams_, stream) == streams_.end()) streams_.push_back(stream);
+    }
+  }
 
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
@@ -45,9 +54,12 @@ class PipelineNode : public torch::autograd::Node {
     const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
     // A failed backward cannot be repeated, because it has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
-    variable_list result;
     // The engine sets the stream of one device only.
-    streams_.during([&] { result = call(function, std::move(gradients), retain_graph); });
+    std::vector<c10::Stream> previous;
+    previous.reserve(streams_.size());
+    const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), make_current); };
+    for (const auto& stream : streams_) previous.push_back(make_current(stream));
+    auto result = call(function, std::move(gradients), retain_graph);
     if (retain_graph) function_ = std::move(function);
     return result;
   }
@@ -70,7 +82,7 @@ class PipelineNode : public torch::autograd::Node {
   }
 
   BackwardFunction function_;
-  const CurrentStreams streams_;
+  std::vector<c10::Stream> streams_;  // that were current when this was made
 };
 
 // Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,

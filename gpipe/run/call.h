@@ -53,13 +53,4 @@ auto in_call(Pipeline& pipeline, F run) {
   }
 }
 
-/// Refuses a call under a transform of the calling thread that would not reach the workers.
-///
-/// Errors: c10::NotImplementedError under torch.jit.trace and under a functorch transform (jvp, vmap, grad), and when
-/// an input, a parameter or a buffer has a forward-mode tangent.
-void refuse_transforms(const Value& input, const std::vector<Stage>& stages);
-
-/// Errors: std::runtime_error if DistributedDataParallel averages the gradients: it does so only after its own forward.
-void refuse_step_in_ddp(const std::vector<Stage>& stages);
-
 }  // namespace gpipe

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "absl/cleanup/cleanup.h"
-
 namespace gpipe {
 namespace {
 
@@ -76,23 +74,6 @@ OptionalStreamScope::~OptionalStreamScope() {
   const auto guard = guard_of(previous_stream_->device());
   guard.exchangeStream(*previous_stream_);
   guard.uncheckedSetDevice(*previous_device_);
-}
-
-CurrentStreams::CurrentStreams(std::span<const c10::Device> devices) {
-  for (const auto device : devices) {
-    if (device.is_cpu()) continue;
-    const auto stream = guard_of(device).getStream(device);
-    if (std::ranges::find(streams_, stream) == streams_.end()) streams_.push_back(stream);
-  }
-}
-
-void CurrentStreams::during(absl::FunctionRef<void()> function) const {
-  const auto exchange = [](const c10::Stream& stream) { return guard_of(stream.device()).exchangeStream(stream); };
-  std::vector<c10::Stream> previous;
-  previous.reserve(streams_.size());
-  const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), exchange); };
-  for (const auto& stream : streams_) previous.push_back(exchange(stream));
-  function();
 }
 
 std::optional<c10::Stream> new_stream(c10::Device device) {
