@@ -225,18 +225,15 @@ void move_to_devices(const std::vector<Stage>& stages) {
     for (const auto& parameter : stage.parameters()) first_with.try_emplace(parameter.unsafeGetTensorImpl(), &stage);
   }
   for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
-    const auto is_borrowed = [&](const at::Tensor& tensor) {
+    const auto stays = [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || tensor.device() == stage->device) return true;
       const auto found = first_with.find(tensor.unsafeGetTensorImpl());
       return found != first_with.end() && found->second != &*stage;
     };
     for (const auto& layer : stage->layers) {
       const auto module = layer->module();
-      auto tensors = module->parameters();
-      for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-      const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-        return !tensor.defined() || tensor.device() == stage->device || is_borrowed(tensor);
-      });
-      if (!there) module->to(stage->device);  // a nested pipeline refuses to move
+      if (std::ranges::all_of(module->parameters(), stays) && std::ranges::all_of(module->buffers(), stays)) continue;
+      module->to(stage->device);  // a nested pipeline refuses to move
     }
   }
 }

@@ -11,6 +11,7 @@
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/boundary.h"
@@ -44,7 +45,7 @@ class PipelineNode : public torch::autograd::Node {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
                                 "create_graph");
-    TORCH_CHECK_NOT_IMPLEMENTED(std::none_of(gradients.begin(), gradients.end(), is_batched),
+    TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(gradients, is_batched),
                                 "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
                                 "is_grads_batched; call it once per gradient, with retain_graph");
     std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
@@ -118,18 +119,15 @@ struct DeviceBarrierNode : Leave {
 // the engine sets the stream of one device per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
-  std::vector<std::pair<c10::Device, NodePtr<DeviceBarrierNode>>> nodes;
+  std::unordered_map<c10::Device, NodePtr<DeviceBarrierNode>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
     if (on.is_cpu() || on == device) continue;
-    auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
-    if (found == nodes.end()) {
-      nodes.emplace_back(on, make_node<DeviceBarrierNode>());
-      found = nodes.end() - 1;
-    }
-    found->second->add_next_edge(std::move(edges[i]));
-    edges[i] = {found->second, found->second->add_input_metadata(inputs[i])};
+    auto& node = nodes[on];
+    if (!node) node = make_node<DeviceBarrierNode>();
+    node->add_next_edge(std::move(edges[i]));
+    edges[i] = {node, node->add_input_metadata(inputs[i])};
   }
   return edges;
 }

@@ -176,6 +176,17 @@ void register_kernels() {
       library("_", [](torch::Library& all) { all.fallback(torch::CppFunction::makeFallthrough()); });
 }
 
+constexpr int kWordsPerSeed = 2;  // the engine draws 32 bits at a time
+
+at::Generator current_generator() {
+  return current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
+}
+
+at::Generator generator_copy(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.clone();
+}
+
 }  // namespace
 
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
@@ -233,22 +244,6 @@ void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<v
   };
   call();
 }
-
-namespace {
-
-constexpr int kWordsPerSeed = 2;  // the engine draws 32 bits at a time
-
-at::Generator current_generator() {
-  auto* scope = RandomScope::current();
-  return scope ? scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
-}
-
-at::Generator generator_copy(at::Generator generator) {
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.clone();
-}
-
-}  // namespace
 
 SeedDraw::SeedDraw() : before_(generator_copy(current_generator())), seed_(RandomScope::draw_seed()) {}
 

@@ -1,5 +1,6 @@
 #include "gpipe/autograd/split_backward.h"
 
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
@@ -81,12 +82,6 @@ std::vector<std::int64_t> sizes_of(const Node& node, std::size_t input) {
   return sizes;
 }
 
-std::int64_t product(const std::vector<std::int64_t>& sizes) {
-  std::int64_t product = sizes.empty() ? 0 : 1;
-  for (const auto size : sizes) product *= size;
-  return product;
-}
-
 // The nodes of a graph, and those of them to defer.
 class Plan {
  public:
@@ -109,24 +104,12 @@ class Plan {
   }
 
  private:
-  using SinkInput = std::pair<const Node*, std::uint32_t>;
+  // A node, or one input of a sink.
+  using Target = std::pair<const Node*, std::uint32_t>;
 
-  // What runs in I and leads to no input.
-  struct Early {
-    absl::flat_hash_set<const Node*> nodes;
-    absl::flat_hash_set<SinkInput> sums;
-
-    void add(const GraphEdge& edge) {
-      if (edge.function->num_outputs() > 0) {
-        nodes.insert(edge.function.get());
-      } else {
-        sums.emplace(edge.function.get(), edge.input_nr);
-      }
-    }
-    bool contains(const GraphEdge& edge) const {
-      return nodes.contains(edge.function.get()) || sums.contains(SinkInput(edge.function.get(), edge.input_nr));
-    }
-  };
+  static Target target_of(const GraphEdge& edge) {
+    return {edge.function.get(), edge.function->num_outputs() > 0 ? 0 : edge.input_nr};
+  }
 
   // Iterative, because graphs are deep.
   void visit(Node* first) {
@@ -178,26 +161,27 @@ class Plan {
       edge = edge.function->next_edge(0);
       if (!edge.is_valid()) return 0;
     }
-    const bool is_sink = dynamic_cast<const GradientSink*>(edge.function.get()) != nullptr;
-    return is_sink ? product(sizes_of(*edge.function, edge.input_nr)) : 0;
+    if (dynamic_cast<const GradientSink*>(edge.function.get()) == nullptr) return 0;
+    const auto sizes = sizes_of(*edge.function, edge.input_nr);
+    return sizes.empty() ? 0 : c10::multiply_integers(sizes);
   }
 
   // Drops deferred nodes that share parameters, or views of them, with I. Returns whether there were any.
   bool drop_shared(const edge_list& roots) {
     if (deferred_.empty()) return false;
-    Early early;
+    absl::flat_hash_set<Target> early;  // what runs in I and leads to no input
     for (const auto& root : roots) {
-      if (root.is_valid() && !leads_to_input(root)) early.add(root);
+      if (root.is_valid() && !leads_to_input(root)) early.insert(target_of(root));
     }
     for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
-      const bool runs_in_full = leads_to_input_.at(*node) ? !defers(*node) : early.nodes.contains(*node);
+      const bool runs_in_full = leads_to_input_.at(*node) ? !defers(*node) : early.contains(Target(*node, 0));
       if (!runs_in_full) continue;
       for (const auto& edge : (*node)->next_edges()) {
-        if (edge.is_valid() && !leads_to_input(edge)) early.add(edge);
+        if (edge.is_valid() && !leads_to_input(edge)) early.insert(target_of(edge));
       }
     }
     const auto shares = [&](GraphEdge edge) {
-      while (edge.is_valid() && !early.contains(edge)) {
+      while (edge.is_valid() && !early.contains(target_of(edge))) {
         if (edge.function->num_outputs() == 0) return false;
         edge = edge.function->next_edge(0);
       }

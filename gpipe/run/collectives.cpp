@@ -110,7 +110,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
       refuse_argument("there must be one number per parameter, ", own, ", but there are ", numbers.size());
     }
     if (pipeline_->team().size() == 1) return numbers;
-    const auto known = std::count_if(parameter_names_.begin(), parameter_names_.end(), [&](const StateName& each) {
+    const auto known = std::ranges::count_if(parameter_names_, [&](const StateName& each) {
       return each.name == each.first && pipeline_->is_here(each.stage);
     });
     if (own != known) {
@@ -180,7 +180,7 @@ bool unscale_grads_(GPipeImpl& pipe, double scale) {
     finite.push_back(at::isfinite(gradient.is_sparse() ? gradient._values() : gradient).all());
   }
   const auto of_rank = read_all(finite);
-  const bool all_finite = std::find(of_rank.begin(), of_rank.end(), 0.0) == of_rank.end();
+  const bool all_finite = std::ranges::count(of_rank, 0.0) == 0;
   return pipe.largest(all_finite ? 0 : 1) == 0;
 }
 
