@@ -10,7 +10,6 @@
 #include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/tensors/sample_hash.h"
 #include "gpipe/version.h"
 

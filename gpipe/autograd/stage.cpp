@@ -1,6 +1,5 @@
 #include "gpipe/autograd/stage.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>

@@ -1,6 +1,5 @@
 #include "gpipe/autograd/stage_state.h"
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
@@ -8,7 +7,6 @@
 
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -18,8 +16,12 @@ thread_local StageState* watching = nullptr;
 // Calls functions, and keeps the first error.
 class FirstError {
  public:
-  void catch_from(absl::FunctionRef<void()> call) try { call(); } catch (...) {
-    if (!error_) error_ = std::current_exception();
+  void catch_from(absl::FunctionRef<void()> call) {
+    try {
+      call();
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+    }
   }
   void rethrow() const {
     if (error_) std::rethrow_exception(error_);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/run/pipeline.h"
 

@@ -10,7 +10,6 @@
 #include "gpipe/binding.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/tensors/kept_memory.h"
 #include "gpipe/tensors/transfer.h"
