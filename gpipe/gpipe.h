@@ -99,9 +99,8 @@ class GPipeImpl : public torch::nn::Module {
   /// been added, unless a hook threw it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
-  /// As step(), but adds nothing to `.grad`. Returns the loss with an autograd node that holds the gradients. A backward of
-  /// the loss only multiplies them by its incoming gradient and hands them out. Serves autograd::grad, and modules inside
-  /// DistributedDataParallel that return the loss.
+  /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients, multiplies them by
+  /// its incoming gradient and hands them out. Serves autograd::grad, and modules in DistributedDataParallel.
   torch::Tensor loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   const std::vector<std::int64_t>& balance() const { return balance_; }

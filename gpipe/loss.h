@@ -42,8 +42,7 @@ struct LossFunction : std::function<at::Tensor(const Value& output, const Value&
 /// Returns the count of torch's cross entropy or NLL loss: its targets that are not ignored, or their weights' sum.
 CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index);
 
-/// Makes a LossFunction from a function of two tensors, for models and targets of one tensor. Reads the options of a loss
-/// module of torch, such as torch::nn::CrossEntropyLoss.
+/// Makes a LossFunction from a function of two tensors. Reads the options of torch's loss modules.
 template <typename F>
 LossFunction tensor_loss(F function) {
   std::optional<Reduction> reduction;

@@ -57,8 +57,7 @@ std::vector<Skippable*> skippables_in(torch::nn::Module& module) {
   const auto add = [&](torch::nn::Module* m) {
     if (auto* skippable = dynamic_cast<Skippable*>(m)) found.push_back(skippable);
   };
-  // Adds the module itself: modules(include_self=true) needs a shared_ptr, which does not exist while a constructor
-  // runs.
+  // Adds the module itself: modules(include_self=true) needs a shared_ptr, of which a constructor has none.
   add(&module);
   for (const auto& m : module.modules(/*include_self=*/false)) add(m.get());
   return found;

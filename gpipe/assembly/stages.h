@@ -57,8 +57,7 @@ class Inventory {
   const std::vector<SkipDeclaration>& skips() const { return skips_; }
   /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
   const std::vector<std::string>& descriptions() const { return descriptions_; }
-  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash(). Leaves out parameters that
-  /// layers share: over ranks, the owner's value counts.
+  /// A hash of each layer's parameters; 0 where it is not known. Leaves out parameters that layers share.
   std::vector<std::uint64_t> values() const;
 
  private:
@@ -71,8 +70,7 @@ class Inventory {
   std::vector<std::pair<std::size_t, std::uint64_t>> values_;
 };
 
-/// Returns what all ranks of a pipeline must have in common: versions, options, edges, and the layers. Other replicas than the
-/// first need not have its values, because they take them.
+/// Returns what all ranks must have in common: versions, options, edges, and layers, in the first replica with values.
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
                      const Inventory& inventory, const GPipeOptions& options);
 

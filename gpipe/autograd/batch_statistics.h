@@ -20,8 +20,7 @@ void register_batch_norm(torch::Library& library);
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
 /// still normalised by its own statistics. Instance norm likewise: its running statistics are means over samples.
 ///
-/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
-/// Algorithm for Computing Sample Variances, 1979).
+/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae, 1979).
 ///
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
@@ -53,9 +52,8 @@ class BatchStatistics {
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
   void join(const std::vector<at::Tensor>& buffers, const std::vector<std::vector<at::Tensor>>& of_others);
 
-  /// Updates the running statistics and counts of the stage's layers, as one batch norm over the whole mini-batch does.
-  /// Uses the first micro-batch's momentum. Leaves statistics alone where the mini-batch had fewer than two values per
-  /// channel, because their variance is undefined.
+  /// Updates the running statistics and counts of the stage's layers, as one batch norm over the mini-batch does, with
+  /// the first micro-batch's momentum. Leaves them alone for fewer than two values per channel.
   void commit(const Stage& stage);
 
  private:

@@ -8,8 +8,7 @@
 namespace gpipe {
 namespace {
 
-// Whether no other tensor shares the memory, and each element has a place of its own. A view may own its base: a
-// weight's gradient can be a transposed product.
+// Whether only this tensor has the memory, without repeats. A view may own its base, as a weight's gradient often does.
 bool owns_memory(const at::Tensor& tensor) {
   if (tensor.use_count() != 1 || tensor.layout() != at::kStrided) return false;
   std::size_t users = 1;

@@ -24,8 +24,7 @@ struct CellLoss {
   bool adopts_leaves = true;
 };
 
-/// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
-/// thread at a time, the worker of its stage.
+/// One (stage, micro-batch) of a mini-batch: its inputs and graph, which it frees. Used by the worker of its stage.
 class Cell {
  public:
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's.

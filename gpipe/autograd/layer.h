@@ -86,8 +86,7 @@ using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int la
 /// or a std::tuple of 2 to 8. If it returns another type, Layer::forward() throws std::invalid_argument.
 std::unique_ptr<Layer> make_layer(std::string name, torch::nn::AnyModule module);
 
-/// Wraps all children of a Sequential, in order. Errors: std::invalid_argument when the Sequential itself has parameters
-/// or buffers, because they belong to no layer.
+/// Wraps all children of a Sequential, in order. Errors: std::invalid_argument for parameters or buffers of its own.
 std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model);
 
 }  // namespace gpipe

@@ -115,8 +115,7 @@ struct DeviceBarrierNode : Leave {
   std::string name() const override { return "GPipeDeviceBarrier"; }
 };
 
-// Returns the inputs' edges. An input on another accelerator than `device` gets its gradient through a node there, because
-// the engine sets the stream of one device per node.
+// Returns the inputs' edges; on other accelerators through a node there: the engine sets one device's stream per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
   std::unordered_map<c10::Device, NodePtr<DeviceBarrierNode>> nodes;

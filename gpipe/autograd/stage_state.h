@@ -55,9 +55,8 @@ bool is_strided(const at::Tensor& tensor);
 /// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own. Gives
 /// a recompute the values that its forward read, and undoes a failed call.
 ///
-/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and kernels
-/// of other libraries write unseen, so buffers below 64 KiB are copied when they are held, and so is any tensor that was
-/// once seen changed without an operator.
+/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and
+/// other libraries write unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
 ///
 /// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
 class StageState {

@@ -8,8 +8,7 @@ namespace gpipe {
 /// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
 std::string describe_trained(const std::vector<ParameterSinks>& stages);
 
-/// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it. Sums the
-/// latter over micro-batches and replicas.
+/// The gradients of one backward: of outputs, which enter it, and, summed over replicas, of inputs and parameters.
 ///
 /// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker runs.
 class BackwardGradients {

@@ -70,8 +70,7 @@ class Pipeline {
   /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
   Mutex& call_mutex();
 
-  /// Gives the parameters and buffers of this rank's stages the values that they have in the first replica. Called by all
-  /// ranks with the same stages when a pipeline is made.
+  /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
   void take_state_of_first_replica();
   /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained since
   /// the last time. `trains`: whether this one does. Does not advance version counters.
@@ -110,8 +109,7 @@ class Pipeline {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// Returns where a mini-batch that begins now records, and its step there. If no timeline is set, a new one if
-  /// `needed`.
+  /// Returns where a mini-batch that begins now records, and its step there; if nowhere, a new timeline if `needed`.
   Recording next_recording(bool needed);
 
  private:
