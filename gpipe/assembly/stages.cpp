@@ -67,7 +67,7 @@ std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages) 
       places.add(stage.index, layer->name(), layer->module()->named_parameters());
     }
   }
-  return places.take();
+  return places.all();
 }
 
 void Inventory::add(int stage, const Layer& layer) {

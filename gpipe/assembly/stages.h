@@ -34,7 +34,6 @@ class TensorPlaces {
   /// Adds tensors of a layer. REQUIRES: stages come in order.
   void add(int stage, const std::string& layer, const torch::OrderedDict<std::string, at::Tensor>& tensors);
   const std::vector<TensorPlace>& all() const { return all_; }
-  std::vector<TensorPlace> take() { return std::move(all_); }
 
  private:
   std::vector<TensorPlace> all_;

@@ -145,27 +145,20 @@ Gathered gather(const std::vector<Parcel>& parts) {
 
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {
   if (!gradient.defined() || sizes.size() == 1) return std::vector<at::Tensor>(sizes.size(), gradient);
-  std::vector<at::Tensor> pieces;
-  std::int64_t start = 0;
-  for (const auto size : sizes) {
-    pieces.push_back(gradient.narrow(0, start, size));
-    start += size;
-  }
-  return pieces;
+  return gradient.split_with_sizes(sizes);
 }
 
 at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes) {
   if (parts.size() == 1) return std::move(parts.front());
   const auto like = std::ranges::find_if(parts, &at::Tensor::defined);
   if (like == parts.end()) return {};
-  auto pieces = parts;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].defined()) continue;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].defined()) continue;
     auto shape = like->sizes().vec();
     shape[0] = sizes[i];
-    pieces[i] = at::zeros(shape, like->options());
+    parts[i] = at::zeros(shape, like->options());
   }
-  return at::cat(pieces, 0);
+  return at::cat(parts, 0);
 }
 
 }  // namespace gpipe
