@@ -28,8 +28,8 @@ constexpr std::int64_t kLeastWork = std::int64_t{1} << 12;
 /// The edges of a node's two factors.
 using Factors = std::array<std::size_t, 2>;
 
-/// Whether the node is a Product whose two saved factors have no hooks. With hooks, each run of the node could run a user's
-/// code, such as a recompute by torch.utils.checkpoint.
+/// Whether the node is a Product whose two saved factors have no hooks: each run of the node would run them, and they
+/// may be a user's code, such as a recompute by torch.utils.checkpoint.
 template <class Product>
 bool is_plain(const Node& node, SavedVariable Product::*one, SavedVariable Product::*other) {
   if (typeid(node) != typeid(Product)) return false;

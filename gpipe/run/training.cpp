@@ -40,7 +40,7 @@ bool any_has_tangent(const std::vector<at::Tensor>& tensors) {
       tensors, [](const auto& tensor) { return tensor.defined() && tensor._fw_grad(kTangentLevel).defined(); });
 }
 
-// Whether DistributedDataParallel averages a gradient. c10d's reducer, and nothing else, adds such hooks to accumulators.
+// Whether DistributedDataParallel averages a gradient: only c10d's reducer adds such hooks to accumulators.
 bool has_reducer(const at::Tensor& parameter) {
   if (!parameter.requires_grad() || !parameter.is_leaf()) return false;
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
