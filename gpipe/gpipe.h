@@ -1,6 +1,5 @@
 #pragma once
 
-#include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/pimpl.h>
@@ -43,15 +42,13 @@ struct Timeline;
 /// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad
 /// work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's keys.
 ///
-/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device, or on several
-/// ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from the default
-/// generator (see RandomScope). In training mode with gradients enabled, the checkpoint option decides
-/// which cells are recomputed. In eval mode with gradients enabled, every graph is stored. Without gradients nothing is
-/// stored.
+/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device, or on
+/// several ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from
+/// the default generator (see RandomScope). With gradients enabled, the checkpoint option decides in training mode
+/// which cells are recomputed; eval mode stores every graph. Without gradients nothing is stored.
 ///
-/// Thread safety: forward, backward and step may be called on any thread except the pipeline's workers; concurrent calls
-/// take turns. Do not change parameters or the training mode during a call, nor, if cells are recomputed, between a forward
-/// and its backward.
+/// Thread safety: forward, backward and step may be called on any thread but the pipeline's workers; concurrent calls
+/// take turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
 /// Errors: a call throws the object that a layer threw; see last_error(). Gradients, parameters, buffers and generators are
 /// then as before the call, and the next call works. A recompute that throws an object other than a std::exception becomes a
@@ -79,8 +76,7 @@ class GPipeImpl : public torch::nn::Module {
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
-  /// For models that take or return several tensors. The first layer gets a vector. A result of any form is returned as
-  /// a vector.
+  /// For models that take or return several tensors. The first layer gets a vector. The result is a vector in any case.
   std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
   /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input);
@@ -103,9 +99,8 @@ class GPipeImpl : public torch::nn::Module {
   /// been added, unless a hook threw it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
-  /// As step(), but adds nothing to `.grad`. Returns the loss with an autograd node that holds the gradients. A backward of
-  /// the loss only multiplies them by its incoming gradient and hands them out. Serves autograd::grad, and modules inside
-  /// DistributedDataParallel that return the loss.
+  /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients, multiplies them by
+  /// its incoming gradient and hands them out. Serves autograd::grad, and modules in DistributedDataParallel.
   torch::Tensor loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
@@ -126,17 +121,15 @@ class GPipeImpl : public torch::nn::Module {
   /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;
 
-  /// Makes later forwards, with their backwards, and later steps append their actions to the timeline. nullptr ends this
-  /// for later calls.
+  /// Makes later forwards, their backwards, and later steps append their actions to the timeline. nullptr ends this.
   ///
   ///   auto timeline = std::make_shared<gpipe::Timeline>();
   ///   pipe->trace(timeline);
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator, events time the work, and each worker waits for its device at the end of the call. Each span
-  /// also has the bytes that its worker had in use, unless PyTorch's own profiler is active. REQUIRES: read the timeline
-  /// only while no call runs.
+  /// On an accelerator, events time the work, and each worker waits for its device at the end of the call. Spans have
+  /// the bytes in use, unless PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
   /// Whether no mini-batch and no graph uses the pipeline.
@@ -149,8 +142,7 @@ class GPipeImpl : public torch::nn::Module {
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
   // an error of all. In one process they return at once.
 
-  /// Returns the bytes that each rank gives, in order, on rank 0; nothing on the other ranks. `what` they are must be the same
-  /// on all ranks.
+  /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others. `what` they are must be equal on all.
   std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
 
   /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the other ranks. Between hosts the clocks

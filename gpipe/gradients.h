@@ -13,9 +13,8 @@ namespace gpipe {
 /// for a total norm that is not finite, if `error_if_nonfinite`; the gradients are then unchanged.
 at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
 
-/// Divides the gradients by the scale of their loss (see StepOptions::scale). Returns whether all of them are finite, on all
-/// ranks: if not, skip the step of the optimizer and choose a lower scale, on all ranks alike. Errors: std::invalid_argument
-/// for a scale that is not positive.
+/// Divides the gradients by the scale of their loss (StepOptions::scale). Returns whether all are finite, on all ranks:
+/// if not, skip the optimizer's step and lower the scale on all. Errors: std::invalid_argument for a scale <= 0.
 bool unscale_grads_(GPipeImpl& pipe, double scale);
 
 }  // namespace gpipe

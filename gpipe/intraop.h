@@ -2,8 +2,7 @@
 
 namespace gpipe {
 
-/// Sets the number of threads that operators called on this thread use. Unlike at::set_num_threads, this does not
-/// affect other threads, including those started later.
+/// Sets how many threads operators on this thread use. Unlike at::set_num_threads, this leaves all other threads alone.
 void set_intraop_threads_of_this_thread(int threads);
 
 }  // namespace gpipe

@@ -42,8 +42,7 @@ class LayerFactory {
   /// Empty if none was given: then the layer's name is its index.
   const std::string& name() const { return name_; }
 
-  /// Returns a new layer. Errors: std::invalid_argument if there is no module; what `make` throws, a c10::Error
-  /// with the layer's name.
+  /// Returns a new layer. Errors: std::invalid_argument for no module; what `make` throws, a c10::Error with the name.
   std::unique_ptr<Layer> operator()() const;
 
  private:

@@ -10,7 +10,6 @@
 #include <optional>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include "gpipe/schedule/action.h"
 #include "gpipe/tensors/value.h"
@@ -27,10 +26,9 @@ enum class Reduction {
 /// on the caller's thread with each micro-batch's target.
 using CountFunction = std::function<double(const Value& target)>;
 
-/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once per
-/// micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the last does.
-/// Tensors that it uses and that require grad get gradients, but not with replicas. REQUIRES: it does not change the target
-/// in place.
+/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
+/// per micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the
+/// last does. Tensors that it uses get gradients, but not with replicas. REQUIRES: does not write to the target.
 struct LossFunction : std::function<at::Tensor(const Value& output, const Value& target)> {
   using std::function<at::Tensor(const Value&, const Value&)>::function;
 
@@ -41,12 +39,10 @@ struct LossFunction : std::function<at::Tensor(const Value& output, const Value&
   std::optional<std::size_t> kind = {};
 };
 
-/// Returns the count of a cross entropy or NLL loss of torch: the targets that are not ignored, or the sum of their classes'
-/// weights.
+/// Returns the count of torch's cross entropy or NLL loss: its targets that are not ignored, or their weights' sum.
 CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index);
 
-/// Makes a LossFunction from a function of two tensors, for models and targets of one tensor. Reads the options of a loss
-/// module of torch, such as torch::nn::CrossEntropyLoss.
+/// Makes a LossFunction from a function of two tensors. Reads the options of torch's loss modules.
 template <typename F>
 LossFunction tensor_loss(F function) {
   std::optional<Reduction> reduction;
@@ -69,8 +65,7 @@ LossFunction tensor_loss(F function) {
 struct StepOptions {
   /// Default: as the loss reduces, if it is a module of torch in tensor_loss(), else kMean.
   TORCH_ARG(std::optional<Reduction>, reduction);
-  /// What kMean weights a micro-batch by. Default: the count of the loss, if it is a module of torch in tensor_loss(), else
-  /// the number of samples.
+  /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
   /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss against the loss
   /// of the whole mini-batch. Does nothing if the reduction or a count is known or given. The step() keeps the outputs of

@@ -19,11 +19,7 @@ class NestedSequential : public torch::nn::ModuleHolder<NestedSequentialImpl> {
 
   NestedSequential() = default;
   NestedSequential(std::initializer_list<torch::nn::NamedAnyModule> named_modules)
-      : ModuleHolder(std::make_shared<NestedSequentialImpl>(torch::OrderedDict<std::string, torch::nn::AnyModule>([&] {
-          torch::OrderedDict<std::string, torch::nn::AnyModule> modules;
-          for (const auto& named : named_modules) modules.insert(named.name(), named.module());
-          return modules;
-        }()))) {}
+      : ModuleHolder(std::make_shared<NestedSequentialImpl>(named_modules)) {}
 };
 
 }  // namespace gpipe

@@ -32,9 +32,8 @@ struct GPipeOptions {
   TORCH_ARG(int, stages_per_worker) = 1;
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);
-  /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
-  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
-  /// stage's actions, W's aside.
+  /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(), once
+  /// per number of micro-batches while the result is cached. W's aside, an R comes directly before its B or I.
   TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.
@@ -48,12 +47,10 @@ struct GPipeOptions {
   /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
   /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
   TORCH_ARG(bool, deferred_batch_norm) = false;
-  /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
-  /// at least one each.
+  /// Threads that an operator of a CPU stage may use. 0: an equal share of torch::get_num_threads(), at least one.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline lives. Applies to
-  /// pipelines with a stage of this process on the CPU, and sets the options of glibc's malloc: the only setting of the process that a
-  /// pipeline changes.
+  /// Whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline lives, if it has a
+  /// CPU stage in this process. Sets options of glibc's malloc, a pipeline's only change of the process.
   TORCH_ARG(bool, keep_memory) = true;
   /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has
   /// the devices of this rank's workers. Null: this process has all workers.

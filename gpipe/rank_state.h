@@ -13,10 +13,9 @@ namespace gpipe {
 // The state of a training over ranks. In one process both functions return what they are given.
 
 /// Joins the snapshots of all ranks, which each captures from its pipeline and its optimizer. Returns on rank 0 the
-/// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history; on other
-/// ranks, one without tensors. All ranks call it, as forward(). A parameter that ranks share has its owner's value. An
-/// optimizer is made of the pipeline's parameters(). Its groups must list them in the model's order, or else the joined
-/// ones list them so.
+/// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history;
+/// elsewhere, one without tensors. All ranks call it. A parameter that ranks share has its owner's value. An optimizer
+/// is made of the pipeline's parameters(). Its groups should list them in the model's order, as the joined ones do.
 ///
 ///   auto whole = gpipe::gather(*pipe, mine);
 ///   if (ranks->rank() == 0) gpipe::write_snapshot("latest.snapshot", whole);

@@ -11,13 +11,9 @@
 #include <array>
 #include <optional>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
-#include <variant>
-#include <vector>
 
 #include "gpipe/snapshot.h"
-#include "skip/namespace.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {
@@ -41,51 +37,51 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// Stashes a block's input, or a projection of it, and returns the input.
-class StashShortcutImpl : public nn::Cloneable<StashShortcutImpl>, public Skippable {
+/// One end of a block's shortcut.
+template <typename Self>
+class Shortcut : public nn::Cloneable<Self>, public Skippable {
  public:
-  StashShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}), skip_(skip), projection_(projection) {
+  Shortcut(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)
+      : nn::Cloneable<Self>(type), Skippable(std::move(names)), projection_(projection) {
     isolate(ns);
     reset();
   }
   void reset() override {
-    if (projection_) downsample_ = register_module("downsample", projection_->make());
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    stash(skip_, projection_ ? downsample_->forward(x) : x);
-    return x;
+    if (projection_) downsample_ = this->register_module("downsample", projection_->make());
   }
 
+ protected:
+  torch::Tensor project(const torch::Tensor& x) { return projection_ ? downsample_->forward(x) : x; }
+
  private:
-  std::string skip_;
   std::optional<Projection> projection_;
   nn::Sequential downsample_{nullptr};
+};
+
+/// Stashes a block's input, or a projection of it, and returns the input.
+class StashShortcutImpl : public Shortcut<StashShortcutImpl> {
+ public:
+  StashShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
+      : Shortcut("gpipe::models::Stash", {.stash = {skip}}, ns, projection) {}
+
+  torch::Tensor forward(torch::Tensor x) {
+    stash(stashes().front().name, project(x));
+    return x;
+  }
 };
 TORCH_MODULE(StashShortcut);
 
 /// Adds the skip, or a projection of it, to its input.
-class AddShortcutImpl : public nn::Cloneable<AddShortcutImpl>, public Skippable {
+class AddShortcutImpl : public Shortcut<AddShortcutImpl> {
  public:
   AddShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}), skip_(skip), projection_(projection) {
-    isolate(ns);
-    reset();
-  }
-  void reset() override {
-    if (projection_) downsample_ = register_module("downsample", projection_->make());
-  }
+      : Shortcut("gpipe::models::Join", {.pop = {skip}}, ns, projection) {}
+
   torch::Tensor forward(torch::Tensor x) {
-    const auto skip = pop(skip_);
     // Adding in place to x is safe, because batch norm's backward does not need its output. Adding in place to the skip
     // is not: it is the block's input, which the backward of the first convolution needs.
-    return x.add_(projection_ ? downsample_->forward(skip) : skip);
+    return x.add_(project(pop(pops().front().name)));
   }
-
- private:
-  std::string skip_;
-  std::optional<Projection> projection_;
-  nn::Sequential downsample_{nullptr};
 };
 TORCH_MODULE(AddShortcut);
 

@@ -58,8 +58,7 @@ std::string from_torchvision(const std::string& key);
 /// `load_torchvision(*model, state)`. Converts values to the model's devices and types. Sets batch counters
 /// (num_batches_tracked) to 0 if the state is of an older version without them.
 ///
-/// Errors: std::invalid_argument with the first key that is unexpected, missing or has another shape. The model is then
-/// unchanged.
+/// Errors: std::invalid_argument with the first key that is unexpected, missing or misshapen; nothing is copied then.
 void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
 /// The same from a safetensors file. `python -m gpipe convert weights.pth weights.safetensors` makes one.

@@ -8,11 +8,8 @@
 #include <torch/nn/modules/upsampling.h>
 
 #include <stdexcept>
-#include <string>
 #include <utility>
-#include <vector>
 
-#include "skip/namespace.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {
@@ -47,37 +44,29 @@ struct Nd<3> {
 /// Stashes its input and returns it.
 class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
  public:
-  StashImpl(const std::string& skip, Namespace ns)
-      : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}), skip_(skip) {
+  StashImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}) {
     isolate(ns);
   }
   void reset() override {}
   torch::Tensor forward(torch::Tensor x) {
-    stash(skip_, x);
+    stash(stashes().front().name, x);
     return x;
   }
-
- private:
-  std::string skip_;
 };
 TORCH_MODULE(Stash);
 
 /// Concatenates the skip with the input, cropped to the size of the skip.
 class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
  public:
-  JoinImpl(const std::string& skip, Namespace ns)
-      : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}), skip_(skip) {
+  JoinImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}) {
     isolate(ns);
   }
   void reset() override {}
   torch::Tensor forward(torch::Tensor x) {
-    const auto skip = pop(skip_);
+    const auto skip = pop(pops().front().name);
     for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
     return torch::cat({skip, x}, 1);
   }
-
- private:
-  std::string skip_;
 };
 TORCH_MODULE(Join);
 

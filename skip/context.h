@@ -29,10 +29,9 @@ class SkipContextGuard {
   explicit SkipContextGuard(SkipContext& context);
   ~SkipContextGuard();
   SkipContextGuard(const SkipContextGuard&) = delete;
-  SkipContextGuard& operator=(const SkipContextGuard&) = delete;
 
  private:
-  SkipContext* previous_;
+  SkipContext* const previous_;
 };
 
 }  // namespace gpipe

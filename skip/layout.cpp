@@ -1,6 +1,5 @@
 #include "skip/layout.h"
 
-#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <utility>
@@ -18,18 +17,12 @@ struct End {
   std::string path;  // "layer", or "layer.child" for a module nested in it
 };
 
-struct Ends {
-  std::vector<End> stashes;
-  std::vector<End> pops;
-};
-
-Ends find_ends(const std::vector<SkipDeclaration>& declarations) {
-  Ends ends;
-  int order = 0;
-  for (const auto& [layer, path, stashes, pops] : declarations) {
-    ++order;
-    for (const auto& key : stashes) ends.stashes.push_back({key, layer, order, path});
-    for (const auto& key : pops) ends.pops.push_back({key, layer, order, path});
+/// Returns one kind of ends, in order.
+std::vector<End> find_ends(const std::vector<SkipDeclaration>& declarations,
+                           std::vector<SkipKey> SkipDeclaration::*keys) {
+  std::vector<End> ends;
+  for (int i = 0; i < std::ssize(declarations); ++i) {
+    for (const auto& key : declarations[i].*keys) ends.push_back({key, declarations[i].layer, i, declarations[i].path});
   }
   return ends;
 }
@@ -60,13 +53,14 @@ std::map<SkipKey, const End*> index(const std::vector<End>& ends, const std::str
 }  // namespace
 
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations) {
-  const Ends ends = find_ends(declarations);
+  const auto all_stashes = find_ends(declarations, &SkipDeclaration::stashes);
+  const auto all_pops = find_ends(declarations, &SkipDeclaration::pops);
   std::vector<std::string> faults;
-  const auto stashes = index(ends.stashes, "stashes", faults);
-  const auto pops = index(ends.pops, "pops", faults);
+  const auto stashes = index(all_stashes, "stashes", faults);
+  const auto pops = index(all_pops, "pops", faults);
 
   std::vector<SkipLink> links;
-  for (const auto& stash : ends.stashes) {
+  for (const auto& stash : all_stashes) {
     const auto pop = pops.find(stash.key);
     if (pop == pops.end()) {
       faults.push_back(to_string(stash) + " stashes " + to_string(stash.key) + ", which no layer pops");
@@ -74,7 +68,7 @@ std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declaratio
       links.push_back({stash.key, stash.layer, pop->second->layer});
     }
   }
-  for (const auto& pop : ends.pops) {
+  for (const auto& pop : all_pops) {
     const auto stash = stashes.find(pop.key);
     if (stash != stashes.end() && in_order(*stash->second, pop)) continue;
     faults.push_back(to_string(pop) + " pops " + to_string(pop.key) + ", which no earlier layer stashes" +
@@ -99,7 +93,7 @@ std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int inde
 
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
   std::vector<SkipDeclaration> declarations;
-  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+  for (int layer = 0; layer < std::ssize(layers); ++layer) {
     for (auto& declaration : skip_declarations(layers[layer], layer)) declarations.push_back(std::move(declaration));
   }
   return match_skips(declarations);

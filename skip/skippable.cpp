@@ -1,6 +1,8 @@
 #include "skip/skippable.h"
 
 #include <algorithm>
+#include <atomic>
+#include <map>
 #include <set>
 #include <stdexcept>
 
@@ -8,6 +10,28 @@
 
 namespace gpipe {
 namespace {
+
+// 0 is Namespace::global().
+std::uint64_t next_id() {
+  static std::atomic<std::uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+class ThreadContext : public SkipContext {
+ public:
+  void stash(const SkipKey& key, at::Tensor tensor) override { tensors_.insert_or_assign(key, std::move(tensor)); }
+
+  at::Tensor pop(const SkipKey& key) override {
+    auto node = tensors_.extract(key);
+    if (node.empty()) throw std::runtime_error("skip " + to_string(key) + " was popped before it was stashed");
+    return std::move(node.mapped());
+  }
+
+ private:
+  std::map<SkipKey, at::Tensor> tensors_;
+};
+
+thread_local SkipContext* guarded = nullptr;
 
 std::vector<SkipKey> to_keys(std::vector<std::string>& names) {
   std::vector<SkipKey> keys;
@@ -22,7 +46,7 @@ const SkipKey* find(const std::vector<SkipKey>& keys, const std::string& name) {
 
 std::invalid_argument undeclared(const std::string& verb, const std::string& name,
                                  const std::vector<SkipKey>& declared) {
-  std::string text = "'" + name + "' was " + verb + " by a layer that does not declare it; it declares";
+  auto text = "'" + name + "' was " + verb + " by a layer that does not declare it; it declares";
   for (const auto& key : declared) text += " '" + key.name + "'";
   if (declared.empty()) text += " none";
   return std::invalid_argument(text);
@@ -33,14 +57,31 @@ std::vector<Skippable*> skippables_in(torch::nn::Module& module) {
   const auto add = [&](torch::nn::Module* m) {
     if (auto* skippable = dynamic_cast<Skippable*>(m)) found.push_back(skippable);
   };
-  // Adds the module itself here, because modules(include_self=true) needs a shared_ptr that owns it. None exists while
-  // a constructor runs.
+  // Adds the module itself: modules(include_self=true) needs a shared_ptr, of which a constructor has none.
   add(&module);
   for (const auto& m : module.modules(/*include_self=*/false)) add(m.get());
   return found;
 }
 
 }  // namespace
+
+Namespace::Namespace() : id_(next_id()) {}
+
+std::string to_string(const SkipKey& key) {
+  std::string text = "'" + key.name + "'";
+  if (key.ns != Namespace::global()) text += " (namespace " + std::to_string(key.ns.id()) + ")";
+  return text;
+}
+
+SkipContext& SkipContext::current() {
+  if (guarded != nullptr) return *guarded;
+  thread_local ThreadContext own;
+  return own;
+}
+
+SkipContextGuard::SkipContextGuard(SkipContext& context) : previous_(std::exchange(guarded, &context)) {}
+
+SkipContextGuard::~SkipContextGuard() { guarded = previous_; }
 
 Skippable::Skippable(Names names) : stashes_(to_keys(names.stash)), pops_(to_keys(names.pop)) {
   std::set<std::string> seen;

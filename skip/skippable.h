@@ -3,7 +3,6 @@
 #include <torch/nn/module.h>
 
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "skip/namespace.h"

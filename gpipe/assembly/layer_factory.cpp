@@ -2,10 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/base/checks.h"

@@ -3,7 +3,6 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -18,36 +17,32 @@
 namespace gpipe {
 namespace {
 
-[[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
-  refuse_argument("stages ", first, " and ", second, " share ", what, "; put the layers that share it into one stage");
-}
-
 // On an error, tells the other ranks.
 std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks) {
   try {
     return factory();
   } catch (...) {
     if (ranks != nullptr) {
-      ranks->job().board().report("rank " + std::to_string(ranks->rank()) + " cannot make layer '" + factory.name() +
-                                  "': " + message_of(std::current_exception()));
+      ranks->job().board().report(absl::StrCat("rank ", ranks->rank(), " cannot make layer '", factory.name(),
+                                               "': ", message_of(std::current_exception())));
     }
     throw;
   }
 }
 
 std::string describe_layer(const Layer& layer) {
-  std::ostringstream text;
-  text << "'" << layer.name() << "'";
+  auto text = "'" + layer.name() + "'";
   const auto add = [&](const auto& tensors, bool wants_gradients) {
     for (const auto& tensor : tensors) {
-      text << ", " << tensor.key() << " " << tensor.value().scalar_type();
-      tensor.value().is_nested() ? text << "[nested]" : text << tensor.value().sizes();
-      if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
+      const auto& value = tensor.value();
+      absl::StrAppend(&text, ", ", tensor.key(), " ", c10::str(value.scalar_type()),
+                      value.is_nested() ? "[nested]" : c10::str(value.sizes()),
+                      wants_gradients && !value.requires_grad() ? " frozen" : "");
     }
   };
   add(layer.module()->named_parameters(), /*wants_gradients=*/true);
   add(layer.module()->named_buffers(), /*wants_gradients=*/false);
-  return text.str();
+  return text;
 }
 
 }  // namespace
@@ -73,7 +68,7 @@ std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages) 
       places.add(stage.index, layer->name(), layer->module()->named_parameters());
     }
   }
-  return places.take();
+  return places.all();
 }
 
 void Inventory::add(int stage, const Layer& layer) {
@@ -84,9 +79,8 @@ void Inventory::add(int stage, const Layer& layer) {
     refuse_argument("layers '", first->second, "' and '", name,
                     "' are the same module; use a copy, because each layer belongs to one place");
   }
-  for (auto& skip : skip_declarations({name, module}, static_cast<int>(descriptions_.size()))) {
-    skips_.push_back(std::move(skip));
-  }
+  const auto skips = skip_declarations({name, module}, static_cast<int>(descriptions_.size()));
+  skips_.insert(skips_.end(), skips.begin(), skips.end());
   parameters_.add(stage, name, module->named_parameters());
   buffers_.add(stage, name, module->named_buffers());
   for (const auto& parameter : module->named_parameters()) {
@@ -128,7 +122,7 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   add("the checkpoint mode", to_string(options.checkpoint()));
   add("deferred_batch_norm", options.deferred_batch_norm() ? "true" : "false");
   for (std::size_t e = 0; e < edges.size(); ++e) {
-    add("edge " + std::to_string(e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
+    add(absl::StrCat("edge ", e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
   }
   for (std::size_t i = 0; i < inventory.descriptions().size(); ++i) {
     add("layer " + std::to_string(i), inventory.descriptions()[i]);
@@ -167,7 +161,7 @@ std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
     const auto& owner = parameters[parameter.first];
     if (owner.stage == parameter.stage) continue;
     const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
-    if (std::find(loans.begin(), loans.end(), loan) == loans.end()) loans.push_back(loan);
+    if (std::ranges::find(loans, loan) == loans.end()) loans.push_back(loan);
   }
   return loans;
 }
@@ -190,11 +184,13 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
     const int other = buffers[buffer.first].stage;
     if (other == stage) continue;
     const auto what = "buffer '" + buffer.key.substr(buffer.key.rfind('.') + 1) + "'";
-    if (stages[other].device != stages[stage].device) refuse_shared(other, stage, what);
+    if (stages[other].device != stages[stage].device) {
+      refuse_argument("stages ", other, " and ", stage, " share ", what,
+                      "; put the layers that share it into one stage");
+    }
     const auto tensor = at::Tensor(buffer.tensor.lock());
     for (const int each : {other, stage}) {
-      stages[each].state.forbid_writes(tensor,
-                                       what + " of stages " + std::to_string(other) + " and " + std::to_string(stage));
+      stages[each].state.forbid_writes(tensor, absl::StrCat(what, " of stages ", other, " and ", stage));
     }
   }
 }
@@ -229,18 +225,15 @@ void move_to_devices(const std::vector<Stage>& stages) {
     for (const auto& parameter : stage.parameters()) first_with.try_emplace(parameter.unsafeGetTensorImpl(), &stage);
   }
   for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
-    const auto is_borrowed = [&](const at::Tensor& tensor) {
+    const auto stays = [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || tensor.device() == stage->device) return true;
       const auto found = first_with.find(tensor.unsafeGetTensorImpl());
       return found != first_with.end() && found->second != &*stage;
     };
     for (const auto& layer : stage->layers) {
       const auto module = layer->module();
-      auto tensors = module->parameters();
-      for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-      const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-        return !tensor.defined() || tensor.device() == stage->device || is_borrowed(tensor);
-      });
-      if (!there) module->to(stage->device);  // a nested pipeline refuses to move
+      if (std::ranges::all_of(module->parameters(), stays) && std::ranges::all_of(module->buffers(), stays)) continue;
+      module->to(stage->device);  // a nested pipeline refuses to move
     }
   }
 }

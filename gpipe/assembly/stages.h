@@ -3,22 +3,13 @@
 #include <c10/core/Device.h>
 #include <torch/types.h>
 
-#include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "absl/container/flat_hash_map.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/options.h"
 #include "gpipe/ranks/meeting.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/tensors/version_watch.h"
 #include "skip/layout.h"
 
 namespace gpipe {
@@ -43,7 +34,6 @@ class TensorPlaces {
   /// Adds tensors of a layer. REQUIRES: stages come in order.
   void add(int stage, const std::string& layer, const torch::OrderedDict<std::string, at::Tensor>& tensors);
   const std::vector<TensorPlace>& all() const { return all_; }
-  std::vector<TensorPlace> take() { return std::move(all_); }
 
  private:
   std::vector<TensorPlace> all_;
@@ -66,8 +56,7 @@ class Inventory {
   const std::vector<SkipDeclaration>& skips() const { return skips_; }
   /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
   const std::vector<std::string>& descriptions() const { return descriptions_; }
-  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash(). Leaves out parameters that
-  /// layers share: over ranks, the owner's value counts.
+  /// A hash of each layer's parameters; 0 where it is not known. Leaves out parameters that layers share.
   std::vector<std::uint64_t> values() const;
 
  private:
@@ -76,12 +65,11 @@ class Inventory {
   TensorPlaces buffers_;
   std::vector<SkipDeclaration> skips_;
   std::vector<std::string> descriptions_;
-  std::vector<std::pair<std::size_t, std::uint64_t>>
-      values_;  // of each of `parameters_`: its layer's index, and a hash
+  // Of each of `parameters_`: its layer's index, and a hash.
+  std::vector<std::pair<std::size_t, std::uint64_t>> values_;
 };
 
-/// Returns what all ranks of a pipeline must have in common: versions, options, edges, and the layers. Other replicas than the
-/// first need not have its values, because they take them.
+/// Returns what all ranks must have in common: versions, options, edges, and layers, in the first replica with values.
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
                      const Inventory& inventory, const GPipeOptions& options);
 
@@ -109,12 +97,10 @@ struct Loan {
 /// Returns a loan for each parameter and each stage that has it, except the first.
 std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters);
 
-/// Errors: std::invalid_argument for a loan between two devices of this rank, unless the borrower has run_layers, which use
-/// stand-ins.
+/// Errors: std::invalid_argument for a loan between two devices of this rank, unless run_layers use a stand-in.
 void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here);
 
-/// Forbids writes to the buffers that stages on one device share. Errors: std::invalid_argument for a buffer of stages on
-/// two devices.
+/// Forbids writes to buffers that stages on one device share. Errors: std::invalid_argument if they are on two devices.
 void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages);
 
 /// Returns the edges between the stages, and sets each stage's skips and receivers, and the borrowed and lent parameters of
@@ -123,8 +109,7 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
                                  const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
                                  const std::vector<bool>& here);
 
-/// Moves the stages' layers to their devices, and each shared parameter to that of the first stage here that has it. Leaves
-/// layers alone that are there already.
+/// Moves the stages' layers to their devices, each shared parameter to that of the first stage here that has it.
 void move_to_devices(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

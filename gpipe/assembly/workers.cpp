@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
@@ -24,8 +22,7 @@ int device_count(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
-/// Returns one device per worker: the first of `devices`; if there are none, the GPUs from `first_gpu` on, or the CPU for
-/// every worker.
+/// Returns a device per worker: the first of `devices`; if none are given, the GPUs from `first_gpu` on, else the CPU.
 std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers,
                                          std::size_t first_gpu) {
   if (devices.empty()) {
@@ -34,8 +31,8 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
     for (auto i = first_gpu; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
   }
   if (devices.size() < workers) {
-    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(workers) + " workers, but " +
-                            std::to_string(devices.size()) + " devices; a device may be given more than once");
+    throw std::out_of_range(absl::StrCat("[gpipe] too few devices: ", workers, " workers, but ", devices.size(),
+                                         " devices; a device may be given more than once"));
   }
   devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(workers), devices.end());
   for (auto& device : devices) {
@@ -46,16 +43,15 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
     const int count = device.is_meta() ? 0 : device_count(device.type());
     if (!device.has_index()) device.set_index(0);
     if (device.index() >= count) {
-      throw std::out_of_range("[gpipe] device " + device.str() + " does not exist: this process sees " +
-                              std::to_string(count) + " " + c10::DeviceTypeName(device.type()) + " device" +
-                              (count == 1 ? "" : "s") + "; choose an existing one");
+      throw std::out_of_range(absl::StrCat("[gpipe] device ", device.str(), " does not exist: this process sees ",
+                                           count, " ", c10::DeviceTypeName(device.type()), " device",
+                                           count == 1 ? "" : "s", "; choose an existing one"));
     }
   }
   return devices;
 }
 
-/// Returns the number of stages on each worker. The default is one; for a schedule that needs loops, it is what makes a
-/// worker of each given device.
+/// Returns the number of stages per worker. Default: one, or for a schedule that needs loops a worker per given device.
 int stages_per_worker(const GPipeOptions& options, int stages) {
   const auto devices = static_cast<int>(options.devices().size());
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
@@ -103,8 +99,7 @@ void check_connects(Ranks& ranks, int worker, torch::Device device) {
                   ", of rank ", ranks.rank(), ", is on ", device.str(), "; give it another device, or leave nccl out");
 }
 
-/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
-/// worker.
+/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers`: their ranks.
 std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
   const auto& ranks = options.ranks();
   if (!ranks || !options.devices().empty() || device_count(torch::kCUDA) == 0) return 0;
@@ -116,7 +111,7 @@ std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector
   const auto& mesh = ranks->mesh();
   std::size_t gpus = 0;
   for (int earlier = std::max(0, ranks->rank() - *ranks->local_rank()); earlier < ranks->rank(); ++earlier) {
-    gpus += std::count(of_workers.begin(), of_workers.end(), mesh.rank_at(mesh.position_of(earlier), ranks->replica()));
+    gpus += std::ranges::count(of_workers, mesh.rank_at(mesh.position_of(earlier), ranks->replica()));
   }
   return gpus;
 }
@@ -126,20 +121,19 @@ std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto schedules = source_of_schedules(options, static_cast<int>(stages));
   const auto& placement = schedules.placement;
-  const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
+  const auto workers = static_cast<std::size_t>(std::ranges::max(placement)) + 1;
   auto ranks = place_ranks(options, workers);
   const int rank = options.ranks() ? options.ranks()->rank() : 0;
-  const auto own = static_cast<std::size_t>(std::count(ranks.begin(), ranks.end(), rank));
+  const auto own = static_cast<std::size_t>(std::ranges::count(ranks, rank));
   if (const auto why = too_few_stages(options.schedule(), static_cast<int>(workers), static_cast<int>(stages));
       !why.empty()) {
     refuse_argument(why);
   }
   if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
     const bool is_even = !options.ranks() && stages % workers == 0;
-    refuse_argument("balance has " + std::to_string(stages) + " stages, which are on " + std::to_string(own) +
-                    (own == 1 ? " worker" : " workers") + ", but the number of devices is " + std::to_string(given) +
-                    "; give one device per worker" +
-                    (is_even ? ", or " + std::to_string(stages / workers * given) + " stages" : ""));
+    refuse_argument("balance has ", stages, " stages, which are on ", own, own == 1 ? " worker" : " workers",
+                    ", but the number of devices is ", given, "; give one device per worker",
+                    is_even ? absl::StrCat(", or ", stages / workers * given, " stages") : "");
   }
   const auto own_devices = place_workers(options.devices(), own, gpus_of_earlier_ranks(options, ranks));
   std::vector<torch::Device> devices(workers, torch::kCPU);

@@ -2,9 +2,6 @@
 
 #include <torch/types.h>
 
-#include <cstddef>
-#include <vector>
-
 #include "gpipe/options.h"
 #include "gpipe/schedule/schedule_source.h"
 
@@ -23,9 +20,8 @@ struct Workers {
 
 /// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.
 ///
-/// Errors: std::invalid_argument for a schedule that does not exist or does not fit, or options that contradict each
-/// other or the number of stages, or a device that nccl cannot connect; std::out_of_range for fewer devices
-/// than workers, or a device that does not exist.
+/// Errors: std::invalid_argument for a schedule that does not exist or fit, options that contradict each other or the
+/// stages, or a device that nccl cannot connect; std::out_of_range for too few devices, or one that does not exist.
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages);
 
 }  // namespace gpipe

@@ -9,10 +9,6 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <optional>
-#include <utility>
-
 #include "gpipe/autograd/stage.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -27,7 +23,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
                       bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  auto* statistics = BatchStatistics::current();
+  auto* statistics = current_statistics;
   const bool updates = training && running_mean && running_mean->defined();
   const bool defer = statistics != nullptr && updates;
   if (updates) {
@@ -45,7 +41,7 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
                          const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,
                          double eps, bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  auto* statistics = BatchStatistics::current();
+  auto* statistics = current_statistics;
   const bool defer = statistics != nullptr && use_input_stats && running_mean && running_mean->defined();
   const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {
     const BatchStatistics::Scope inner(nullptr);
@@ -76,8 +72,6 @@ void register_batch_norm(torch::Library& library) {
 BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {}
 
 BatchStatistics::Scope::~Scope() { current_statistics = previous_; }
-
-BatchStatistics* BatchStatistics::current() { return current_statistics; }
 
 void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var,
                           double momentum) {
@@ -111,10 +105,10 @@ void BatchStatistics::add_instances(std::int64_t instances, const at::Tensor& me
 
 BatchStatistics::Entry& BatchStatistics::entry_of(const at::Tensor& running_mean, const at::Tensor& running_var,
                                                   double momentum) {
-  const auto entry = std::find_if(entries_.begin(), entries_.end(),
-                                  [&](const Entry& known) { return known.running_mean.is_same(running_mean); });
-  if (entry != entries_.end()) return *entry;
-  return *entries_.insert(entries_.end(), Entry{running_mean, running_var, momentum});
+  for (auto& known : entries_) {
+    if (known.running_mean.is_same(running_mean)) return known;
+  }
+  return entries_.emplace_back(Entry{running_mean, running_var, momentum});
 }
 
 void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations) {
@@ -133,14 +127,10 @@ void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, 
 }
 
 std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor>& buffers) const {
-  const auto index_of = [&](const at::Tensor& buffer) {
-    const auto is_it = [&](const auto& each) { return each.is_same(buffer); };
-    return std::find_if(buffers.begin(), buffers.end(), is_it) - buffers.begin();
-  };
   std::vector<at::Tensor> tensors(3 * buffers.size());
   for (const auto& entry : entries_) {
-    const auto mean = static_cast<std::size_t>(index_of(entry.running_mean));
-    const auto var = static_cast<std::size_t>(index_of(entry.running_var));
+    const auto mean = index_of(entry.running_mean, buffers);
+    const auto var = index_of(entry.running_var, buffers);
     if (entry.count == 0 || mean == buffers.size() || var == buffers.size()) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);

@@ -18,12 +18,9 @@ void register_batch_norm(torch::Library& library);
 
 /// Collects batch norm statistics over a whole mini-batch, so that running statistics are updated once per mini-batch
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
-/// still normalised by its own statistics.
+/// still normalised by its own statistics. Instance norm likewise: its running statistics are means over samples.
 ///
-/// Instance norm likewise: its running statistics are means over samples.
-///
-/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
-/// Algorithm for Computing Sample Variances, 1979).
+/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae, 1979).
 ///
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
@@ -35,13 +32,10 @@ class BatchStatistics {
     explicit Scope(BatchStatistics* statistics);
     ~Scope();
     Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
     BatchStatistics* const previous_;
   };
-  /// The calling thread's, or nullptr.
-  static BatchStatistics* current();
 
   /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
@@ -55,13 +49,11 @@ class BatchStatistics {
   /// the mean; the deviations. Undefined for other buffers.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
-  /// Takes instead the merged statistics of to_tensors() of several objects, in order, for equal `buffers`. The numbers of
-  /// calls stay this object's.
+  /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
   void join(const std::vector<at::Tensor>& buffers, const std::vector<std::vector<at::Tensor>>& of_others);
 
-  /// Updates the running statistics and counts of the stage's layers, as one batch norm over the whole mini-batch does.
-  /// Uses the first micro-batch's momentum. Leaves statistics alone where the mini-batch had fewer than two values per
-  /// channel, because their variance is undefined.
+  /// Updates the running statistics and counts of the stage's layers, as one batch norm over the mini-batch does, with
+  /// the first micro-batch's momentum. Leaves them alone for fewer than two values per channel.
   void commit(const Stage& stage);
 
  private:

@@ -4,13 +4,11 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <limits>
-#include <utility>
 
 namespace gpipe {
 namespace {
 
-// Whether no other tensor shares the memory, and each element has a place of its own. A view may own its base: a
-// weight's gradient can be a transposed product.
+// Whether only this tensor has the memory, without repeats. A view may own its base, as a weight's gradient often does.
 bool owns_memory(const at::Tensor& tensor) {
   if (tensor.use_count() != 1 || tensor.layout() != at::kStrided) return false;
   std::size_t users = 1;
@@ -69,13 +67,11 @@ variable_list GradientSink::apply(variable_list&& gradients) {
   return {};
 }
 
-NodePtr<GradientSink> make_gradient_sink() { return make_node<GradientSink>(); }
-
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();
-  torch::autograd::set_history(entering, make_gradient_sink());
+  torch::autograd::set_history(entering, make_node<GradientSink>());
   return entering;
 }
 

@@ -5,15 +5,9 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/autograd/node_ptr.h"
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 
@@ -38,12 +32,10 @@ class GradientSums {
 
  private:
   Gradients sums_;
-  /// Whether the sum's memory belongs to it alone, so that add() may write to it.
-  std::vector<bool> owned_;
+  std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
 };
 
-/// Sink node of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. The engine runs it before
-/// any other ready node.
+/// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.
 struct GradientSink : torch::autograd::Node {
   GradientSink();
 
@@ -57,8 +49,6 @@ struct GradientSink : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeGradientSink"; }
 };
-
-NodePtr<GradientSink> make_gradient_sink();
 
 /// Root node of a cell's graph: the identity. Each leaving value has a node of its own, so that the gradients of a value
 /// that leaves twice sum in the order of leaving, whatever the balance.

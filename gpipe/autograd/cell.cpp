@@ -4,15 +4,13 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <optional>
 #include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/autograd/boundary.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/alias_check.h"
 #include "gpipe/tensors/profiler_range.h"
 #include "gpipe/tensors/transfer.h"
@@ -22,8 +20,7 @@ namespace {
 
 using torch::autograd::edge_list;
 
-// Runs an empty backward. The engine keeps the rest of a failed one, graph and gradients, in a queue of this thread until
-// the thread's next backward.
+// Runs an empty backward: until a thread's next one, the engine keeps the graph and gradients of one that failed.
 void clear_failed_backward() noexcept try {
   torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
 } catch (...) {
@@ -31,29 +28,10 @@ void clear_failed_backward() noexcept try {
 
 // Stages run concurrently, and a stand-in may be a copy. So no stage sees the writes of another.
 [[noreturn]] void refuse_write() {
-  throw std::runtime_error(
-      "[gpipe] a layer wrote to a parameter that several stages share, as an embedding with max_norm does; put the "
-      "layers that share it into one stage");
+  throw_error(
+      "a layer wrote to a parameter that several stages share, as an embedding with max_norm does; put the layers that "
+      "share it into one stage");
 }
-
-// Connects sinks to their sums, for its lifetime.
-class SumsScope {
- public:
-  SumsScope() = default;
-  ~SumsScope() {
-    for (auto* sink : sinks_) sink->sums = nullptr;
-  }
-  SumsScope(const SumsScope&) = delete;
-  SumsScope& operator=(const SumsScope&) = delete;
-
-  void connect(GradientSink& sink, GradientSums& sums) {
-    sinks_.push_back(&sink);
-    sink.sums = &sums;
-  }
-
- private:
-  std::vector<GradientSink*> sinks_;
-};
 
 }  // namespace
 
@@ -108,8 +86,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   };
   const auto begin_layer = [&](int layer) {
     if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {
-      throw std::logic_error("[gpipe] stage " + std::to_string(stage_.index) + " has no layer " +
-                             std::to_string(layer));
+      throw std::logic_error(absl::StrCat("[gpipe] stage ", stage_.index, " has no layer ", layer));
     }
     start(layer);
   };
@@ -129,7 +106,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
     std::vector<NodePtr<torch::autograd::Node>> ends;
     for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
-    value = loss_.layer->forward(std::move(value));
+    value = loss_.layer(value);
     if (loss_.adopts_leaves) sinks_.adopt_leaves(value.tensor(), ends);
   }
   end_layer();
@@ -172,18 +149,15 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   stage_.state.check(stage_, /*needed=*/pass != PassScope::Pass::kPlain);
 
   std::vector<Parcel> out(1);
-  out.front().form = value.form();
+  out.front().add_leaving(value);
   roots_.assign(1, {});
-  for (const auto& tensor : value.tensors()) {
-    roots_.front().push_back(leave(tensor));
-    add_leaving(tensor, out.front());
-  }
+  for (const auto& tensor : value.tensors()) roots_.front().push_back(leave(tensor));
   for (auto& skip : skips.leaving()) {
     out.push_back(std::move(skip.parcel));
     roots_.push_back({std::move(skip.root)});
   }
   for (const auto& parameter : lent) {
-    add_leaving(parameter, out.emplace_back());
+    out.emplace_back().add_leaving(parameter);
     roots_.push_back({leave(parameter)});
   }
   for (std::size_t p = 0; p + lent.size() < out.size(); ++p) separate_from_state(out[p]);
@@ -192,9 +166,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     roots_.clear();
     return out;
   }
-  edge_list all;
-  for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
-  sinks_.redirect(all, begin, entered.borrowed);
+  sinks_.redirect(all_roots(), begin, entered.borrowed);
   return out;
 }
 
@@ -230,8 +202,8 @@ void Cell::recompute(bool retain_graph) {
   const auto parameters = sinks_.all().size();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
   if (sinks_.all().size() != parameters) {
-    throw std::runtime_error("[gpipe] a layer of stage " + std::to_string(stage_.index) +
-                             " made a parameter in a forward that is recomputed; repeat the call");
+    throw_error("a layer of stage ", stage_.index,
+                " made a parameter in a forward that is recomputed; repeat the call");
   }
   stage_.state.put_back(stage_, *present_);
   stage_.needed_gradients.check(sent_, out);
@@ -241,13 +213,19 @@ void Cell::recompute(bool retain_graph) {
 // Runs the part of the graph behind `roots`. `entering` gets the gradients of the inputs.
 void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                      std::vector<GradientSums>& entering) {
-  SumsScope scope;
+  std::vector<GradientSink*> connected;
+  const absl::Cleanup disconnect = [&] {
+    for (auto* sink : connected) sink->sums = nullptr;
+  };
+  const auto connect = [&](const NodePtr<GradientSink>& sink, GradientSums& of_sink) {
+    if (!sink) return;
+    connected.push_back(sink.get());
+    sink->sums = &of_sink;
+  };
   for (std::size_t p = 0; p < entry_sinks_.size(); ++p) {
-    for (const auto& sink : entry_sinks_[p]) {
-      if (sink) scope.connect(*sink, entering[p]);
-    }
+    for (const auto& sink : entry_sinks_[p]) connect(sink, entering[p]);
   }
-  for (const auto& sink : sinks_.sinks()) scope.connect(*sink, sums);
+  for (const auto& sink : sinks_.sinks()) connect(sink, sums);
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
   const StageState::Scope watch(stage_.state, present_ ? &*present_ : nullptr);
@@ -261,13 +239,19 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
   }
 }
 
+edge_list Cell::all_roots() const {
+  edge_list all;
+  for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
 RootGradients Cell::root_gradients(const std::vector<Gradients>& gradients) const {
   RootGradients defined;
   for (std::size_t p = 0; p < roots_.size(); ++p) {
     if (roots_[p].size() != gradients[p].size()) {
-      throw std::runtime_error("[gpipe] the last layer of stage " + std::to_string(stage_.index) + " returned " +
-                               std::to_string(gradients[p].size()) + " tensors in its forward and " +
-                               std::to_string(roots_[p].size()) + " in its recompute; it must not depend on grad mode");
+      throw_error("the last layer of stage ", stage_.index, " returned ", gradients[p].size(),
+                  " tensors in its forward and ", roots_[p].size(),
+                  " in its recompute; it must not depend on grad mode");
     }
     for (std::size_t i = 0; i < roots_[p].size(); ++i) {
       if (!roots_[p][i].is_valid() || !gradients[p][i].defined()) continue;
@@ -292,15 +276,13 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 }
 
 std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums) {
-  edge_list roots;
-  for (const auto& list : roots_) roots.insert(roots.end(), list.begin(), list.end());
   std::vector<const GradientSink*> inputs;
   for (const auto& of_parcel : entry_sinks_) {
     for (const auto& sink : of_parcel) {
       if (sink) inputs.push_back(sink.get());
     }
   }
-  split_.emplace(roots, inputs);
+  split_.emplace(all_roots(), inputs);
   auto result = backward(gradients, /*retain_graph=*/false, sums);
   keeps_graph_ = false;
   drop_graph();

@@ -2,18 +2,10 @@
 
 #include <torch/csrc/autograd/edge.h>
 
-#include <cstdint>
-#include <memory>
 #include <optional>
-#include <string>
-#include <vector>
 
-#include "absl/functional/function_ref.h"
-#include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
@@ -25,16 +17,14 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// The loss of step(): a layer after the last one of the last stage's cells. Runs once per cell: in R if the cell is
-/// recomputed, else in F.
+/// The loss of step(): one more layer of the last stage's cells. Runs once per cell: in R if there is one, else in F.
 struct CellLoss {
-  std::unique_ptr<Layer> layer = nullptr;
+  std::function<at::Tensor(const Value& output)> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
   bool adopts_leaves = true;
 };
 
-/// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
-/// thread at a time, the worker of its stage.
+/// One (stage, micro-batch) of a mini-batch: its inputs and graph, which it frees. Used by the worker of its stage.
 class Cell {
  public:
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's.
@@ -48,12 +38,10 @@ class Cell {
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
-  /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
-  /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
-  /// up the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing, because
-  /// they would not make them again.
-  /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
-  /// parameters in an F without graph.
+  /// R. Runs the layers with the inputs and buffers of F. The backward, or the cell's destructor, restores the present
+  /// buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up
+  /// the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing.
+  /// Errors: as forward(), StoredInputs::take(), NeededGradients::check(); std::runtime_error if layers make one.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
@@ -61,11 +49,9 @@ class Cell {
   /// Errors: what the layers' backwards throw; as StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
-  /// I. As backward(), but leaves work on gradients of parameters to backward_weights(); see SplitBackward. Uses up the
-  /// rest of the graph.
+  /// I. As backward(), but leaves gradients of parameters to backward_weights(); see SplitBackward. Uses up the rest.
   std::vector<Gradients> backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums);
-  /// W. Adds the gradients of parameters that backward_inputs() has left. Uses up the graph. Errors: what the layers'
-  /// backwards throw.
+  /// W. Adds the gradients that backward_inputs() has left. Uses up the graph. Errors: what backwards of layers throw.
   void backward_weights(GradientSums& sums);
 
   /// Drops a graph that recompute() can build again.
@@ -85,6 +71,7 @@ class Cell {
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
   void separate_from_state(Parcel& parcel) const;
+  torch::autograd::edge_list all_roots() const;
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
   void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                  std::vector<GradientSums>& entering);

@@ -1,11 +1,9 @@
 #include "gpipe/autograd/checkpointing.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "gpipe/autograd/stage.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -24,15 +22,16 @@ std::vector<Parcel> copies_of(std::vector<Parcel> parcels, const Stage& stage) {
   return parcels;
 }
 
-bool changed(const std::vector<Parcel>& parcels) {
-  return std::any_of(parcels.begin(), parcels.end(), [](const auto& parcel) { return parcel.changed(); });
-}
+bool changed(const std::vector<Parcel>& parcels) { return std::ranges::any_of(parcels, &Parcel::changed); }
 
 [[noreturn]] void fail(const Stage& stage, const std::string& when) {
-  throw std::runtime_error("[gpipe] the input of stage " + std::to_string(stage.index) + " was changed in place " +
-                           when +
-                           " for the first time, so the stage cannot be recomputed; repeat the call: from now on the "
-                           "stage stores copies of its input");
+  throw_error("the input of stage ", stage.index, " was changed in place ", when,
+              " for the first time, so the stage cannot be recomputed; repeat the call: from now on the stage stores "
+              "copies of its input");
+}
+
+bool differentiable(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
 }
 
 }  // namespace
@@ -63,22 +62,13 @@ std::vector<Parcel> StoredInputs::take(bool retain_graph) {
 
 void StoredInputs::check_before_backward() {
   const auto originals = std::exchange(originals_, {});
-  const bool changed = std::any_of(originals.begin(), originals.end(), [](const auto& it) { return it.changed(); });
-  if (changed) {
+  if (std::ranges::any_of(originals, &VersionWatch::changed)) {
     stage_.in_place = InPlace::kYes;
     if (!stores_copies_) fail(stage_, "during its recompute");
   } else if (stage_.in_place == InPlace::kUnknown) {
     stage_.in_place = InPlace::kNo;
   }
 }
-
-namespace {
-
-bool differentiable(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
-}
-
-}  // namespace
 
 void NeededGradients::learn(std::vector<bool> sources, const std::vector<Parcel>& out) {
   sources_ = std::move(sources);
@@ -103,9 +93,9 @@ void NeededGradients::check(const std::vector<std::vector<bool>>& sent, const st
     for (std::size_t i = 0; i < std::min(sent[p].size(), wants.size()); ++i) {
       if (sent[p][i] || !wants[i]) continue;
       varies_ = true;
-      throw std::runtime_error(
-          "[gpipe] an output of a stage needs a gradient in this recompute, but needed none in the stage's earlier "
-          "forwards; repeat the call: from now on every floating-point output of the stage gets a gradient");
+      throw_error(
+          "an output of a stage needs a gradient in this recompute, but needed none in the stage's earlier forwards; "
+          "repeat the call: from now on every floating-point output of the stage gets a gradient");
     }
   }
 }

@@ -1,18 +1,13 @@
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 
 struct Stage;
 
 /// The inputs of a checkpointed cell, stored from its forward until its recompute. Stores copies where the stage, or a
-/// later one that gets the same memory, changes its inputs in place, and until the first backward has shown that none
-/// does. Used by one thread at a time.
+/// later one with the same memory, changes its inputs in place, and until the first backward has shown that none does.
 class StoredInputs {
  public:
   /// Call before the forward. `stage` must outlive this.
@@ -41,8 +36,7 @@ class StoredInputs {
 /// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
 class NeededGradients {
  public:
-  /// Whether the last learn() had the same sources. `sources` tells for each parameter and input whether it wants a
-  /// gradient.
+  /// Whether the last learn() had the same sources: for each parameter and input, whether it wants a gradient.
   bool knows(const std::vector<bool>& sources) const { return sources == sources_ && !wanted_.empty(); }
   /// Learns from the result of a forward that built its graph.
   void learn(std::vector<bool> sources, const std::vector<Parcel>& out);

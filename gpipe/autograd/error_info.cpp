@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "absl/strings/str_cat.h"
 #include "gpipe/autograd/stage.h"
 
 namespace gpipe {
@@ -19,20 +20,18 @@ std::string message_of(const std::exception_ptr& error) {
 }
 
 ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
-  ErrorInfo info;
-  info.action = action;
+  ErrorInfo info{.action = action, .message = message_of(error)};
   if (layer >= 0) {
     info.layer = stage.first_layer + layer;
     info.layer_name = stage.name_of(layer);
   }
-  info.message = message_of(error);
   return info;
 }
 
 std::string to_string(const ErrorInfo& info) {
-  return to_string(info.action) + " (stage " + std::to_string(info.action.stage) + ", micro-batch " +
-         std::to_string(info.action.micro_batch) +
-         (info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'") + ")";
+  const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
+  return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,
+                      layer, ")");
 }
 
 }  // namespace gpipe

@@ -4,10 +4,9 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <optional>
-#include <stdexcept>
-#include <utility>
+
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -18,17 +17,10 @@ using torch::nn::AnyValue;
 template <std::size_t>
 using TensorAt = at::Tensor;
 
-template <std::size_t... I>
-auto make_tuple_of(const std::vector<at::Tensor>& tensors, std::index_sequence<I...>) {
-  return std::tuple<TensorAt<I>...>(tensors[I]...);
-}
-
-// Calls f with std::integral_constant<n>. Returns false if n is not in 2..8.
+// Calls f with the std::index_sequence of each size of a tuple, 2 to 8, until it returns true.
 template <typename F>
-bool with_tuple_size(std::size_t n, F f) {
-  return [&]<std::size_t... I>(std::index_sequence<I...>) {
-    return ((n == I + 2 && (f(std::integral_constant<std::size_t, I + 2>()), true)) || ...);
-  }
+void try_tuple_sizes(F f) {
+  [&]<std::size_t... I>(std::index_sequence<I...>) { (f(std::make_index_sequence<I + 2>()) || ...); }
   (std::make_index_sequence<7>());
 }
 
@@ -40,29 +32,27 @@ AnyValue to_any(Value value) {
     case Value::Form::kVector:
       return AnyValue(std::move(value).tensors());
     case Value::Form::kTuple:
-      with_tuple_size(value.tensors().size(), [&](auto n) {
-        any.emplace(make_tuple_of(value.tensors(), std::make_index_sequence<decltype(n)::value>()));
+      try_tuple_sizes([&]<std::size_t... I>(std::index_sequence<I...>) {
+        if (value.tensors().size() != sizeof...(I)) return false;
+        any.emplace(std::tuple<TensorAt<I>...>(value.tensors()[I]...));
+        return true;
       });
       break;
     case Value::Form::kObject:
       break;
   }
-  if (!any) throw std::invalid_argument("[gpipe] a layer cannot take " + value.describe());
+  if (!any) refuse_argument("a layer cannot take ", value.describe());
   return *std::move(any);
 }
-
-template <std::size_t N>
-using TupleOf = decltype(make_tuple_of({}, std::make_index_sequence<N>()));
 
 std::optional<Value> from_any(AnyValue& any) {
   if (auto* tensor = any.try_get<at::Tensor>()) return Value(std::move(*tensor));
   if (auto* tensors = any.try_get<std::vector<at::Tensor>>()) return Value(std::move(*tensors));
   std::optional<Value> value;
-  for (std::size_t n = 2; n <= 8 && !value; ++n) {
-    with_tuple_size(n, [&](auto size) {
-      if (auto* tuple = any.try_get<TupleOf<decltype(size)::value>>()) value = Value(std::move(*tuple));
-    });
-  }
+  try_tuple_sizes([&]<std::size_t... I>(std::index_sequence<I...>) {
+    if (auto* tuple = any.try_get<std::tuple<TensorAt<I>...>>()) value = Value(std::move(*tuple));
+    return value.has_value();
+  });
   return value;
 }
 
@@ -70,8 +60,8 @@ void check_no_tensors_of_its_own(const torch::nn::Module& model) {
   for (const auto& [what, tensors] : {std::pair("parameter", model.named_parameters(/*recurse=*/false)),
                                       std::pair("buffer", model.named_buffers(/*recurse=*/false))}) {
     if (tensors.is_empty()) continue;
-    throw std::invalid_argument(std::string("[gpipe] the Sequential has a ") + what + " of its own, '" +
-                                tensors.front().key() + "', which belongs to no layer; register it in a layer");
+    refuse_argument("the Sequential has a ", what, " of its own, '", tensors.front().key(),
+                    "', which belongs to no layer; register it in a layer");
   }
 }
 
@@ -82,8 +72,8 @@ class AnyLayer : public Layer {
   Value forward(Value input) override {
     AnyValue output = module_.any_forward(to_any(std::move(input)));
     if (auto value = from_any(output)) return *std::move(value);
-    throw std::invalid_argument("[gpipe] layer '" + name_ + "' returned " + c10::demangle(output.type_info().name()) +
-                                "; return a tensor, a std::vector of tensors or a std::tuple of 2 to 8 tensors");
+    refuse_argument("layer '", name_, "' returned ", c10::demangle(output.type_info().name()),
+                    "; return a tensor, a std::vector of tensors or a std::tuple of 2 to 8 tensors");
   }
 
   const std::string& name() const override { return name_; }
@@ -107,8 +97,7 @@ PassScope::PassScope(Pass pass) : before_(std::exchange(pass_of_this_thread, pas
 PassScope::~PassScope() { pass_of_this_thread = before_; }
 
 bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& left, const auto& right) { return left.is_same(right); });
+  return std::ranges::equal(a, b, [](const auto& left, const auto& right) { return left.is_same(right); });
 }
 
 Layer::Buffers Layer::buffers() const {
@@ -121,9 +110,8 @@ Layer::Buffers Layer::buffers() const {
       if (each->is_training() != training) each->train(training);
     }
     if (are_same(module()->buffers(), tensors)) return;
-    throw std::runtime_error(
-        "[gpipe] layer '" + name() +
-        "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
+    throw_error("layer '", name(),
+                "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
   };
   return {std::move(tensors), count, std::move(put_back)};
 }

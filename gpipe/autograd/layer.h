@@ -42,8 +42,7 @@ class Layer {
   virtual std::vector<at::Tensor> parameters() const { return module()->parameters(); }
 };
 
-/// Whether the calling thread runs a layer's forward that will be recomputed. Grad mode may be enabled: a stage's first
-/// such forward builds its graph.
+/// Whether this thread runs a layer's forward that will be recomputed. In a stage's first one, grad mode is enabled.
 bool is_checkpointing();
 
 /// Whether the calling thread recomputes a layer's forward. A layer that counts its calls should not count this one.
@@ -57,7 +56,6 @@ class PassScope {
   explicit PassScope(Pass pass);
   ~PassScope();
   PassScope(const PassScope&) = delete;
-  PassScope& operator=(const PassScope&) = delete;
 
  private:
   const Pass before_;
@@ -72,8 +70,7 @@ std::string registered_name(const std::string& layer);
 /// Data that a language binding keeps for a cell from its forward until its recompute.
 using CellMemo = std::shared_ptr<void>;
 
-/// A parameter that another stage lends to this one, and the tensor that stands for it in a cell. The stand-in is on this
-/// stage's device.
+/// A parameter that another stage lends to this one, and what stands for it in a cell, on this stage's device.
 struct Borrowed {
   at::Tensor parameter;
   at::Tensor stand_in;
@@ -85,13 +82,11 @@ struct Borrowed {
 using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo,
                                       const std::vector<Borrowed>& borrowed)>;
 
-/// Wraps a child of a torch::nn::Sequential; shares the module. The module's forward() takes and returns torch::Tensor,
-/// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor. Another return type makes Layer::forward() throw
-/// std::invalid_argument.
+/// Wraps a child of a Sequential; shares the module. Its forward() takes and returns a tensor, a std::vector of tensors
+/// or a std::tuple of 2 to 8. If it returns another type, Layer::forward() throws std::invalid_argument.
 std::unique_ptr<Layer> make_layer(std::string name, torch::nn::AnyModule module);
 
-/// Wraps all children of a Sequential, in order. Errors: std::invalid_argument when the Sequential itself has parameters
-/// or buffers, because they belong to no layer.
+/// Wraps all children of a Sequential, in order. Errors: std::invalid_argument for parameters or buffers of its own.
 std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model);
 
 }  // namespace gpipe

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 

@@ -1,6 +1,7 @@
 #include "gpipe/autograd/pipeline_node.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -8,15 +9,12 @@
 
 #include <algorithm>
 #include <exception>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <span>
 #include <stdexcept>
-#include <utility>
+#include <unordered_map>
 
-#include "gpipe/autograd/node_ptr.h"
-#include "gpipe/tensors/transfer.h"
+#include "absl/cleanup/cleanup.h"
+#include "gpipe/autograd/boundary.h"
 
 namespace gpipe {
 namespace {
@@ -29,16 +27,25 @@ bool is_batched(const at::Tensor& tensor) {
          tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::Batched, DispatchKey::FuncTorchBatched}));
 }
 
+c10::impl::VirtualGuardImpl guard_on(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+c10::Stream make_current(c10::Stream stream) { return guard_on(stream.device()).exchangeStream(stream); }
+
 class PipelineNode : public torch::autograd::Node {
  public:
-  PipelineNode(BackwardFunction function, std::span<const c10::Device> devices)
-      : function_(std::move(function)), streams_(devices) {}
+  PipelineNode(BackwardFunction function, const std::vector<c10::Device>& devices) : function_(std::move(function)) {
+    for (const auto device : devices) {
+      if (device.is_cpu()) continue;
+      const auto stream = guard_on(device).getStream(device);
+      if (std::ranges::find(streams_, stream) == streams_.end()) streams_.push_back(stream);
+    }
+  }
 
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
                                 "create_graph");
-    TORCH_CHECK_NOT_IMPLEMENTED(std::none_of(gradients.begin(), gradients.end(), is_batched),
+    TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(gradients, is_batched),
                                 "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
                                 "is_grads_batched; call it once per gradient, with retain_graph");
     std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
@@ -48,9 +55,12 @@ class PipelineNode : public torch::autograd::Node {
     const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
     // A failed backward cannot be repeated, because it has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
-    variable_list result;
     // The engine sets the stream of one device only.
-    streams_.during([&] { result = call(function, std::move(gradients), retain_graph); });
+    std::vector<c10::Stream> previous;
+    previous.reserve(streams_.size());
+    const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), make_current); };
+    for (const auto& stream : streams_) previous.push_back(make_current(stream));
+    auto result = call(function, std::move(gradients), retain_graph);
     if (retain_graph) function_ = std::move(function);
     return result;
   }
@@ -73,7 +83,7 @@ class PipelineNode : public torch::autograd::Node {
   }
 
   BackwardFunction function_;
-  const CurrentStreams streams_;
+  std::vector<c10::Stream> streams_;  // that were current when this was made
 };
 
 // Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
@@ -101,27 +111,22 @@ void wrap_hooks(const at::Tensor& leaf) {
 }
 
 // The identity, for the gradients of one device.
-struct DeviceBarrierNode : torch::autograd::Node {
-  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+struct DeviceBarrierNode : Leave {
   std::string name() const override { return "GPipeDeviceBarrier"; }
 };
 
-// Returns the inputs' edges. An input on another accelerator than `device` gets its gradient through a node there, because
-// the engine sets the stream of one device per node.
+// Returns the inputs' edges; on other accelerators through a node there: the engine sets one device's stream per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
-  std::vector<std::pair<c10::Device, NodePtr<DeviceBarrierNode>>> nodes;
+  std::unordered_map<c10::Device, NodePtr<DeviceBarrierNode>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
     if (on.is_cpu() || on == device) continue;
-    auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
-    if (found == nodes.end()) {
-      nodes.emplace_back(on, make_node<DeviceBarrierNode>());
-      found = nodes.end() - 1;
-    }
-    found->second->add_next_edge(std::move(edges[i]));
-    edges[i] = {found->second, found->second->add_input_metadata(inputs[i])};
+    auto& node = nodes[on];
+    if (!node) node = make_node<DeviceBarrierNode>();
+    node->add_next_edge(std::move(edges[i]));
+    edges[i] = {node, node->add_input_metadata(inputs[i])};
   }
   return edges;
 }

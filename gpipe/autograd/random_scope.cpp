@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/batch_statistics.h"
@@ -27,36 +26,28 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-template <typename F>
-void for_each_written(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, F f) {
-  const auto& arguments = schema.arguments();
-  const auto first = stack.size() - arguments.size();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (!is_written(arguments[i])) continue;
-    const auto& value = stack[first + i];
-    if (value.isTensor()) f(value.toTensor());
-    if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
-    }
-  }
-}
-
 // A kernel for operators that write to their arguments.
 void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   std::vector<at::Tensor> written;
-  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) {
+  const auto note = [&](const at::Tensor& tensor) {
     if (StageState::before_write(tensor)) written.push_back(tensor);
-  });
+  };
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (!is_written(arguments[i])) continue;
+    if (values[i].isTensor()) note(values[i].toTensor());
+    if (values[i].isTensorList()) {
+      for (const at::Tensor& tensor : values[i].toTensorList()) note(tensor);
+    }
+  }
   op.redispatchBoxed(below, stack);
   for (const auto& tensor : written) StageState::after_write(tensor);
 }
 
 // Whether an operator writes to an argument.
-bool writes(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(), is_written);
-}
+bool writes(const c10::FunctionSchema& schema) { return std::ranges::any_of(schema.arguments(), is_written); }
 
 thread_local RandomScope* current_scope = nullptr;
 
@@ -97,10 +88,8 @@ bool is_generator(const c10::Argument& argument) {
 
 std::optional<std::size_t> generator_argument(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (is_generator(arguments[i])) return i;
-  }
-  return std::nullopt;
+  const auto found = std::ranges::find_if(arguments, is_generator);
+  return found == arguments.end() ? std::nullopt : std::optional(found - arguments.begin());
 }
 
 // The device on which an operator draws: its device argument, else its first tensor's device, else the CPU.
@@ -120,8 +109,8 @@ bool is_traced(c10::DispatchKeySet keys) {
   if (keys.has(c10::DispatchKey::Functionalize)) return true;
   if (!keys.has(c10::DispatchKey::Python)) return false;
   constexpr std::array kTracing = {Key::FAKE, Key::PROXY, Key::FUNCTIONAL};
-  return std::any_of(kTracing.begin(), kTracing.end(),
-                     [](Key key) { return c10::impl::TorchDispatchModeTLS::get_mode(key).has_value(); });
+  return std::ranges::any_of(kTracing,
+                             [](Key key) { return c10::impl::TorchDispatchModeTLS::get_mode(key).has_value(); });
 }
 
 // An operator that draws. May write to its arguments too.
@@ -144,8 +133,7 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     }
     return run();
   }
-  // On CPU, an operator without a generator argument calls one that has it, which arrives here again, unless a dispatch
-  // mode runs it.
+  // An operator of the CPU calls one with a generator, which arrives here again, unless a dispatch mode runs it.
   if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return run();
   scope->lend_default_generator(device, run);
 }
@@ -157,11 +145,8 @@ bool decomposes(const c10::OperatorHandle& op) {
 // Excludes operators that decompose into others, which are intercepted themselves.
 bool draws_itself(const c10::OperatorHandle& op) {
   if (generator_argument(op.schema())) return true;
-  if (decomposes(op)) return false;
-  for (const auto tag : op.getTags()) {
-    if (tag == at::Tag::nondeterministic_seeded) return true;
-  }
-  return false;
+  const auto tags = op.getTags();
+  return !decomposes(op) && std::ranges::find(tags, at::Tag::nondeterministic_seeded) != tags.end();
 }
 
 void add_kernels(torch::Library& library) {
@@ -189,6 +174,17 @@ void register_kernels() {
   static const auto aten = library("aten", add_kernels);
   static const auto others =
       library("_", [](torch::Library& all) { all.fallback(torch::CppFunction::makeFallthrough()); });
+}
+
+constexpr int kWordsPerSeed = 2;  // the engine draws 32 bits at a time
+
+at::Generator current_generator() {
+  return current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
+}
+
+at::Generator generator_copy(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.clone();
 }
 
 }  // namespace
@@ -248,22 +244,6 @@ void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<v
   };
   call();
 }
-
-namespace {
-
-constexpr int kWordsPerSeed = 2;  // the engine draws 32 bits at a time
-
-at::Generator current_generator() {
-  auto* scope = RandomScope::current();
-  return scope ? scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
-}
-
-at::Generator generator_copy(at::Generator generator) {
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.clone();
-}
-
-}  // namespace
 
 SeedDraw::SeedDraw() : before_(generator_copy(current_generator())), seed_(RandomScope::draw_seed()) {}
 

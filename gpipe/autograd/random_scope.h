@@ -12,10 +12,9 @@
 
 namespace gpipe {
 
-/// For its lifetime, random draws on this thread that are given no generator (dropout, rand, bernoulli_, normal_, ...)
-/// come from a stream of numbers that depends only on (seed, layer, micro_batch). A pipeline opens one around each layer
-/// of each micro-batch, in the forward and in the recompute. Open one to get the same numbers from an unpartitioned
-/// model:
+/// For its lifetime, random draws on this thread that are given no generator (dropout, rand, ...) come from a stream of
+/// numbers that depends only on (seed, layer, micro_batch). A pipeline opens one around each layer of each micro-batch,
+/// in the forward and in the recompute. Open one to get the same numbers from an unpartitioned model:
 ///
 ///   const auto seed = gpipe::RandomScope::draw_seed();
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
@@ -31,7 +30,6 @@ class RandomScope {
   RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch);
   ~RandomScope();
   RandomScope(const RandomScope&) = delete;
-  RandomScope& operator=(const RandomScope&) = delete;
 
   /// Draws a mini-batch's 64-bit seed from the current scope, or from the default CPU generator outside of scopes.
   static std::uint64_t draw_seed();

@@ -1,22 +1,18 @@
 #include "gpipe/autograd/skip_routes.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <utility>
 
-#include "gpipe/autograd/boundary.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
 // Searches linearly, because a stage has few skips.
-std::size_t index_of(const std::vector<SkipKey>& keys, const SkipKey& key) {
-  return std::find(keys.begin(), keys.end(), key) - keys.begin();
+std::size_t place_in(const std::vector<SkipKey>& keys, const SkipKey& key) {
+  return std::ranges::find(keys, key) - keys.begin();
 }
 
-[[noreturn]] void fail(const SkipKey& key, const std::string& what) {
-  throw std::runtime_error("[gpipe] skip " + to_string(key) + " " + what);
-}
+[[noreturn]] void fail(const SkipKey& key, const std::string& what) { throw_error("skip ", to_string(key), " ", what); }
 
 [[noreturn]] void fail_twice(const SkipKey& key, const std::string& what) {
   fail(key, "was " + what + " twice in one forward; stash and pop each skip once");
@@ -38,7 +34,7 @@ SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
 }
 
 void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
-  const auto k = index_of(stage_.skips_out, key);
+  const auto k = place_in(stage_.skips_out, key);
   if (k == leaving_.size()) {
     if (!inside_.emplace(key, std::move(tensor)).second) fail_twice(key, "stashed");
     return;
@@ -47,12 +43,12 @@ void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
   if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
   leaving.root = leave(tensor);
   leaving.version = VersionWatch(tensor);
-  add_leaving(tensor, leaving.parcel);
+  leaving.parcel.add_leaving(tensor);
   leaving.tensor = std::move(tensor);
 }
 
 at::Tensor SkipRoutes::pop(const SkipKey& key) {
-  const auto k = index_of(stage_.skips_in, key);
+  const auto k = place_in(stage_.skips_in, key);
   if (k == entering_.size()) {
     auto node = inside_.extract(key);
     if (node.empty()) fail(key, "was popped before it was stashed");
@@ -83,10 +79,6 @@ void SkipRoutes::check_all_used() const {
     if (leaving_[k].parcel.tensors.empty()) fail_unused(stage_.skips_out[k], "stashed");
   }
   if (!inside_.empty()) fail_unused(inside_.begin()->first, "popped");
-}
-
-void add_leaving(const at::Tensor& tensor, Parcel& parcel) {
-  parcel.add(tensor.defined() ? tensor.detach() : tensor, tensor.defined() && tensor.requires_grad());
 }
 
 }  // namespace gpipe

@@ -4,12 +4,8 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <map>
-#include <string>
-#include <vector>
 
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/parcel.h"
-#include "skip/context.h"
 
 namespace gpipe {
 
@@ -20,13 +16,11 @@ class SkipRoutes : public SkipContext {
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
   SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering);
 
-  /// Errors of both: std::runtime_error for a skip that is stashed or popped twice, popped before it is stashed, or
-  /// changed in place between.
+  /// Errors of both: std::runtime_error for a second stash or pop, a pop before the stash, or a change between them.
   void stash(const SkipKey& key, at::Tensor tensor) override;
   at::Tensor pop(const SkipKey& key) override;
 
-  /// Call after each layer. Errors: std::runtime_error, which names the layer, when a skip that another stage uses was
-  /// changed in place.
+  /// Call after each layer. Errors: std::runtime_error, which names the layer, if it changed another stage's skip.
   void check_unchanged(const std::string& layer) const;
 
   /// Call after the last layer. Errors: std::runtime_error for a declared skip that was not stashed or popped.
@@ -53,8 +47,5 @@ class SkipRoutes : public SkipContext {
   std::vector<Leaving> leaving_;
   std::map<SkipKey, at::Tensor> inside_;
 };
-
-/// Adds a tensor that leaves a cell to its parcel: detached, and with the wish for a gradient if it requires one.
-void add_leaving(const at::Tensor& tensor, Parcel& parcel);
 
 }  // namespace gpipe

@@ -1,17 +1,16 @@
 #include "gpipe/autograd/split_backward.h"
 
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <string>
+#include <array>
 #include <string_view>
-#include <utility>
+#include <typeinfo>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "gpipe/autograd/product_node.h"
 
 namespace gpipe {
 namespace {
@@ -19,11 +18,45 @@ namespace {
 using GraphEdge = torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // Fewest multiplications per row of the output that are worth a second run of the node. Independent of the number of
 // rows, so that all micro-batches of a mini-batch, which may have different sizes, split alike.
 constexpr std::int64_t kLeastWork = std::int64_t{1} << 12;
+
+/// The edges of a node's two factors.
+using Factors = std::array<std::size_t, 2>;
+
+/// Whether the node is a Product whose two saved factors have no hooks: each run of the node would run them, and they
+/// may be a user's code, such as a recompute by torch.utils.checkpoint.
+template <class Product>
+bool is_plain(const Node& node, SavedVariable Product::*one, SavedVariable Product::*other) {
+  if (typeid(node) != typeid(Product)) return false;
+  const auto& product = static_cast<const Product&>(node);
+  return !(product.*one).has_hooks() && !(product.*other).has_hooks();
+}
+
+/// Returns the factors of a matrix product or convolution, if the node is one: its kernels compute each gradient apart.
+std::optional<Factors> factors_of(const Node& node) {
+  using namespace torch::autograd::generated;
+  const bool behind_a_term = is_plain(node, &AddmmBackward0::mat1_, &AddmmBackward0::mat2_) ||
+                             is_plain(node, &BaddbmmBackward0::batch1_, &BaddbmmBackward0::batch2_);
+  if (behind_a_term) return Factors{1, 2};
+  const bool in_front =
+      is_plain(node, &MmBackward0::self_, &MmBackward0::mat2_) ||
+      is_plain(node, &BmmBackward0::self_, &BmmBackward0::mat2_) ||
+      is_plain(node, &LinearBackward0::input_, &LinearBackward0::weight_) ||
+      is_plain(node, &ConvolutionBackward0::input_, &ConvolutionBackward0::weight_) ||
+      is_plain(node, &ConvolutionOverrideableBackward0::input_, &ConvolutionOverrideableBackward0::weight_);
+  return in_front ? std::optional(Factors{0, 1}) : std::nullopt;
+}
+
+/// Whether a factor of the node is applied at each of several places of a sample.
+bool is_convolution(const Node& node) {
+  using namespace torch::autograd::generated;
+  return typeid(node) == typeid(ConvolutionBackward0) || typeid(node) == typeid(ConvolutionOverrideableBackward0);
+}
 
 // These nodes save no tensor, so nothing that is changed between I and W can change their result.
 bool is_view_or_cast(const Node& node) {
@@ -49,12 +82,6 @@ std::vector<std::int64_t> sizes_of(const Node& node, std::size_t input) {
   return sizes;
 }
 
-std::int64_t product(const std::vector<std::int64_t>& sizes) {
-  std::int64_t product = sizes.empty() ? 0 : 1;
-  for (const auto size : sizes) product *= size;
-  return product;
-}
-
 // The nodes of a graph, and those of them to defer.
 class Plan {
  public:
@@ -77,24 +104,12 @@ class Plan {
   }
 
  private:
-  using SinkInput = std::pair<const Node*, std::uint32_t>;
+  // A node, or one input of a sink.
+  using Target = std::pair<const Node*, std::uint32_t>;
 
-  // What runs in I and leads to no input.
-  struct Early {
-    absl::flat_hash_set<const Node*> nodes;
-    absl::flat_hash_set<SinkInput> sums;
-
-    void add(const GraphEdge& edge) {
-      if (edge.function->num_outputs() > 0) {
-        nodes.insert(edge.function.get());
-      } else {
-        sums.emplace(edge.function.get(), edge.input_nr);
-      }
-    }
-    bool contains(const GraphEdge& edge) const {
-      return nodes.contains(edge.function.get()) || sums.contains(SinkInput(edge.function.get(), edge.input_nr));
-    }
-  };
+  static Target target_of(const GraphEdge& edge) {
+    return {edge.function.get(), edge.function->num_outputs() > 0 ? 0 : edge.input_nr};
+  }
 
   // Iterative, because graphs are deep.
   void visit(Node* first) {
@@ -113,9 +128,8 @@ class Plan {
       Node* const done = node;
       path.pop_back();
       nodes_.push_back(done);
-      const auto& edges = done->next_edges();
-      if (std::none_of(edges.begin(), edges.end(), [&](const GraphEdge& edge) { return leads_to_input(edge); }))
-        continue;
+      const auto leads = [&](const GraphEdge& edge) { return leads_to_input(edge); };
+      if (std::ranges::none_of(done->next_edges(), leads)) continue;
       leads_to_input_[done] = true;
       if (can_defer(*done)) deferred_.insert(done);
     }
@@ -124,8 +138,7 @@ class Plan {
   bool can_defer(Node& node) const {
     const auto factors = factors_of(node);
     if (!factors || has_hooks(node)) return false;
-    // One factor leads to an input and the other to a parameter. A factor that needs no gradient may be a buffer, which
-    // can change between I and W.
+    // One factor leads to an input, the other to a parameter. One without a gradient may be a buffer, and change by W.
     const auto& edges = node.next_edges();
     const auto [one, other] = *factors;
     if (!edges[one].is_valid() || !edges[other].is_valid()) return false;
@@ -148,33 +161,34 @@ class Plan {
       edge = edge.function->next_edge(0);
       if (!edge.is_valid()) return 0;
     }
-    const bool is_sink = dynamic_cast<const GradientSink*>(edge.function.get()) != nullptr;
-    return is_sink ? product(sizes_of(*edge.function, edge.input_nr)) : 0;
+    if (dynamic_cast<const GradientSink*>(edge.function.get()) == nullptr) return 0;
+    const auto sizes = sizes_of(*edge.function, edge.input_nr);
+    return sizes.empty() ? 0 : c10::multiply_integers(sizes);
   }
 
   // Drops deferred nodes that share parameters, or views of them, with I. Returns whether there were any.
   bool drop_shared(const edge_list& roots) {
     if (deferred_.empty()) return false;
-    Early early;
+    absl::flat_hash_set<Target> early;  // what runs in I and leads to no input
     for (const auto& root : roots) {
-      if (root.is_valid() && !leads_to_input(root)) early.add(root);
+      if (root.is_valid() && !leads_to_input(root)) early.insert(target_of(root));
     }
     for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
-      const bool runs_in_full = leads_to_input_.at(*node) ? !defers(*node) : early.nodes.contains(*node);
+      const bool runs_in_full = leads_to_input_.at(*node) ? !defers(*node) : early.contains(Target(*node, 0));
       if (!runs_in_full) continue;
       for (const auto& edge : (*node)->next_edges()) {
-        if (edge.is_valid() && !leads_to_input(edge)) early.add(edge);
+        if (edge.is_valid() && !leads_to_input(edge)) early.insert(target_of(edge));
       }
     }
     const auto shares = [&](GraphEdge edge) {
-      while (edge.is_valid() && !early.contains(edge)) {
+      while (edge.is_valid() && !early.contains(target_of(edge))) {
         if (edge.function->num_outputs() == 0) return false;
         edge = edge.function->next_edge(0);
       }
       return edge.is_valid();
     };
     return absl::erase_if(deferred_, [&](const Node* node) {
-             return std::any_of(node->next_edges().begin(), node->next_edges().end(), [&](const GraphEdge& edge) {
+             return std::ranges::any_of(node->next_edges(), [&](const GraphEdge& edge) {
                return edge.is_valid() && !leads_to_input(edge) && shares(edge);
              });
            }) > 0;
@@ -259,10 +273,8 @@ bool SplitBackward::end_inputs() {
     deferred->next_edges() = edge_list(deferred->num_outputs());
     deferred->node->next_edges() = std::move(deferred->edges_to_parameters);
   }
-  std::erase_if(deferred_, [](const auto& deferred) {
-    return std::none_of(deferred->gradients.begin(), deferred->gradients.end(),
-                        [](const auto& gradient) { return gradient.defined(); });
-  });
+  std::erase_if(deferred_,
+                [](const auto& deferred) { return std::ranges::none_of(deferred->gradients, &at::Tensor::defined); });
   return !deferred_.empty();
 }
 

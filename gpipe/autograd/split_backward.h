@@ -3,9 +3,6 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <memory>
-#include <vector>
-
 #include "gpipe/autograd/boundary.h"
 
 namespace gpipe {
@@ -24,10 +21,9 @@ struct RootGradients {
 ///      through views and casts only, to a parameter that is large enough; a third term may lead to a parameter too;
 ///   2. it has no hooks, nor have its saved tensors;
 ///   3. no node that runs in I leads to the same parameter, or to the same view of one.
-/// So all other nodes run once, and each parameter's gradient of a cell is computed in one part, with the bits of a whole
-/// backward. Cells with equal graphs split alike, whatever their numbers of samples. In I, a deferred node computes only
-/// the gradients that lead to inputs. It keeps its saved tensors and its incoming gradients for W. All other saved tensors
-/// are freed in I.
+/// So all other nodes run once, and each parameter's gradient of a cell is computed in one part, with the bits of a
+/// whole backward. Cells with equal graphs split alike, whatever their numbers of samples. In I, a deferred node
+/// computes only the gradients that lead to inputs. For W it keeps its saved tensors and incoming gradients.
 ///
 /// Changes the graph. Used by one thread at a time.
 class SplitBackward {

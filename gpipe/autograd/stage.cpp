@@ -1,21 +1,15 @@
 #include "gpipe/autograd/stage.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <sstream>
-#include <stdexcept>
-#include <utility>
 
 #include "absl/container/flat_hash_set.h"
-#include "gpipe/autograd/boundary.h"
-#include "gpipe/tensors/parcel.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {
@@ -24,19 +18,6 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 
 constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
-
-// Collects tensors, each once. Modules may share a tensor.
-class DistinctTensors {
- public:
-  void add(const at::Tensor& tensor) {
-    if (tensor.defined() && seen_.insert(tensor.unsafeGetTensorImpl()).second) tensors_.push_back(tensor);
-  }
-  std::vector<at::Tensor> take() { return std::move(tensors_); }
-
- private:
-  absl::flat_hash_set<const void*> seen_;
-  std::vector<at::Tensor> tensors_;
-};
 
 // Whether this thread has made a node.
 bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
@@ -47,17 +28,15 @@ bool made_before(const Node& node, const GradientSink* sink, std::uint64_t begin
 }
 
 [[noreturn]] void refuse_foreign(const Node& node) {
-  throw std::invalid_argument(
-      "[gpipe] a layer uses a tensor whose graph (" + node.name() +
+  refuse_argument(
+      "a layer uses a tensor whose graph (", node.name(),
       ") was built outside this forward of this micro-batch; detach tensors that a layer keeps between calls");
 }
 
 [[noreturn]] void refuse_leaf(const torch::autograd::AccumulateGrad& leaf) {
-  std::ostringstream message;
-  message << "[gpipe] a layer uses a tensor of shape " << leaf.variable.sizes()
-          << " that requires grad but is neither a parameter nor an input; register it with register_parameter, pass "
-             "it through the model, or detach it";
-  throw std::invalid_argument(message.str());
+  refuse_argument("a layer uses a tensor of shape ", c10::str(leaf.variable.sizes()),
+                  " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
+                  "pass it through the model, or detach it");
 }
 
 }  // namespace
@@ -66,24 +45,35 @@ std::string Stage::name_of(int layer) const {
   return layer == static_cast<int>(layers.size()) ? "loss" : layers[layer]->name();
 }
 
-bool Stage::borrows(std::size_t parameter) const {
-  return std::find(borrowed.begin(), borrowed.end(), parameter) != borrowed.end();
-}
+bool Stage::borrows(std::size_t parameter) const { return std::ranges::find(borrowed, parameter) != borrowed.end(); }
 
 std::vector<at::Tensor> Stage::parameters() const {
-  DistinctTensors distinct;
+  std::vector<at::Tensor> all;
   for (const auto& layer : layers) {
-    for (const auto& parameter : layer->module()->parameters()) distinct.add(parameter);
+    for (const auto& parameter : layer->module()->parameters()) all.push_back(parameter);
   }
-  return distinct.take();
+  return distinct(std::move(all));
 }
 
 std::vector<at::Tensor> Stage::buffers() const {
-  DistinctTensors distinct;
+  std::vector<at::Tensor> all;
   for (const auto& layer : layers) {
-    for (const auto& buffer : layer->buffers().tensors) distinct.add(buffer);
+    for (const auto& buffer : layer->buffers().tensors) all.push_back(buffer);
   }
-  return distinct.take();
+  return distinct(std::move(all));
+}
+
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors) {
+  absl::flat_hash_set<const void*> seen;
+  std::erase_if(tensors, [&](const at::Tensor& tensor) {
+    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
+  });
+  return tensors;
+}
+
+std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
+  const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
+  return std::ranges::find_if(tensors, is_it) - tensors.begin();
 }
 
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
@@ -92,7 +82,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     : stage_(stage),
       caller_(at::RecordFunction::currentThreadId()),
       all_(stage.parameters()),
-      sinks_{make_gradient_sink()} {
+      sinks_{make_node<GradientSink>()} {
   // The engine runs a node on the stream that is current when its input metadata is added.
   const OptionalStreamScope scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
@@ -102,7 +92,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     if (!stage.borrows(i)) own_.push_back(parameter);
     if (!grad || !parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
-      throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
+      refuse_argument("a parameter is not a leaf; parameters are made by register_parameter");
     }
     if (stage.borrows(i)) continue;
     has_sink_.back() = true;
@@ -111,7 +101,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
 }
 
 void ParameterSinks::add_sink(const at::Tensor& parameter, bool of_its_own) {
-  auto sink = of_its_own ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
+  auto sink = of_its_own ? sinks_.emplace_back(make_node<GradientSink>()) : sinks_.front();
   sink->indices.push_back(parameters_.size());
   const auto input = sink->add_input_metadata(parameter);
   parameters_.push_back(parameter);
@@ -133,8 +123,7 @@ void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<Node
     for (const auto& edge : node->next_edges()) visit(edge.function);
     const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
     if (leaf == nullptr || edges_.contains(leaf)) continue;
-    const auto is_it = [&](const auto& parameter) { return parameter.is_same(leaf->variable); };
-    if (std::none_of(all_.begin(), all_.end(), is_it)) add_sink(leaf->variable, /*of_its_own=*/true);
+    if (index_of(leaf->variable, all_) == all_.size()) add_sink(leaf->variable, /*of_its_own=*/true);
   }
 }
 
@@ -169,9 +158,9 @@ std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& i
 void ParameterSinks::check_unchanged() const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
     if (stage_.borrows(i) || others_writes(all_[i]) == versions_[i]) continue;
-    throw std::runtime_error(
-        "[gpipe] a parameter was changed in place between the forward and its backward, so the forward cannot be "
-        "recomputed; step the optimizer after the backward");
+    throw_error(
+        "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
+        "step the optimizer after the backward");
   }
 }
 
@@ -264,13 +253,15 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
         }
       } else if (leaf != nullptr) {
         if (!made_here(*node)) refuse_foreign(*node);
-        if (std::find(leaves.begin(), leaves.end(), leaf) == leaves.end()) leaves.push_back(leaf);
+        if (std::ranges::find(leaves, leaf) == leaves.end()) leaves.push_back(leaf);
       }
     }
   }
+  absl::erase_if(stage_.leaves, [](const auto& leaf) { return leaf.second.expired(); });
   for (const auto* leaf : leaves) {
-    if (stage_.leaves.find(leaf->variable) != nullptr) refuse_leaf(*leaf);
-    stage_.leaves.insert(leaf->variable, {});
+    const auto& tensor = leaf->variable;
+    const WeakTensor weak(tensor.getIntrusivePtr());
+    if (!stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) refuse_leaf(*leaf);
   }
 }
 

@@ -5,20 +5,11 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <cstdint>
 #include <functional>
-#include <memory>
-#include <string>
-#include <variant>
-#include <vector>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage_state.h"
-#include "gpipe/tensors/version_watch.h"
 #include "skip/context.h"
 
 namespace gpipe {
@@ -40,18 +31,16 @@ struct Stage {
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The stages that receive the activation, each of `skips_out` and each of `lent`. The caller counts as the stage after
-  /// the last.
+  /// The receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the last.
   std::vector<int> receivers;
 
-  /// kYes once a forward of this stage, or of a later one that shares the input's memory, has written to the input. See
-  /// StoredInputs.
+  /// kYes once a forward of this stage, or a later one with its input's memory, wrote to it. See StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
   NeededGradients needed_gradients;
   StageState state;
-  /// Leaves other than parameters that its layers have used.
-  WeakTensorMap<std::monostate> leaves;
+  /// Leaves other than parameters that its layers have used, as long as they live.
+  absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
   /// How often its own layers have written to each parameter, as an embedding with max_norm does.
   absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
 
@@ -67,6 +56,12 @@ struct Stage {
   std::vector<at::Tensor> buffers() const;
 };
 
+/// Returns the defined tensors, each once. Modules may share a tensor.
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors);
+
+/// Returns the place of a tensor in a list; the list's size if it is not there.
+std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors);
+
 /// Whether a tensor has 64 KiB or more.
 bool is_large(const at::Tensor& tensor);
 
@@ -78,9 +73,8 @@ class ParameterSinks {
   /// the parameters' own accumulators on the caller's stream. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
-  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of
-  /// its own, so that its gradient is added and freed at once. Small ones share a sink, because each node that the engine
-  /// runs costs about a microsecond.
+  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has one of
+  /// its own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
@@ -107,8 +101,7 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 
-  /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter that the stage owns in
-  /// place since this was made.
+  /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
   void check_unchanged() const;
 
  private:
@@ -128,14 +121,12 @@ class ParameterSinks {
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
-/// Counts changes of parameters during its lifetime as writes by the stages that own them. REQUIRES: only the stages'
-/// layers write meanwhile.
+/// Counts changes of parameters during its lifetime as writes by their stages. REQUIRES: nothing else writes.
 class ParameterWriteCounts {
  public:
   ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
   ~ParameterWriteCounts();
   ParameterWriteCounts(const ParameterWriteCounts&) = delete;
-  ParameterWriteCounts& operator=(const ParameterWriteCounts&) = delete;
 
  private:
   std::vector<Stage>& stages_;
@@ -151,7 +142,6 @@ class GradientsAside {
   /// Drops what has been added since.
   ~GradientsAside();
   GradientsAside(const GradientsAside&) = delete;
-  GradientsAside& operator=(const GradientsAside&) = delete;
 
   /// Moves what has been added since to the sums, which are parallel to the sinks.
   void move_to(std::vector<GradientSums>& sums) const;

@@ -1,22 +1,35 @@
 #include "gpipe/autograd/stage_state.h"
 
-#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <exception>
-#include <stdexcept>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
 thread_local StageState* watching = nullptr;
+
+// Calls functions, and keeps the first error.
+class FirstError {
+ public:
+  void catch_from(absl::FunctionRef<void()> call) {
+    try {
+      call();
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+  void rethrow() const {
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::exception_ptr error_;
+};
 
 // Disables Python dispatch modes for its lifetime: one of them may have thrown the error that is being handled.
 class WithoutModes {
@@ -32,17 +45,14 @@ class WithoutModes {
 };
 
 [[noreturn]] void refuse_write(const std::string& what) {
-  throw std::runtime_error("[gpipe] a layer wrote to " + what +
-                           ", which run concurrently; put the layers that share it into one stage");
+  throw_error("a layer wrote to ", what, ", which run concurrently; put the layers that share it into one stage");
 }
 
 // The name of the layer that has a tensor.
 std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
   for (const auto& layer : stage.layers) {
-    auto tensors = layer->buffers().tensors;
-    for (const auto& parameter : layer->module()->parameters()) tensors.push_back(parameter);
-    const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
-    if (std::any_of(tensors.begin(), tensors.end(), is_it)) return "layer '" + layer->name() + "'";
+    const auto is_in = [&](const auto& tensors) { return index_of(tensor, tensors) < tensors.size(); };
+    if (is_in(layer->buffers().tensors) || is_in(layer->module()->parameters())) return "layer '" + layer->name() + "'";
   }
   return "a layer";
 }
@@ -106,18 +116,16 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   stage.locked([&] {
     for (const auto& layer : stage.layers) moment.buffers_.push_back(layer->buffers());
   });
-  absl::flat_hash_set<const c10::TensorImpl*> seen;  // layers may share a buffer
   for (const auto& of_layer : moment.buffers_) {
-    for (const auto& buffer : of_layer.tensors) {
-      if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second) tensors.push_back(buffer);
-    }
+    tensors.insert(tensors.end(), of_layer.tensors.begin(), of_layer.tensors.end());
   }
+  tensors = distinct(std::move(tensors));
   const auto buffers = tensors.size();
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
   moment.tensors_ = tensors_;
   const auto has_moved = [](const StateItem& item) { return item.memory != memory_of(item.tensor); };
-  if (std::any_of(items_.begin(), items_.end(), has_moved)) renew_index();
+  if (std::ranges::any_of(items_, has_moved)) renew_index();
   for (std::size_t i = 0; i < tensors_->size(); ++i) {
     auto& item = items_[i];
     item.note_unseen();
@@ -130,8 +138,7 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
 
 StateItem* StageState::find(const at::Tensor& tensor, std::size_t guess) {
   if (guess < items_.size() && items_[guess].tensor.is_same(tensor)) return &items_[guess];
-  const auto found =
-      std::find_if(items_.begin(), items_.end(), [&](const StateItem& item) { return item.tensor.is_same(tensor); });
+  const auto found = std::ranges::find_if(items_, [&](const auto& item) { return item.tensor.is_same(tensor); });
   return found == items_.end() ? nullptr : &*found;
 }
 
@@ -146,28 +153,20 @@ bool StageState::has_new_modules(const Stage& stage, const Moment& moment) const
 }
 
 void StageState::put_back(const Stage& stage, const Moment& moment) {
-  std::exception_ptr error;
+  FirstError error;
   stage.locked([&] {
     for (const auto& buffers : moment.buffers_) {
-      try {
-        if (buffers.put_back) buffers.put_back();
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
+      if (buffers.put_back) error.catch_from(buffers.put_back);
     }
   });
-  if (error) std::rethrow_exception(error);
+  error.rethrow();
 }
 
 void StageState::restore(const Stage& stage, const Moment& moment) {
-  std::exception_ptr error;
-  try {
-    put_back(stage, moment);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  restore_values(moment);
-  if (error) std::rethrow_exception(error);
+  FirstError error;
+  error.catch_from([&] { put_back(stage, moment); });
+  error.catch_from([&] { restore_values(moment); });
+  error.rethrow();
 }
 
 void StageState::restore_after_backward(const Stage& stage, const Moment& moment) {
@@ -177,32 +176,26 @@ void StageState::restore_after_backward(const Stage& stage, const Moment& moment
       const auto now = stage.layers[i]->buffers().tensors;
       if (are_same(now, moment.buffers_[i].tensors)) continue;
       for (const auto& tensor : moment.buffers_[i].tensors) {
-        const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
-        if (std::any_of(now.begin(), now.end(), is_it) || has_value(tensor, moment)) continue;
-        owner = stage.layers[i]->name();
+        if (index_of(tensor, now) == now.size() && !has_value(tensor, moment)) owner = stage.layers[i]->name();
       }
     }
   });
   restore_values(moment);
   if (owner.empty()) return;
-  throw std::runtime_error("[gpipe] a backward replaced a buffer of layer '" + owner +
-                           "' that its forwards write to; write to it in place in both, or use checkpoint='never'");
+  throw_error("a backward replaced a buffer of layer '", owner,
+              "' that its forwards write to; write to it in place in both, or use checkpoint='never'");
 }
 
 // Whether a tensor, one of the moment's, has the value that it had then.
 bool StageState::has_value(const at::Tensor& tensor, const Moment& moment) {
-  const auto& tensors = *moment.tensors_;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].is_same(tensor)) continue;
-    const auto* item = find(tensor, i);
-    const auto& value = moment.values_[i];
-    return item == nullptr || item->now.lock() == value || (value->copy.defined() && value->copy.equal(tensor));
-  }
-  return true;
+  const auto i = index_of(tensor, *moment.tensors_);
+  if (i == moment.tensors_->size()) return true;
+  const auto* item = find(tensor, i);
+  const auto& value = moment.values_[i];
+  return item == nullptr || item->now.lock() == value || (value->copy.defined() && value->copy.equal(tensor));
 }
 
 void StageState::restore_values(const Moment& moment) {
-  std::exception_ptr error;
   std::vector<std::pair<StateItem*, std::shared_ptr<StateValue>>> changed;
   const auto add = [&](StateItem& item, const std::shared_ptr<StateValue>& value) {
     if (item.now.lock() != value) changed.emplace_back(&item, value);
@@ -221,14 +214,9 @@ void StageState::restore_values(const Moment& moment) {
   }
   // All present values first, because writing one tensor changes the others of its memory.
   for (const auto& each : changed) each.first->keep();
-  for (const auto& [item, value] : changed) {
-    try {
-      item->put(value);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  FirstError error;
+  for (const auto& each : changed) error.catch_from([&] { each.first->put(each.second); });
+  error.rethrow();
 }
 
 void StageState::restore_after_error(const Stage& stage, const Moment& moment) noexcept {
@@ -248,9 +236,9 @@ void StageState::check(const Stage& stage, bool needed) {
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
     item.copied_early = true;
     if (!is_gone || !needed) continue;
-    throw std::runtime_error("[gpipe] a tensor of " + owner_of(item.tensor, stage) +
-                             " was changed for the first time by code that PyTorch does not see, so its forward cannot "
-                             "be recomputed; repeat the call: from now on the stage stores copies of the tensor");
+    throw_error("a tensor of ", owner_of(item.tensor, stage),
+                " was changed for the first time by code that PyTorch does not see, so its forward cannot be "
+                "recomputed; repeat the call: from now on the stage stores copies of the tensor");
   }
 }
 
@@ -259,7 +247,7 @@ void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
 }
 
 bool StageState::may_change(const at::Tensor& buffer) const {
-  return std::none_of(items_.begin(), items_.end(), [&](const StateItem& item) {
+  return std::ranges::none_of(items_, [&](const StateItem& item) {
     return item.tensor.is_same(buffer) && !item.copied_early && !item.has_changed;
   });
 }
@@ -286,10 +274,8 @@ StageState::Scope::~Scope() {
 // Call before a backward writes to a tensor. Replaces the forward's value by the present one.
 void StageState::return_to_present(StateItem& item) {
   if (present_ == nullptr || item.is_written_back) return;
-  const auto& tensors = *present_->tensors_;
-  const auto is_it = [&](const at::Tensor& each) { return each.is_same(item.tensor); };
-  const auto at = std::find_if(tensors.begin(), tensors.end(), is_it) - tensors.begin();
-  if (at == std::ssize(tensors)) return;
+  const auto at = index_of(item.tensor, *present_->tensors_);
+  if (at == present_->tensors_->size()) return;
   item.is_written_back = true;
   if (item.now.lock() == present_->values_[at]) return;
   item.keep();
@@ -305,9 +291,9 @@ bool StageState::before_write(const at::Tensor& tensor) {
     watching->return_to_present(item);
     item.change();
     if (is_first && item.has_left && !item.is_buffer) {
-      throw std::runtime_error(
-          "[gpipe] a layer wrote to a parameter for the first time, and a tensor of the same memory has left the "
-          "stage; repeat the call: from now on such tensors leave as copies");
+      throw_error(
+          "a layer wrote to a parameter for the first time, and a tensor of the same memory has left the stage; repeat "
+          "the call: from now on such tensors leave as copies");
     }
     found = true;
   });
@@ -322,8 +308,7 @@ void StageState::after_write(const at::Tensor& tensor) {
 void StageState::before_draw(const at::Generator& generator) {
   if (watching == nullptr) return;
   auto& generators = watching->generators_;
-  auto found = std::find_if(generators.begin(), generators.end(),
-                            [&](const StateItem& item) { return item.generator == generator; });
+  auto found = std::ranges::find(generators, generator, &StateItem::generator);
   if (found == generators.end()) {
     found = generators.insert(found, StateItem{.tensor = {}, .generator = generator});
     found->first = std::make_shared<StateValue>(StateValue{found->read()});

@@ -3,26 +3,60 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/autograd/state_item.h"
+#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 
 struct Stage;
 
+/// One value of a tensor or generator. The copy is defined if the value may be gone.
+struct StateValue {
+  at::Tensor copy;
+};
+/// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it.
+struct StateItem {
+  at::Tensor tensor;
+  at::Generator generator;  // instead of a tensor
+  bool is_buffer = false;
+  std::string forbidden = {};  // the name of a buffer that no layer may write to
+  bool copied_early = false;
+  bool has_changed = false;
+  bool has_left = false;                        // a tensor of this memory has left the stage without a copy
+  bool is_written_back = false;                 // a backward has written to the present value
+  const void* memory = nullptr;                 // under which the index has it
+  at::Tensor alias = {};                        // keeps the memory if a layer assigns to Tensor.data
+  VersionWatch version;                         // of the tensor, as last seen
+  std::weak_ptr<StateValue> now = {};           // of the Moments that hold the present value
+  std::shared_ptr<StateValue> first = nullptr;  // of a generator: before its first draw
+
+  at::Tensor read() const;
+  /// The present value, for a Moment.
+  std::shared_ptr<StateValue> hold();
+  /// Copies the present value if a Moment needs it.
+  void keep() const;
+  /// Call before the value changes.
+  void change();
+  /// Notes a change without change(). Returns whether a Moment needs a value that is gone.
+  bool note_unseen();
+  /// Gives it an earlier value. Does not advance the version counter. Errors: std::runtime_error if that is gone.
+  void put(const std::shared_ptr<StateValue>& value);
+
+ private:
+  void write(const at::Tensor& value) const;
+};
+
+/// The tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
+const void* memory_of(const at::Tensor& tensor);
+
+bool is_strided(const at::Tensor& tensor);
+
 /// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own. Gives
 /// a recompute the values that its forward read, and undoes a failed call.
 ///
-/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and kernels
-/// of other libraries write unseen, so buffers below 64 KiB are copied when they are held, and so is any tensor that was
-/// once seen changed without an operator.
+/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and
+/// other libraries write unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
 ///
 /// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
 class StageState {
@@ -43,8 +77,7 @@ class StageState {
   /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
   /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
   void restore(const Stage& stage, const Moment& moment);
-  /// Gives modules the buffers and modes that they had, before a backward whose hooks may replace buffers. Values stay as they
-  /// are. Errors: Layer::Buffers::put_back().
+  /// Gives modules the buffers and modes that they had; values stay as they are. Errors: Layer::Buffers::put_back().
   void put_back(const Stage& stage, const Moment& moment);
   /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(), and, with
   /// the name of the layer, if the backward replaced a buffer whose present value it could not read.
@@ -73,7 +106,6 @@ class StageState {
     explicit Scope(StageState& state, const Moment* present = nullptr);
     ~Scope();
     Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
 
    private:
     StageState& state_;

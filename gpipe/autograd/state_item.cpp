@@ -1,8 +1,7 @@
-#include "gpipe/autograd/state_item.h"
-
 #include <mutex>
-#include <stdexcept>
 
+#include "gpipe/autograd/stage_state.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -67,8 +66,8 @@ bool StateItem::note_unseen() {
 
 void StateItem::put(const std::shared_ptr<StateValue>& value) {
   if (!value->copy.defined()) {
-    throw std::runtime_error(
-        "[gpipe] a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
+    throw_error(
+        "a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
         "recomputed; change it after the backward");
   }
   write(value->copy);

@@ -1,7 +1,5 @@
 #include "gpipe/run/backward_gradients.h"
 
-#include <utility>
-
 #include "absl/strings/str_cat.h"
 #include "gpipe/tensors/sample_hash.h"
 

@@ -1,14 +1,7 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/autograd/stage.h"
 #include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 
@@ -59,15 +52,5 @@ auto in_call(Pipeline& pipeline, F run) {
     throw;
   }
 }
-
-/// Refuses a call under a transform of the calling thread that would not reach the workers.
-///
-/// Errors: c10::NotImplementedError under torch.jit.trace and under a functorch transform (jvp, vmap, grad), and when
-/// an input, a parameter or a buffer has a forward-mode tangent.
-void refuse_transforms(const Value& input, const std::vector<Stage>& stages);
-
-/// Errors: std::runtime_error if DistributedDataParallel averages the gradients of the parameters, which it does only for
-/// backwards of its own forward.
-void refuse_step_in_ddp(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

@@ -13,7 +13,6 @@
 
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/gpipe.h"
 #include "gpipe/gradients.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/call.h"
@@ -96,11 +95,8 @@ std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
     call.agree({.what = "sum of " + std::to_string(numbers.size()) + " numbers over replicas"});
     const auto of_ranks = team.gather(to_bytes(numbers));
     std::vector<double> sums(numbers.size());
-    std::vector<bool> is_added(team.replicas());
-    for (int r = 0; r < std::ssize(of_ranks); ++r) {
-      if (is_added[team.replica_of(r)]) continue;  // not the first rank of its replica
-      is_added[team.replica_of(r)] = true;
-      const auto of_replica = to_items<double>(of_ranks[r]);
+    for (int replica = 0; !of_ranks.empty() && replica < team.replicas(); ++replica) {
+      const auto of_replica = to_items<double>(of_ranks[options_.ranks()->mesh().rank_at(/*position=*/0, replica)]);
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_replica.at(i);
     }
     return broadcast(team, sums);
@@ -114,7 +110,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
       refuse_argument("there must be one number per parameter, ", own, ", but there are ", numbers.size());
     }
     if (pipeline_->team().size() == 1) return numbers;
-    const auto known = std::count_if(parameter_names_.begin(), parameter_names_.end(), [&](const StateName& each) {
+    const auto known = std::ranges::count_if(parameter_names_, [&](const StateName& each) {
       return each.name == each.first && pipeline_->is_here(each.stage);
     });
     if (own != known) {
@@ -184,7 +180,7 @@ bool unscale_grads_(GPipeImpl& pipe, double scale) {
     finite.push_back(at::isfinite(gradient.is_sparse() ? gradient._values() : gradient).all());
   }
   const auto of_rank = read_all(finite);
-  const bool all_finite = std::find(of_rank.begin(), of_rank.end(), 0.0) == of_rank.end();
+  const bool all_finite = std::ranges::count(of_rank, 0.0) == 0;
   return pipe.largest(all_finite ? 0 : 1) == 0;
 }
 

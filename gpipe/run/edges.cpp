@@ -5,8 +5,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <bit>
-#include <sstream>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 
@@ -22,11 +20,9 @@ at::Tensor as_bits(const at::Tensor& tensor) {
 
 void check_kind(const at::Tensor& value, const at::Tensor& copy) {
   if (value.scalar_type() == copy.scalar_type() && value.sizes() == copy.sizes()) return;
-  std::ostringstream message;
-  message << "[gpipe] a parameter that several stages share is " << value.scalar_type() << value.sizes()
-          << " on the rank that owns it, but " << copy.scalar_type() << copy.sizes()
-          << " on this rank; convert the model on all ranks";
-  throw std::runtime_error(message.str());
+  throw_error("a parameter that several stages share is ", c10::str(value.scalar_type(), value.sizes()),
+              " on the rank that owns it, but ", c10::str(copy.scalar_type(), copy.sizes()),
+              " on this rank; convert the model on all ranks");
 }
 
 void set_value(const at::Tensor& copy, const at::Tensor& value) {
@@ -35,6 +31,15 @@ void set_value(const at::Tensor& copy, const at::Tensor& value) {
   if (at::equal(as_bits(present), as_bits(next))) return;
   present.copy_(next);
   if (!copy.is_inference()) torch::autograd::impl::bump_version(copy);
+}
+
+// Returns the same memory. When it is freed, on any thread, the counter learns of it.
+std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shared_ptr<ByteCounter> counter) {
+  const auto* memory = owner.get();
+  return {memory, [owner = std::move(owner), counter = std::move(counter)](const void*) mutable {
+            const AllocationListener::Scope counting(counter);
+            owner.reset();
+          }};
 }
 
 }  // namespace
@@ -55,19 +60,6 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
   if (value.device() == copy.device()) value = copy.detach();
   lent.renew_versions();
 }
-
-namespace {
-
-// Returns the same memory. When it is freed, on any thread, the counter learns of it.
-std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shared_ptr<ByteCounter> counter) {
-  const auto* memory = owner.get();
-  return {memory, [owner = std::move(owner), counter = std::move(counter)](const void*) mutable {
-            const AllocationListener::Scope counting(counter);
-            owner.reset();
-          }};
-}
-
-}  // namespace
 
 Edges::Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
              std::shared_ptr<ByteCounter> counter)

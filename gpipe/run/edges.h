@@ -2,18 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <memory>
-#include <optional>
-#include <vector>
-
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/byte_counter.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
@@ -43,13 +34,11 @@ class BorrowedValues {
 /// orders each edge's put before its take. activity() may be called on any thread.
 class Edges {
  public:
-  /// `key`: see LayoutKey. `counter` learns when memory that was sent to another rank is freed; it may be null. The other
-  /// arguments must outlive this.
+  /// `counter`, which may be null, learns when memory sent to another rank is freed. All but `key` must outlive this.
   Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
         std::shared_ptr<ByteCounter> counter);
   ~Edges();
   Edges(const Edges&) = delete;
-  Edges& operator=(const Edges&) = delete;
 
   /// Returns what an action takes, in the order of Wiring::takes(). A parcel of gradients has only its tensors. Waits for
   /// other ranks. Errors: ConnectionError; std::runtime_error if a tensor was changed in place after it was sent.

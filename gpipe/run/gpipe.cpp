@@ -6,8 +6,6 @@
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
@@ -88,8 +86,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   }
   absl::Cleanup tell_counterparts = [&] {
     if (options_.ranks() && options_.ranks()->replicas() > 1) {
-      options_.ranks()->job().board().report("rank " + std::to_string(options_.ranks()->rank()) +
-                                             " failed when it made its pipeline");
+      options_.ranks()->job().board().report(
+          absl::StrCat("rank ", options_.ranks()->rank(), " failed when it made its pipeline"));
     }
   };
   move_to_devices(stages);
@@ -110,9 +108,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules), threads,
                                          std::move(binding), std::move(team));
   const auto is_on_cpu = [&](const Stage& stage) { return here[stage.index] && stage.device.is_cpu(); };
-  if (options_.keep_memory() && std::any_of(pipeline_->stages().begin(), pipeline_->stages().end(), is_on_cpu)) {
-    pipeline_->keep_memory();
-  }
+  if (options_.keep_memory() && std::ranges::any_of(pipeline_->stages(), is_on_cpu)) pipeline_->keep_memory();
   if (pipeline_->team().replicas() > 1) pipeline_->take_state_of_first_replica();
   std::move(tell_counterparts).Cancel();
 }
@@ -154,11 +150,11 @@ bool GPipeImpl::ties_unchanged() const {
   std::vector<std::pair<std::string, torch::Tensor>> across;
   for (const auto& parameter : named_parameters()) {
     const auto is_it = [&](const auto& known) { return known.second.is_same(*parameter); };
-    if (std::any_of(across_ranks_.begin(), across_ranks_.end(), is_it)) across.push_back(parameter.pair());
+    if (std::ranges::any_of(across_ranks_, is_it)) across.push_back(parameter.pair());
   }
   const auto is_same = [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_same(b.second); };
   return find_loans(places_of_parameters(pipeline_->stages())) == pipeline_->loans() &&
-         std::equal(across.begin(), across.end(), across_ranks_.begin(), across_ranks_.end(), is_same);
+         std::ranges::equal(across, across_ranks_, is_same);
 }
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }

@@ -7,21 +7,16 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <sstream>
-#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/run/micro_batch.h"
 #include "gpipe/run/step_loss.h"
 
 namespace gpipe {
 namespace {
 
-Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
-
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
-  const double count = options.count()(value_of(target));
+  const double count = options.count()(target.value());
   if (std::isfinite(count) && count >= 0) return count;
   refuse_argument("count returned ", std::to_string(count), " for micro-batch ", micro_batch,
                   "; return a finite number that is not negative");
@@ -36,21 +31,11 @@ Value clone_of(const Value& value) {
   return {value.form(), std::move(tensors)};
 }
 
-Value clone_of(const Parcel& parcel) { return clone_of(Value(parcel.form, parcel.tensors)); }
-
 std::int64_t samples_of(const Parcel& target) { return target.tensors.front().size(0); }
 
 double epsilon_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return std::ldexp(1.0, -52);
-    case at::kHalf:
-      return std::ldexp(1.0, -10);
-    case at::kBFloat16:
-      return std::ldexp(1.0, -7);
-    default:
-      return std::ldexp(1.0, -23);
-  }
+  const int bits = type == at::kDouble ? 52 : type == at::kHalf ? 10 : type == at::kBFloat16 ? 7 : 23;
+  return std::ldexp(1.0, -bits);
 }
 
 }  // namespace
@@ -111,21 +96,17 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
 }
 
 at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
-  auto loss = function(output, value_of(target));
-  if (target.changed()) {
-    throw_error("the loss function changed its target in place; change a clone instead");
-  }
-  if (!loss.defined())
+  auto loss = function(output, target.value());
+  if (target.changed()) throw_error("the loss function changed its target in place; change a clone instead");
+  if (!loss.defined()) {
     refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
-  if (loss.dim() != 0 || !loss.is_floating_point()) {
-    std::ostringstream message;
-    message << "the loss function returned a tensor of shape " << loss.sizes() << " and type " << loss.dtype()
-            << "; return a floating-point scalar";
-    refuse_argument(message.str());
   }
-  const auto& tensors = output.tensors();
+  if (loss.dim() != 0 || !loss.is_floating_point()) {
+    refuse_argument("the loss function returned a tensor of shape ", c10::str(loss.sizes()), " and type ",
+                    c10::str(loss.dtype()), "; return a floating-point scalar");
+  }
   const bool differentiable =
-      std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined() && t.requires_grad(); });
+      std::ranges::any_of(output.tensors(), [](const auto& t) { return t.defined() && t.requires_grad(); });
   if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
     refuse_argument(
         "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
@@ -154,7 +135,8 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
   const auto outputs = scatter(output, sizes);
   const auto targets = scatter(target, sizes);
   std::vector<at::Tensor> losses;
-  for (std::size_t i = 0; i < sizes.size(); ++i) losses.push_back(call_loss(loss, clone_of(outputs[i]), targets[i]));
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    losses.push_back(call_loss(loss, clone_of(outputs[i].value()), targets[i]));
   const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
   auto weights = loss_weights(completed, sizes, targets);
   normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), *completed.reduction());
@@ -169,11 +151,7 @@ LossComparison::LossComparison(LossFunction function, int micro_batches)
       losses_(micro_batches) {}
 
 void LossComparison::add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss) {
-  auto& kept = outputs_[micro_batch];
-  kept.form = output.form();
-  for (const auto& tensor : output.tensors()) {
-    kept.add(tensor.defined() ? tensor.detach() : tensor, /*gradient_wanted=*/false);
-  }
+  outputs_[micro_batch].add_leaving(output);
   targets_[micro_batch] = std::move(target);
   losses_[micro_batch] = loss;
   if (--left_ > 0) return;
@@ -238,7 +216,7 @@ double LossComparison::epsilon() const {
 bool LossComparison::repeats() const {
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
     const double before = losses_[i].item<double>();
-    const double again = call_loss(function_, clone_of(outputs_[i]), targets_[i]).item<double>();
+    const double again = call_loss(function_, clone_of(outputs_[i].value()), targets_[i]).item<double>();
     if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
   }
   return true;

@@ -6,16 +6,16 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/tensors/alias_check.h"
 
 namespace gpipe {
+namespace {
+
+std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }
+
+}  // namespace
 
 CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
     : device_(device), parcels_(std::move(parcels)) {
@@ -35,22 +35,16 @@ Parcel CallerInputs::receive(int micro_batch) {
   return parcel;
 }
 
-namespace {
-
-std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }
-
-}  // namespace
-
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
   if (samples < 0 || split_size < 0 || (split_size == 0 && chunks < 1)) {
-    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples cannot be cut into " +
-                                (split_size != 0 ? "micro-batches of " + std::to_string(split_size) + " samples"
-                                                 : std::to_string(chunks) + " micro-batches"));
+    refuse_argument("a mini-batch of ", samples, " samples cannot be cut into ",
+                    split_size != 0 ? absl::StrCat("micro-batches of ", split_size, " samples")
+                                    : absl::StrCat(chunks, " micro-batches"));
   }
   const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : divide_up(samples, chunks));
   if (const auto count = divide_up(samples, size); count > kMostCells) {
-    refuse_argument("a mini-batch of ", samples, " samples would be cut into ", std::to_string(count),
-                    " micro-batches, but at most ", kMostCells, " are possible; use fewer and larger ones");
+    refuse_argument("a mini-batch of ", samples, " samples would be cut into ", count, " micro-batches, but at most ",
+                    kMostCells, " are possible; use fewer and larger ones");
   }
   std::vector<std::int64_t> sizes;
   for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
@@ -70,11 +64,9 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
     }
     sizes.push_back(tensor.size(0));
   }
-  if (std::any_of(sizes.begin(), sizes.end(), [&](auto size) { return size != sizes.front(); })) {
-    std::ostringstream message;
-    message << "the tensors of the " << what << " have unequal batch sizes (" << at::IntArrayRef(sizes)
-            << "); dimension 0 must be the same for all";
-    refuse_argument(message.str());
+  if (std::ranges::count(sizes, sizes.front()) != std::ssize(sizes)) {
+    refuse_argument("the tensors of the ", what, " have unequal batch sizes (", c10::str(at::IntArrayRef(sizes)),
+                    "); dimension 0 must be the same for all");
   }
   return sizes.front();
 }
@@ -107,8 +99,7 @@ InputWrites::InputWrites(const Value& input, const std::vector<Parcel>& parts)
 
 InputWrites::~InputWrites() {
   for (std::size_t k = 0; k < input_.size(); ++k) {
-    const bool is_changed =
-        std::any_of(parts_[k].begin(), parts_[k].end(), [](const auto& part) { return part.changed(); });
+    const bool is_changed = std::ranges::any_of(parts_[k], &VersionWatch::changed);
     if (is_changed && !input_[k].is_inference()) torch::autograd::impl::bump_version(input_[k]);
   }
 }
@@ -123,8 +114,8 @@ Gathered gather(const std::vector<Parcel>& parts) {
     std::vector<at::Tensor> pieces;
     for (const auto& part : parts) {
       if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
-        throw_error("the last layer returned ", Value(first.form, first.tensors).describe(),
-                    " for one micro-batch and ", Value(part.form, part.tensors).describe(), " for another");
+        throw_error("the last layer returned ", first.value().describe(), " for one micro-batch and ",
+                    part.value().describe(), " for another");
       }
       const auto& piece = pieces.emplace_back(part.tensors[k]);
       gathered.wants_gradient[k] = gathered.wants_gradient[k] || part.wants_gradient[k];
@@ -135,8 +126,8 @@ Gathered gather(const std::vector<Parcel>& parts) {
       joined.push_back(own ? pieces.front() : copy_of(pieces.front()));
       continue;
     }
-    const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });
-    if (undefined == static_cast<std::ptrdiff_t>(pieces.size())) {
+    const auto undefined = std::ranges::count(pieces, false, &at::Tensor::defined);
+    if (undefined == std::ssize(pieces)) {
       joined.emplace_back();
       continue;
     }
@@ -154,27 +145,20 @@ Gathered gather(const std::vector<Parcel>& parts) {
 
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {
   if (!gradient.defined() || sizes.size() == 1) return std::vector<at::Tensor>(sizes.size(), gradient);
-  std::vector<at::Tensor> pieces;
-  std::int64_t start = 0;
-  for (const auto size : sizes) {
-    pieces.push_back(gradient.narrow(0, start, size));
-    start += size;
-  }
-  return pieces;
+  return gradient.split_with_sizes(sizes);
 }
 
 at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes) {
   if (parts.size() == 1) return std::move(parts.front());
-  const auto like = std::find_if(parts.begin(), parts.end(), [](const auto& part) { return part.defined(); });
+  const auto like = std::ranges::find_if(parts, &at::Tensor::defined);
   if (like == parts.end()) return {};
-  auto pieces = parts;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    if (pieces[i].defined()) continue;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].defined()) continue;
     auto shape = like->sizes().vec();
     shape[0] = sizes[i];
-    pieces[i] = at::zeros(shape, like->options());
+    parts[i] = at::zeros(shape, like->options());
   }
-  return at::cat(pieces, 0);
+  return at::cat(parts, 0);
 }
 
 }  // namespace gpipe

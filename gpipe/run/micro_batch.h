@@ -2,22 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <vector>
-
-#include "gpipe/options.h"
 #include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/parcel.h"
-#include "gpipe/tensors/transfer.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 
 /// Copies tensors of the caller to the device of a stage: the inputs to the first stage, the targets to the last.
 class CallerInputs {
  public:
-  /// Takes one parcel per micro-batch. Reads their tensors after the work that the calling thread's current streams have
-  /// enqueued on their devices.
+  /// Takes one parcel per micro-batch. Reads their tensors after the caller's work on its current streams.
   CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device);
 
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
@@ -34,8 +26,7 @@ class CallerInputs {
 /// tensor, or unequal sizes; its message calls the value `what`.
 std::int64_t batch_size(const Value& value, const std::string& what = "input");
 
-/// Cuts every tensor along dimension 0 into detached views, one parcel per micro-batch. A parcel wants gradients where
-/// its input requires grad.
+/// Cuts each tensor along dimension 0 into detached views, a parcel per micro-batch, which want gradients as it does.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
 
 /// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their own.
@@ -43,11 +34,9 @@ class InputWrites {
  public:
   /// `parts` come from scatter(input, ...). Call before the layers run.
   InputWrites(const Value& input, const std::vector<Parcel>& parts);
-  /// Advances the version counter of each of the input's tensors that was changed through `parts`, so that graphs which
-  /// saved it refuse to use it.
+  /// Advances the version counter of each input changed through `parts`, so that graphs which saved it refuse it.
   ~InputWrites();
   InputWrites(const InputWrites&) = delete;
-  InputWrites& operator=(const InputWrites&) = delete;
 
  private:
   const std::vector<at::Tensor> input_;
@@ -61,13 +50,11 @@ struct Gathered {
   std::vector<std::vector<std::int64_t>> sizes;  ///< per tensor: the sizes of its parts along dimension 0
 };
 
-/// Joins the parts along dimension 0, output by output. Does not copy a single part, except its tensors that share memory
-/// with another output or an input. Errors: std::runtime_error when the parts differ in form or number of tensors, or
-/// have no dimension 0.
+/// Joins the parts along dimension 0. Copies of a single part only tensors that share memory with another output or
+/// input. Errors: std::runtime_error if the parts differ in form or number of tensors, or have no dimension 0.
 Gathered gather(const std::vector<Parcel>& parts);
 
-/// Cuts a gathered output's gradient into parts of the given sizes along dimension 0. All are undefined for an undefined
-/// gradient.
+/// Cuts a gathered output's gradient into parts of these sizes along dimension 0, undefined ones if it is undefined.
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes);
 
 /// Joins the micro-batches' gradients of one input. Undefined parts become zeros; the result is undefined if all are.

@@ -2,32 +2,21 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include <cstdint>
 #include <exception>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
-#include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/call.h"
 #include "gpipe/run/edges.h"
-#include "gpipe/run/micro_batch.h"
-#include "gpipe/run/pipeline.h"
 #include "gpipe/run/step_loss.h"
 #include "gpipe/run/worker_scope.h"
-#include "gpipe/runtime/action_runner.h"
-#include "gpipe/tensors/byte_counter.h"
 
 namespace gpipe {
 
 /// The cells of one mini-batch. Runs its program's actions on them. A forward makes one, which the graph of its outputs keeps
 /// alive until their backward. A step makes one for its duration.
 ///
-/// Thread safety: forward(), backward() and step() belong to a Call. Only the worker of its stage uses a cell. Parcels and
-/// gradients pass between stages through the Edges.
+/// Thread safety: forward(), backward() and step() belong to a Call. Only the worker of its stage uses a cell.
 class MiniBatch : public ActionRunner {
  public:
   struct Options {

@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <set>
 
 #include "gpipe/base/checks.h"
@@ -15,11 +14,9 @@ namespace {
 
 constexpr std::size_t kPrograms = 16;
 
-int workers_of(const std::vector<int>& placement) { return 1 + *std::max_element(placement.begin(), placement.end()); }
-
 Executor make_executor(const Team& team, int workers, std::function<void()> poll) {
   const auto& ranks = team.of_workers();
-  const auto first = std::find(ranks.begin(), ranks.end(), team.rank());
+  const auto first = std::ranges::find(ranks, team.rank());
   const auto here = static_cast<int>(std::count(first, ranks.end(), team.rank()));
   return Executor(here, std::move(poll), static_cast<int>(first - ranks.begin()), workers - here);
 }
@@ -81,7 +78,7 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       intraop_threads_(intraop_threads),
       binding_(std::move(binding)),
       team_(std::move(team)),
-      devices_(workers_of(placement_), c10::kCPU),
+      devices_(1 + std::ranges::max(placement_), c10::kCPU),
       make_schedule_(std::move(schedules.make)),
       executor_(make_executor(*team_, workers(), binding_.poll)) {
   for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
@@ -162,8 +159,7 @@ std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint c
   ScheduleFunction make;
   {
     MutexLock lock(mutex_);
-    const auto is_it = [&](const auto& known) { return known.first == key; };
-    const auto found = std::find_if(programs_.begin(), programs_.end(), is_it);
+    const auto found = std::ranges::find(programs_, key, [](const auto& known) { return known.first; });
     if (found != programs_.end()) {
       std::rotate(found, found + 1, programs_.end());
       return programs_.back().second;
@@ -190,27 +186,6 @@ void Pipeline::set_schedule(const std::string& name) {
     return make_schedule(name, layout, checkpoint);
   };
   std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
-}
-
-std::string Pipeline::chosen_schedule() const {
-  MutexLock lock(mutex_);
-  return chosen_schedule_;
-}
-
-void Pipeline::set_error(std::optional<ErrorInfo> error) {
-  MutexLock lock(mutex_);
-  error_ = std::move(error);
-}
-
-std::optional<ErrorInfo> Pipeline::error() const {
-  MutexLock lock(mutex_);
-  return error_;
-}
-
-void Pipeline::set_timeline(std::shared_ptr<Timeline> timeline) {
-  MutexLock lock(mutex_);
-  timeline_ = std::move(timeline);
-  steps_ = 0;
 }
 
 Pipeline::Recording Pipeline::next_recording(bool needed) {

@@ -1,26 +1,15 @@
 #pragma once
 
-#include <cstdint>
-#include <exception>
-#include <functional>
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/assembly/stages.h"
-#include "gpipe/autograd/stage.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/binding.h"
-#include "gpipe/error_info.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/kept_memory.h"
@@ -28,11 +17,9 @@
 
 namespace gpipe {
 
-/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
-/// long as the container or a graph needs it.
+/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it.
 ///
-/// Thread safety: stages() belong to the holder of call_mutex() and to its workers. All other functions may be called on any
-/// thread.
+/// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
 class Pipeline {
  public:
   /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as device.
@@ -84,8 +71,7 @@ class Pipeline {
   /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
   Mutex& call_mutex();
 
-  /// Gives the parameters and buffers of this rank's stages the values that they have in the first replica. Called by all
-  /// ranks with the same stages when a pipeline is made.
+  /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
   void take_state_of_first_replica();
   /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained since
   /// the last time. `trains`: whether this one does. Does not advance version counters.
@@ -100,19 +86,31 @@ class Pipeline {
   /// Sets the schedule of later steps, by its name.
   void set_schedule(const std::string& name);
   /// The name that set_schedule() has set; empty if none.
-  std::string chosen_schedule() const;
+  std::string chosen_schedule() const {
+    MutexLock lock(mutex_);
+    return chosen_schedule_;
+  }
 
-  void set_error(std::optional<ErrorInfo> error);
-  std::optional<ErrorInfo> error() const;
+  void set_error(std::optional<ErrorInfo> error) {
+    MutexLock lock(mutex_);
+    error_ = std::move(error);
+  }
+  std::optional<ErrorInfo> error() const {
+    MutexLock lock(mutex_);
+    return error_;
+  }
 
   /// Later mini-batches append to the timeline; nullptr ends this.
-  void set_timeline(std::shared_ptr<Timeline> timeline);
+  void set_timeline(std::shared_ptr<Timeline> timeline) {
+    MutexLock lock(mutex_);
+    timeline_ = std::move(timeline);
+    steps_ = 0;
+  }
   struct Recording {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// Returns where a mini-batch that begins now records its spans, and its step number there. If no timeline is set, a new
-  /// one if it is `needed`.
+  /// Returns where a mini-batch that begins now records, and its step there; if nowhere, a new timeline if `needed`.
   Recording next_recording(bool needed);
 
  private:

@@ -6,7 +6,6 @@
 #include <sstream>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
 
 namespace gpipe {
@@ -54,9 +53,7 @@ Snapshot own_state(const StateNames& names, const Snapshot& mine) {
                     "'; make the optimizer of the pipeline's parameters()");
   };
   for (const auto& tensor : mine.model) check(tensor.key());
-  for (const auto& group : mine.optimizer.param_groups) {
-    std::for_each(group.params.begin(), group.params.end(), check_trained);
-  }
+  for (const auto& group : mine.optimizer.param_groups) std::ranges::for_each(group.params, check_trained);
   for (const auto& [name, state] : mine.optimizer.state) check_trained(name);
   Snapshot state;
   state.model = mine.model;
@@ -77,7 +74,8 @@ std::string describe(const OptimizerState& optimizer) {
   return text.str();
 }
 
-Snapshot join(const StateNames& of_state, std::vector<Snapshot> states) {
+// Returns `mine` with the joined states.
+Snapshot join(const StateNames& of_state, const Snapshot& mine, std::vector<Snapshot> states) {
   const auto places = places_of(of_state);
   const auto place_of = [&](const std::string& name) {
     const auto found = places.find(name);
@@ -92,8 +90,9 @@ Snapshot join(const StateNames& of_state, std::vector<Snapshot> states) {
       tensors.emplace(tensor.key(), std::pair(r, tensor.value()));
     }
   }
-  std::stable_sort(names.begin(), names.end(), comes_before);
-  Snapshot whole;
+  std::ranges::stable_sort(names, comes_before);
+  auto whole = mine;
+  whole.model.clear();
   for (const auto& name : names) {
     const auto place = places.find(name);
     const auto owner = tensors.find(place == places.end() ? name : place->second.first);
@@ -111,9 +110,7 @@ Snapshot join(const StateNames& of_state, std::vector<Snapshot> states) {
     }
     whole.optimizer.state.merge(optimizer.state);
   }
-  for (auto& group : whole.optimizer.param_groups) {
-    std::stable_sort(group.params.begin(), group.params.end(), comes_before);
-  }
+  for (auto& group : whole.optimizer.param_groups) std::ranges::stable_sort(group.params, comes_before);
   return whole;
 }
 
@@ -137,11 +134,7 @@ Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine) 
   for (int p = 1; p < mesh.positions; ++p) {
     states.push_back(from_bytes(std::exchange(parts[mesh.rank_at(p, /*replica=*/0)], {})));
   }
-  auto whole = mine;
-  auto joined = join(names, std::move(states));
-  whole.model = std::move(joined.model);
-  whole.optimizer = std::move(joined.optimizer);
-  return whole;
+  return join(names, mine, std::move(states));
 }
 
 Snapshot own_part(const StateNames& names, const Snapshot& whole) {

@@ -2,16 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
-
-#include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
 #include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/run/pipeline.h"
 
 namespace gpipe {
 
@@ -23,13 +16,11 @@ StepOptions complete(StepOptions options, const LossFunction& loss);
 void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
                           const StepOptions& options);
 
-/// Returns the weights of the micro-batches, before normalize(). Errors: std::invalid_argument for a count that is negative
-/// or not finite.
+/// Returns the micro-batches' weights, before normalize(). Errors: std::invalid_argument for a count < 0 or not finite.
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
                                  const std::vector<Parcel>& targets);
 
-/// Divides the weights of a mean by `total`, the sum of all weights of the mini-batch. Errors: std::invalid_argument if that
-/// is 0.
+/// Divides the weights of a mean by `total`, the sum of the mini-batch's. Errors: std::invalid_argument if that is 0.
 void normalize(std::vector<double>& weights, double total, Reduction reduction);
 
 /// Calls a loss function on one micro-batch. Errors: std::invalid_argument unless it returns a floating-point scalar, with
@@ -39,14 +30,12 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
 
-/// check_loss() in a step(), for a loss that is taken to be a mean over samples; see StepOptions::check. Used by the last stage's
-/// worker.
+/// check_loss() in a step(), for a loss taken to be a mean of samples; see StepOptions::check. On the last worker.
 class LossComparison {
  public:
   LossComparison(LossFunction function, int micro_batches);
 
-  /// Takes the output, the target and the loss of a micro-batch. The last one to come compares. Errors: std::invalid_argument
-  /// if the losses differ.
+  /// Takes a micro-batch's output, target and loss. The last to come compares. Errors: std::invalid_argument.
   void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss);
 
  private:
@@ -100,16 +89,14 @@ class StepLoss {
   void begin_comparison();
   void end_comparison();
 
-  /// Returns the last layer of a micro-batch's cell, which computes its loss, and adds to `outputs` if they are kept.
-  /// REQUIRES: this and `outputs` outlive the layer's calls.
-  std::unique_ptr<Layer> layer(int micro_batch, Outputs& outputs);
+  /// Returns the loss of a micro-batch, with its graph. Adds to `outputs` if they are kept.
+  at::Tensor compute(int micro_batch, const Value& output, Outputs& outputs);
   /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;
   /// Joins the losses of the micro-batches, once.
   at::Tensor join();
 
  private:
-  class LossLayer;
   std::size_t kind() const { return function_.kind.value_or(function_.target_type().hash_code()); }
 
   Pipeline& pipeline_;

@@ -4,8 +4,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <mutex>
@@ -13,7 +18,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
@@ -23,12 +27,57 @@
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/sample_hash.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {
 
 using Sizes = std::vector<std::int64_t>;
+
+constexpr std::uint64_t kTangentLevel = 0;  // PyTorch has no other
+
+bool any_has_tangent(const std::vector<at::Tensor>& tensors) {
+  return std::ranges::any_of(
+      tensors, [](const auto& tensor) { return tensor.defined() && tensor._fw_grad(kTangentLevel).defined(); });
+}
+
+// Whether DistributedDataParallel averages a gradient: only c10d's reducer adds such hooks to accumulators.
+bool has_reducer(const at::Tensor& parameter) {
+  if (!parameter.requires_grad() || !parameter.is_leaf()) return false;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](const auto& hook) {
+           return dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) != nullptr;
+         });
+}
+
+// Refuses a call under a transform of the calling thread that would not reach the workers.
+void refuse_transforms(const Value& input, const std::vector<Stage>& stages) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !torch::jit::tracer::isTracing(),
+      "[gpipe] torch.jit.trace cannot trace a pipeline, because its workers run outside the trace; trace the "
+      "unpartitioned model instead");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "[gpipe] a pipeline cannot run under a torch.func transform (jvp, vmap, grad, ...); use backward() or "
+      "torch.autograd.grad, or transform the unpartitioned model");
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(kTangentLevel) == nullptr) return;
+  bool found = any_has_tangent(input.tensors());
+  for (const auto& stage : stages) {
+    found = found || any_has_tangent(stage.parameters()) || any_has_tangent(stage.buffers());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(!found,
+                              "[gpipe] a pipeline has no forward-mode derivative, but an input, a parameter or a "
+                              "buffer has a tangent; use backward(), or the unpartitioned model");
+}
+
+void refuse_step_in_ddp(const std::vector<Stage>& stages) {
+  for (const auto& stage : stages) {
+    if (std::ranges::none_of(stage.parameters(), has_reducer)) continue;
+    throw_error(
+        "the pipeline is inside DistributedDataParallel, which would not average the gradients of step(); give the "
+        "ranks replicas instead (Ranks with replicas=2, without DistributedDataParallel), or put a module around the "
+        "pipeline whose forward returns pipe.loss(...)");
+  }
+}
 
 // Which devices' operations autocast casts, and to which type.
 std::string describe_autocast() {
@@ -90,7 +139,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
   std::string name;
   if (team.rank() == 0 && sizes.front() > 0) {
     const auto& devices = pipeline.devices();
-    const bool saves_memory = std::any_of(devices.begin(), devices.end(), [](auto device) { return !device.is_cpu(); });
+    const bool saves_memory = !std::ranges::all_of(devices, &c10::Device::is_cpu);
     const Layout layout{pipeline.count(), static_cast<int>(sizes.size()), pipeline.placement()};
     name =
         fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
@@ -139,7 +188,7 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
     auto result = in_call(*pipeline, [&](Call& call) {
       pipeline->set_error(std::nullopt);
       // Micro-batches have version counters of their own.
-      if (std::any_of(entered.begin(), entered.end(), [](const auto& version) { return version.changed(); })) {
+      if (std::ranges::any_of(entered, &VersionWatch::changed)) {
         throw_error("an input was changed in place between the forward and its backward; change a clone instead");
       }
       std::vector<Gradients> of_parts(sizes.size());
@@ -217,7 +266,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     return result;
   });
   const auto& wanted = output.wants_gradient;
-  if (grad && std::any_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) {
+  if (grad && std::ranges::find(wanted, true) != wanted.end()) {
     const auto sources = sources_of(*mini_batch, *pipeline_, input);
     attach(output.value.tensors(), wanted, *pipeline_, input, sources,
            backward_of(std::move(mini_batch), pipeline_, input, sizes, output.sizes));
@@ -274,7 +323,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     return result;
   });
   auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->team());
-  if (std::any_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
+  if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {
     attach({outcome.loss}, {true}, *pipeline_, input, sources,
            hand_out(std::move(gradients), pipeline_, std::move(unit)));
   }

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 
+#include "gpipe/base/clock.h"
 #include "gpipe/intraop.h"
 
 namespace gpipe {
@@ -18,6 +19,26 @@ WorkerScope::WorkerScope(const Pipeline& pipeline, int worker, const at::ThreadL
   // A cached cast would join the graphs of two cells.
   at::autocast::set_autocast_cache_enabled(false);
   if (pipeline.device_of_worker(worker).is_cpu()) set_intraop_threads_of_this_thread(pipeline.intraop_threads());
+}
+
+void ActionClock::start() { actions_.push_back({record_timed_event(device_), nullptr}); }
+
+void ActionClock::end() { actions_.back().end = record_timed_event(device_); }
+
+void ActionClock::stop() {
+  record_timed_event(device_)->synchronize();
+  stopped_ = now();
+  auto last = record_timed_event(device_);  // just after `stopped_`, so that no time comes out too late
+  last->synchronize();
+  last_ = std::move(last);
+}
+
+void ActionClock::place(Span& span) {
+  if (!last_) return;
+  const auto time_of = [&](const StreamEvent& event) { return stopped_ - event->elapsedTime(*last_) * 1e-3; };
+  const auto& [start, end] = actions_[placed_++];
+  span.start = time_of(start);
+  span.end = time_of(end);
 }
 
 WorkerEvents::WorkerEvents(const Pipeline& pipeline, bool times)

@@ -4,62 +4,55 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <stdexcept>
-#include <vector>
+#include <functional>
+#include <span>
+
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
-/// Decides whether terms k * stride, each with 0 <= k <= most, can sum to a number.
-class Sums {
- public:
-  void add(std::int64_t stride, std::int64_t most) {
-    if (stride > 0 && most > 0) terms_.push_back({stride, most, 0});
-  }
-
-  /// Call after the last add().
-  void prepare() {
-    std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride > b.stride; });
-    std::int64_t reach = 0;
-    for (auto term = terms_.rbegin(); term != terms_.rend(); ++term) term->reach = reach += term->stride * term->most;
-  }
-
-  /// Whether the terms from `first` on can sum to `sum`. Returns true if the search takes too long.
-  bool make_up(std::int64_t sum, std::size_t first = 0) {
-    if (sum == 0 || --steps_ < 0) return true;
-    if (sum < 0 || first == terms_.size() || sum > terms_[first].reach) return false;
-    const auto& [stride, most, reach] = terms_[first];
-    const auto rest = reach - stride * most;  // the most that smaller strides can add
-    const auto least = std::max<std::int64_t>(0, (sum - rest + stride - 1) / stride);
-    for (auto k = std::min(most, sum / stride); k >= least; --k) {
-      if (make_up(sum - k * stride, first + 1)) return true;
-    }
-    return false;
-  }
-
- private:
-  struct Term {
-    std::int64_t stride;
-    std::int64_t most;
-    std::int64_t reach;  // the largest sum of this term and those of smaller strides
-  };
-  std::vector<Term> terms_;
-  int steps_ = 4096;
+/// What a dimension adds to an element's place: k * stride, for 0 <= k <= most.
+struct Term {
+  std::int64_t stride;
+  std::int64_t most;
+  std::int64_t reach = 0;  // the largest sum of this term and those of smaller strides
 };
+
+/// Whether terms, sorted by falling strides, can sum to a number. Returns true if the search takes too long.
+bool can_sum(std::span<const Term> terms, std::int64_t sum, int& steps_left) {
+  if (sum == 0 || --steps_left < 0) return true;
+  if (sum < 0 || terms.empty() || sum > terms.front().reach) return false;
+  const auto& [stride, most, reach] = terms.front();
+  const auto rest = reach - stride * most;  // the most that smaller strides can add
+  const auto least = std::max<std::int64_t>(0, (sum - rest + stride - 1) / stride);
+  for (auto k = std::min(most, sum / stride); k >= least; --k) {
+    if (can_sum(terms.subspan(1), sum - k * stride, steps_left)) return true;
+  }
+  return false;
+}
 
 // Element i of `a` is element j of `b` if offset_b - offset_a = sum(i_d * stride_d) - sum(j_d * stride_d). Replacing j_d by
 // size_d - 1 - j_d makes all terms positive.
 bool share_an_element(const at::Tensor& a, const at::Tensor& b) {
-  Sums sums;
-  auto wanted = b.storage_offset() - a.storage_offset();
-  for (std::int64_t d = 0; d < a.dim(); ++d) sums.add(a.stride(d), a.size(d) - 1);
-  for (std::int64_t d = 0; d < b.dim(); ++d) {
-    sums.add(b.stride(d), b.size(d) - 1);
-    wanted += b.stride(d) * (b.size(d) - 1);
+  std::vector<Term> terms;
+  for (const auto* tensor : {&a, &b}) {
+    for (std::int64_t d = 0; d < tensor->dim(); ++d) {
+      if (tensor->stride(d) > 0 && tensor->size(d) > 1) terms.push_back({tensor->stride(d), tensor->size(d) - 1});
+    }
   }
-  sums.prepare();
-  return sums.make_up(wanted);
+  std::ranges::sort(terms, std::greater(), &Term::stride);
+  std::int64_t reach = 0;
+  for (auto term = terms.rbegin(); term != terms.rend(); ++term) term->reach = reach += term->stride * term->most;
+  auto wanted = b.storage_offset() - a.storage_offset();
+  for (std::int64_t d = 0; d < b.dim(); ++d) wanted += b.stride(d) * (b.size(d) - 1);
+  int steps_left = 4096;
+  return can_sum(terms, wanted, steps_left);
+}
+
+std::uint64_t next_number() {
+  static std::atomic<std::uint64_t> last{AliasGroup::kNone};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 }  // namespace
@@ -68,26 +61,10 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
   if (a.is_same(b)) return true;
   if (!a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
-  switch (at::get_overlap_status(a, b)) {
-    case at::MemOverlapStatus::No:
-      return false;
-    case at::MemOverlapStatus::Full:
-    case at::MemOverlapStatus::Partial:
-      return true;
-    case at::MemOverlapStatus::TooHard:
-      break;
-  }
+  const auto status = at::get_overlap_status(a, b);
+  if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
   return a.element_size() != b.element_size() || share_an_element(a, b);
 }
-
-namespace {
-
-std::uint64_t next_number() {
-  static std::atomic<std::uint64_t> last{AliasGroup::kNone};
-  return last.fetch_add(1, std::memory_order_relaxed) + 1;
-}
-
-}  // namespace
 
 void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {
   if (!tensor.defined() || group.number == AliasGroup::kNone) return;
@@ -102,9 +79,9 @@ void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {
 void AliasCheck::check(int stage, const std::string& layer) const {
   for (const auto& [tensor, version, group, watched] : entering_) {
     if (!watched || !version.changed()) continue;
-    throw std::runtime_error("[gpipe] a tensor was changed in place by layer '" + layer +
-                             "', but another tensor that shares its memory enters stage " + std::to_string(stage) +
-                             " or a later one and would get a wrong gradient; change a clone instead");
+    throw_error("a tensor was changed in place by layer '", layer,
+                "', but another tensor that shares its memory enters stage ", stage,
+                " or a later one and would get a wrong gradient; change a clone instead");
   }
 }
 

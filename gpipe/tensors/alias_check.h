@@ -2,10 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -14,9 +10,8 @@ namespace gpipe {
 /// such as slices of rows or columns. Returns true where an exact answer would take too long.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
-/// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell. Each
-/// tensor that crosses a cut is detached, so autograd would miss such a change, and copies on another device do too. Used
-/// by one thread.
+/// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell.
+/// Autograd misses them, because a tensor that crosses a cut is detached, and may be a copy. Used by one thread.
 class AliasCheck {
  public:
   /// Adds an input: the tensor that the layers get, and its parcel's alias group.

@@ -5,10 +5,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <optional>
-#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
@@ -16,9 +13,8 @@
 
 namespace gpipe {
 
-/// Receives a report of each allocation and each freeing of tensor memory, on all devices, from PyTorch's allocators.
-/// Reports come from each thread on which the listener is installed, and from threads that take over such a thread's
-/// at::ThreadLocalState.
+/// Receives reports of allocations and freeings of tensor memory, on all devices, from PyTorch's allocators: on threads
+/// on which it is installed, and on those that take over such a thread's at::ThreadLocalState.
 ///
 /// PyTorch has one slot per thread for a profiler and casts its content to ProfilerStateBase.
 ///
@@ -61,7 +57,6 @@ class ByteCounter : public AllocationListener {
     Worker(const ByteCounter* counter, int worker);
     ~Worker();
     Worker(const Worker&) = delete;
-    Worker& operator=(const Worker&) = delete;
 
    private:
     friend class ByteCounter;

@@ -2,9 +2,8 @@
 
 namespace gpipe {
 
-/// While one exists, the process keeps the memory of freed CPU tensors for the next step, which then has no page faults.
-/// The last one to go returns free memory to the system. Sets the options of glibc's malloc; programs with another malloc
-/// stay as they are. Thread safety: any thread.
+/// While one exists, the process keeps the memory of freed CPU tensors for the next step, without page faults. The last
+/// one to go returns free memory to the system. Sets options of glibc's malloc, not of another malloc. Thread-safe.
 class KeptMemory {
  public:
   KeptMemory();

@@ -2,15 +2,12 @@
 
 #include <ATen/record_function.h>
 
-#include <string>
-
 #include "absl/functional/function_ref.h"
 #include "gpipe/runtime/nvtx.h"
 
 namespace gpipe {
 
-/// Shows its lifetime as a range in PyTorch's profilers and in Nsight Systems. Calls `name` only if one listens. Begin and
-/// end it on one thread.
+/// Shows its lifetime, on one thread, as a range in PyTorch's profilers and Nsight Systems, if one listens.
 class ProfilerRange {
  public:
   explicit ProfilerRange(absl::FunctionRef<std::string()> name) : range_(at::RecordScope::USER_SCOPE) {
@@ -23,7 +20,6 @@ class ProfilerRange {
     if (nvtx_) nvtx_pop();
   }
   ProfilerRange(const ProfilerRange&) = delete;
-  ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
   at::RecordFunction range_;

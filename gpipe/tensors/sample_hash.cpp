@@ -1,7 +1,6 @@
 #include "gpipe/tensors/sample_hash.h"
 
 #include <algorithm>
-#include <cstddef>
 
 #include "gpipe/tensors/transfer.h"
 

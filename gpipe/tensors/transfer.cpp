@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "absl/cleanup/cleanup.h"
-
 namespace gpipe {
 namespace {
 
@@ -38,7 +36,7 @@ StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device devi
   StreamEvents events;
   std::vector<c10::Device> known;
   const auto record = [&](c10::Device on) {
-    if (on.is_cpu() || std::find(known.begin(), known.end(), on) != known.end()) return;
+    if (on.is_cpu() || std::ranges::find(known, on) != known.end()) return;
     known.push_back(on);
     events.push_back(record_event(on));
   };
@@ -76,23 +74,6 @@ OptionalStreamScope::~OptionalStreamScope() {
   const auto guard = guard_of(previous_stream_->device());
   guard.exchangeStream(*previous_stream_);
   guard.uncheckedSetDevice(*previous_device_);
-}
-
-CurrentStreams::CurrentStreams(std::span<const c10::Device> devices) {
-  for (const auto device : devices) {
-    if (device.is_cpu()) continue;
-    const auto stream = guard_of(device).getStream(device);
-    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
-  }
-}
-
-void CurrentStreams::during(absl::FunctionRef<void()> function) const {
-  const auto exchange = [](const c10::Stream& stream) { return guard_of(stream.device()).exchangeStream(stream); };
-  std::vector<c10::Stream> previous;
-  previous.reserve(streams_.size());
-  const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), exchange); };
-  for (const auto& stream : streams_) previous.push_back(exchange(stream));
-  function();
 }
 
 std::optional<c10::Stream> new_stream(c10::Device device) {
@@ -157,7 +138,7 @@ void overwrite(const at::Tensor& to, const at::Tensor& from) {
 void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
   const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
-  if (std::any_of(tensors.begin(), tensors.end(), stays)) wait(ready, to);
+  if (std::ranges::any_of(tensors, stays)) wait(ready, to);
   StreamEvent copied;
   {
     // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the

@@ -11,8 +11,6 @@
 #include <span>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
-
 namespace gpipe {
 
 // Streams, events and copies for any accelerator, through c10's device-generic interface. On the CPU these functions do
@@ -42,8 +40,7 @@ void wait(const StreamEvents& events, c10::Device device);
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
 
-/// Makes a stream the current one of its device, and the device the current one of the thread, for a scope. Does
-/// nothing for std::nullopt.
+/// Makes a stream, if there is one, the current one of its device, and the device that of the thread, for a scope.
 class OptionalStreamScope {
  public:
   explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);
@@ -54,19 +51,6 @@ class OptionalStreamScope {
  private:
   std::optional<c10::Stream> previous_stream_;
   std::optional<c10::Device> previous_device_;
-};
-
-/// The current streams that a thread has on some devices.
-class CurrentStreams {
- public:
-  /// Takes those of the calling thread.
-  explicit CurrentStreams(std::span<const c10::Device> devices);
-
-  /// Calls `function` while they are current on the calling thread.
-  void during(absl::FunctionRef<void()> function) const;
-
- private:
-  std::vector<c10::Stream> streams_;
 };
 
 /// Returns a stream from the device's pool; std::nullopt on the CPU.

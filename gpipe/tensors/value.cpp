@@ -1,6 +1,6 @@
 #include "gpipe/tensors/value.h"
 
-#include <stdexcept>
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 
@@ -11,7 +11,7 @@ bool operator==(const Value::Form& a, const Value::Form& b) {
 
 at::Tensor Value::tensor() const {
   if (form_.kind != Form::kTensor || tensors_.size() != 1) {
-    throw std::invalid_argument("[gpipe] expected a single tensor, but this is " + describe());
+    refuse_argument("expected a single tensor, but this is ", describe());
   }
   return tensors_.front();
 }
@@ -19,8 +19,7 @@ at::Tensor Value::tensor() const {
 std::string Value::describe() const {
   if (form_.kind == Form::kObject) return form_.structure->describe();
   if (form_.kind == Form::kTensor) return tensors_.empty() ? "nothing" : "a tensor";
-  return std::string(form_.kind == Form::kVector ? "a vector of " : "a tuple of ") + std::to_string(tensors_.size()) +
-         " tensors";
+  return absl::StrCat(form_.kind == Form::kVector ? "a vector of " : "a tuple of ", tensors_.size(), " tensors");
 }
 
 }  // namespace gpipe

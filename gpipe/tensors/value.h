@@ -26,9 +26,8 @@ struct StructureCodec {
   std::function<std::shared_ptr<const Structure>(const std::string& bytes)> decode;
 };
 
-/// The input or output of a layer: one tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an object
-/// of another language. Its form tells which, so that a layer gets the type that the previous layer returned, wherever
-/// the model is cut.
+/// The input or output of a layer: a tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an
+/// object of another language. By its form, a layer gets the type that the previous one returned, at any balance.
 class Value {
  public:
   struct Form {
