@@ -27,6 +27,36 @@ Gathered Outputs::gather() {
   return gpipe::gather(parts);
 }
 
+class StepLoss::LossLayer : public Layer {
+ public:
+  LossLayer(StepLoss& loss, int micro_batch, Outputs& outputs)
+      : loss_(loss), micro_batch_(micro_batch), outputs_(outputs) {}
+
+  Value forward(Value output) override {
+    if (loss_.keeps_outputs()) {
+      Parcel kept;
+      kept.add_leaving(output);
+      outputs_.add(micro_batch_, std::move(kept));
+    }
+    auto target = loss_.targets_.receive(micro_batch_);
+    auto loss = call_loss(loss_.function_, output, target);
+    auto& result = loss_.losses_[micro_batch_];
+    result = loss.variable_data();
+    outputs_.note_device(result);
+    if (loss_.comparison_) loss_.comparison_->add(micro_batch_, output, std::move(target), result);
+    return loss;
+  }
+
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<torch::nn::Module> module() const override { return nullptr; }
+
+ private:
+  StepLoss& loss_;
+  const int micro_batch_;
+  Outputs& outputs_;
+  const std::string name_ = "loss";
+};
+
 // On ranks without the last stage, the targets do not count.
 StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
                    const std::vector<std::int64_t>& sizes)
@@ -51,19 +81,8 @@ void StepLoss::end_comparison() {
   comparison_.reset();
 }
 
-at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
-  if (keeps_outputs()) {
-    Parcel kept;
-    kept.add_leaving(output);
-    outputs.add(micro_batch, std::move(kept));
-  }
-  auto target = targets_.receive(micro_batch);
-  auto loss = call_loss(function_, output, target);
-  auto& result = losses_[micro_batch];
-  result = loss.variable_data();
-  outputs.note_device(result);
-  if (comparison_) comparison_->add(micro_batch, output, std::move(target), result);
-  return loss;
+std::unique_ptr<Layer> StepLoss::layer(int micro_batch, Outputs& outputs) {
+  return std::make_unique<LossLayer>(*this, micro_batch, outputs);
 }
 
 at::Tensor StepLoss::gradient(int micro_batch) const {

@@ -89,14 +89,16 @@ class StepLoss {
   void begin_comparison();
   void end_comparison();
 
-  /// Returns the loss of a micro-batch, with its graph. Adds to `outputs` if they are kept.
-  at::Tensor compute(int micro_batch, const Value& output, Outputs& outputs);
+  /// Returns the last layer of a micro-batch's cell, which computes its loss, and adds to `outputs` if they are kept.
+  /// REQUIRES: this and `outputs` outlive the layer's calls.
+  std::unique_ptr<Layer> layer(int micro_batch, Outputs& outputs);
   /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;
   /// Joins the losses of the micro-batches, once.
   at::Tensor join();
 
  private:
+  class LossLayer;
   std::size_t kind() const { return function_.kind.value_or(function_.target_type().hash_code()); }
 
   Pipeline& pipeline_;
