@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import gpipe
-from helpers import make_linears, make_tied_model, results_of, tied_batch
+from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.skip import skippable, stash
+from helpers import Add, make_linears, make_tied_model, results_of, tied_batch
 
 
 def make_model():
@@ -47,17 +49,8 @@ def test_states_have_the_names_of_the_unpartitioned_model():
     assert list(state) == keys
     assert set(state._metadata) >= set(layers.state_dict()._metadata)
     other = gpipe.GPipe(make_linears(), [2, 2])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(state)
-    assert all(torch.equal(other.state_dict()[key], state[key]) for key in keys)
-
-    cut_otherwise = {f"partitions.{0 if i < 3 else 1}.{key}": state[key] for i, key in enumerate(keys)}
-    other[0].weight.data.zero_()
-    other.load_state_dict(cut_otherwise)
-    assert torch.equal(other[0].weight, pipe[0].weight)
-
+    other.load_state_dict(scaled(state))
+    assert all(torch.equal(other.state_dict()[key], state[key] * 1.5) for key in keys)
     assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in keys]
     nested = nn.ModuleDict({"pipe": pipe})
     assert list(nested.state_dict()) == [f"pipe.{key}" for key in keys]
@@ -65,6 +58,29 @@ def test_states_have_the_names_of_the_unpartitioned_model():
     del state["0.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
         other.load_state_dict(state)
+
+
+@skippable(stash=["skip"])
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        stash("skip", x)
+        return self.block(x)
+
+
+def test_states_saved_by_torchgpipe_can_be_loaded():
+    """It adds the stage, `module` for each skippable layer, and sums of deferred batch norms to the names."""
+    pipe = gpipe.GPipe(nn.Sequential(Wrapped(), Add()), [1, 1], deferred_batch_norm=True)
+    saved = scaled(pipe.state_dict())
+    sums = {"sum": torch.zeros(2), "sum_squares": torch.zeros(2)}
+    other_cut = {name.replace("0.block", "partitions.3.0.module.block"): value for name, value in saved.items()}
+    pipe.load_state_dict(other_cut | {f"partitions.3.0.module.block.0.{name}": value for name, value in sums.items()})
+    assert all(map(torch.equal, pipe.state_dict().values(), saved.values()))
+    norm = DeferredBatchNorm(2)
+    norm.load_state_dict({**norm.state_dict(), **sums})
 
 
 def test_functional_call_computes_the_same_with_a_pipeline():
