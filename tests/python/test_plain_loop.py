@@ -155,6 +155,13 @@ def noted_gradient(self, x):
     return y
 
 
+def checkpointed(self, x):
+    def block(x):
+        return F.dropout(self.inner(F.dropout(x, 0.3)), 0.3)
+
+    return F.dropout(checkpoint(block, x.sin(), use_reentrant=self.reentrant), 0.3)
+
+
 def functional(self, x):
     self.b = self.b + 1
     return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.b.sin()}, (x,))
@@ -186,7 +193,8 @@ UNITS = {
         call(lambda self, x: x * (1.5 + (torch.manual_seed(5) and torch.rand(WIDTH)))),
         call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(random.random)),
         call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(numpy.random.rand)),
-        call(lambda self, x: checkpoint(F.dropout, x.sin(), 0.3, use_reentrant=False)),
+        call(checkpointed, inner=linear, reentrant=lambda: False),
+        call(checkpointed, inner=linear, reentrant=lambda: True),
     ],
     "own generator": [
         *own(lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.rand(WIDTH, generator=own)),
