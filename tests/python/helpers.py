@@ -1,6 +1,7 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -53,6 +54,11 @@ def cluster_text(**changed):
     return json.dumps({**cluster, **changed})
 
 
+def random_balance(rng, layers, stages):
+    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+    return [last - first for first, last in itertools.pairwise(cuts)]
+
+
 def notes(error):
     return getattr(error, "__notes__", [])
 
@@ -101,21 +107,6 @@ class Fail(nn.Module):
 
     def forward(self, x):
         raise self.error or ValueError("from the layer")
-
-
-class _FailBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("from the backward")
-
-
-class FailBackward(nn.Module):
-    def forward(self, x):
-        return _FailBackward.apply(x)
 
 
 @skippable(stash=["skip"])

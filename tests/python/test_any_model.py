@@ -9,18 +9,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import gpipe
 from conftest import long
+from helpers import random_balance
 from model_zoo import MODELS, SHORT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+
 def parts_of(tree, chunks):
     """Returns the micro-batches of an object."""
-    samples = next(leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)).shape[0]
-    size = -(-samples // chunks)
-    return [
-        tree_map(lambda leaf: leaf[i : i + size] if torch.is_tensor(leaf) else leaf, tree)
-        for i in range(0, samples, size)
-    ]
+    size = -(-samples_of(tree) // chunks)
+    starts = range(0, samples_of(tree), size)
+    return [tree_map(lambda leaf: leaf[i : i + size] if torch.is_tensor(leaf) else leaf, tree) for i in starts]
+
+
+def samples_of(tree):
+    return len(next(leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)))
 
 
 def weighted_sum(output, _=None):
@@ -33,39 +36,22 @@ def weighted_sum(output, _=None):
     return total
 
 
-def assert_equal(ours, theirs, what=""):
-    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
-    assert [torch.is_tensor(leaf) for leaf in ours] == [torch.is_tensor(leaf) for leaf in theirs], what
-    for a, b in zip(ours, theirs, strict=True):
-        if torch.is_tensor(a):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+def assert_equal(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def assert_same_state(ours, theirs):
     """Compares gradients and buffers by name. The noise of a large sum is relative to the largest gradient."""
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    mine = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    assert mine.keys() == gradients.keys()
+    mine, gradients = ({name: each.grad for name, each in module.named_parameters()} for module in (ours, theirs))
     largest = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
-    for name, gradient in gradients.items():
-        assert (gradient is None) == (mine[name] is None), name
-        if gradient is not None:
-            assert (gradient - mine[name]).abs().max() <= 1e-9 * largest, name
-    state = theirs.state_dict()
-    assert ours.state_dict().keys() == state.keys()
-    for name, value in ours.state_dict().items():
-        assert_equal(value, state[name], name)
+    torch.testing.assert_close(mine, gradients, rtol=0, atol=1e-9 * float(largest))
+    assert_equal(dict(ours.state_dict()), dict(theirs.state_dict()))
 
 
 def without_dropout(modules, norms):
     """Leaves only batch norms in training mode. ``norms`` has their paths."""
     for path, module in modules:
         module.training = path in norms
-
-
-def random_cut(rng, layers, stages):
-    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
-    return [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
 
 
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in MODELS])
@@ -94,14 +80,14 @@ def test_a_model_equals_its_pipeline(name):
             outputs.append(call())
             weighted_sum(outputs[-1]).backward()
         assert type(outputs[0]) is type(outputs[1])
-        assert_equal(*outputs)
+        assert_equal(*map(tree_leaves, outputs))
         assert_same_state(sequence, plain)
         for optimizer in optimizers:
             optimizer.step()
     sequence.eval()
     plain.eval()
     with torch.no_grad():
-        assert_equal(sequence(input), plain(*args, **kwargs))
+        assert_equal(tree_leaves(sequence(input)), tree_leaves(plain(*args, **kwargs)))
 
     sequence.train()
     # A pipeline without dropout equals the original. Each schedule has its turn.
@@ -115,7 +101,7 @@ def test_a_model_equals_its_pipeline(name):
     per_worker = 2 if schedule.startswith(("interleaved", "looped")) else 1
     pipe = gpipe.GPipe(
         sequence,
-        random_cut(rng, len(sequence), rng.choice([2, 4, 6]) * per_worker),
+        random_balance(rng, len(sequence), rng.choice([2, 4, 6]) * per_worker),
         chunks=chunks,
         checkpoint=rng.choice(["never", "except_last", "always"]),
         schedule=schedule,
@@ -126,11 +112,10 @@ def test_a_model_equals_its_pipeline(name):
     outputs = [plain(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
     losses = [weighted_sum(output) for output in outputs]
     sum(losses).backward()
-    target = torch.zeros(tree_leaves(input)[0].shape[0])
+    target = torch.zeros(samples_of(input))
     loss, output = pipe.step(input, target, weighted_sum, reduction="sum", return_output=True)
     leaves = [each for each in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(each[0])]
-    joined = [torch.cat(each) for each in leaves]
-    assert_equal([leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)], joined)
+    assert_equal([leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)], list(map(torch.cat, leaves)))
     assert_equal(loss, sum(losses))
     assert_same_state(pipe, plain)
     plain.load_state_dict(pipe.state_dict())

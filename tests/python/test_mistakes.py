@@ -8,7 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import balance, models
 from gpipe.batchnorm import DeferredBatchNorm
-from helpers import Fail, FailBackward, cluster_text, make_linears, notes
+from helpers import Fail, cluster_text, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -195,6 +195,18 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 function(**{**arguments, name: value})
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
                 assert "incompatible" not in str(error), (name, value)
+
+
+def fail(gradient):
+    raise ZeroDivisionError("from the backward")
+
+
+class FailBackward(nn.Module):
+    def forward(self, x):
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(fail)
+        return y
 
 
 class FailLater(nn.Module):

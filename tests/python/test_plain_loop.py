@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from gpipe.skip import Namespace
-from helpers import Double, Stash, YieldAdd
+from helpers import Double, Stash, YieldAdd, random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
@@ -291,8 +291,7 @@ class Copy(torch.autograd.Function):
 def pipeline(spec, model):
     """Returns a function that runs a forward and a backward, and returns the output."""
     stages = min(spec.stages, len(model) // spec.stages_per_worker * spec.stages_per_worker)
-    cuts = [0, *sorted(random.Random(spec.seed).sample(range(1, len(model)), stages - 1)), len(model)]
-    balance = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    balance = random_balance(random.Random(spec.seed), len(model), stages)
     options = {name: getattr(spec, name) for name in ("chunks", "checkpoint", "stages_per_worker")}
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
 
