@@ -14,7 +14,7 @@ from torch.func import functional_call
 import gpipe
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.skip import skippable, stash
-from helpers import Add, make_linears, make_tied_model, results_of, tied_batch
+from helpers import Add, gradients, make_linears, make_tied_model, results_of, tied_batch
 
 
 def make_model():
@@ -109,7 +109,6 @@ def test_functional_call_with_a_recompute_is_an_error():
     with pytest.raises(RuntimeError, match="parameters of layer '[03]' were replaced between"):
         y.sum().backward()
     assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
-    assert pipe(torch.rand(6, 3)).shape == (6, 3)
 
 
 def test_distributed_checkpoints_are_those_of_the_unpartitioned_model():
@@ -151,8 +150,7 @@ def shard(ranks):
         for batch in batches:
             loss(batch[ranks.rank]).backward()
             (sum(mean(model(part), None) for part in batch) / 2).backward()
-        for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        torch.testing.assert_close([each.full_tensor() for each in gradients(pipe)], gradients(model))
         for optimizer in optimizers:
             optimizer.step()
 
@@ -162,8 +160,7 @@ def shard(ranks):
             call(batches[0, 0], batches[0, 0], mean)
     register_fsdp_forward_method(pipe, "loss")
     train(lambda x: pipe.loss(x, x, mean))
-    for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs)
+    torch.testing.assert_close([each.full_tensor() for each in pipe.parameters()], list(model.parameters()))
 
     refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])
     fully_shard(refused[1][0], mesh=mesh)
@@ -175,20 +172,16 @@ def test_a_whole_pipeline_can_be_sharded_but_not_its_layers():
     results_of(2, shard)
 
 
-def loss_of(model, x, y):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss
-
-
 def train(model):
     """Returns the losses and gradients of three steps, and the state afterwards."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     results = []
     for step in range(3):
+        x, y = tied_batch(step)
         optimizer.zero_grad()
-        results.append(loss_of(model, *tied_batch(step)).detach())
-        results += [parameter.grad.clone() for parameter in model.parameters()]
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        results += [loss.detach(), *(gradient.clone() for gradient in gradients(model))]
         optimizer.step()
     return [*results, *(value.clone() for value in model.state_dict().values())]
 
@@ -205,9 +198,6 @@ def test_tied_parameters_have_the_names_and_state_of_the_model():
         other[0].weight.mul_(2)
     pipe.load_state_dict(other.state_dict())
     assert torch.equal(pipe[6].weight, other[0].weight) and pipe[0].weight is pipe[6].weight
-    train(pipe)
-    plain.load_state_dict(pipe.state_dict())
-    assert plain[0].weight is plain[6].weight and torch.equal(plain[0].weight, pipe[0].weight)
 
 
 def test_copies_and_pickles_stay_tied():
@@ -218,19 +208,13 @@ def test_copies_and_pickles_stay_tied():
 
 
 def test_layers_can_be_tied_and_untied_later():
-    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint="always")
-    plain = make_tied_model()
-    x, y = tied_batch()
-    loss_of(pipe, x, y)
-    pipe.zero_grad()
-    for change in ("untie", "tie"):
-        for model in (pipe, plain):
-            weight = model[0].weight if change == "tie" else nn.Parameter(model[6].weight.detach() * 2)
-            model[6].weight = weight
-        torch.testing.assert_close(train(pipe), train(plain))
-    pipe.load_state_dict(make_tied_model().state_dict(), assign=True)  # as in the model, this unties
-    plain.load_state_dict(make_tied_model().state_dict(), assign=True)
-    loss_of(pipe, x, y)
-    plain.zero_grad()
-    loss_of(plain, x, y)
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    models = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint="always"), make_tied_model()
+    for change in (
+        lambda model: None,
+        lambda model: setattr(model[6], "weight", nn.Parameter(model[6].weight.detach() * 2)),
+        lambda model: setattr(model[6], "weight", model[0].weight),
+        lambda model: model.load_state_dict(make_tied_model().state_dict(), assign=True),  # unties
+    ):
+        for model in models:
+            change(model)
+        torch.testing.assert_close(*map(train, models))

@@ -149,9 +149,13 @@ class Noted(torch.autograd.Function):
 
 def noted_gradient(self, x):
     """Its backward changes a buffer."""
+
+    def note(gradient):
+        self.b.add_(gradient.sum())
+
     y = x * self.w
     if y.requires_grad:
-        y.register_hook(lambda gradient: self.b.add_(gradient.sum()) and None)
+        y.register_hook(note)
     return y
 
 
@@ -165,6 +169,10 @@ def checkpointed(self, x):
 def functional(self, x):
     self.b = self.b + 1
     return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.b.sin()}, (x,))
+
+
+def note_input(layer, inputs):
+    layer.b.add_(inputs[0].detach().mean(0))
 
 
 def hooked(register, hook):
@@ -183,11 +191,6 @@ def tied():
 
 
 UNITS = {
-    "views": [
-        call(lambda self, x: torch.cat([x, x], 1).chunk(2, 1)[1]),
-        call(lambda self, x: x.t().contiguous().t()),
-        call(lambda self, x: x.mean(1, keepdim=True).expand(-1, WIDTH)),
-    ],
     "draws": [
         call(lambda self, x: F.dropout(x, 0.3) + torch.rand(WIDTH, generator=torch.default_generator)),
         call(lambda self, x: x * (1.5 + (torch.manual_seed(5) and torch.rand(WIDTH)))),
@@ -210,11 +213,9 @@ UNITS = {
         call(lambda self, x: Noted.apply(checkpoint(F.gelu, x, use_reentrant=False), self.w, self.b), w=weight(), b=zeros()),
     ],
     "linear": [lambda: [linear()], lambda: [nn.Sequential(linear(), nn.Tanh(), linear())]],
-    "in place": [call(lambda self, x: x.add_(self.w), w=weight()), lambda: [nn.ReLU(inplace=True)]],
     "weights": [
         call(clamped, w=weight()),
         call(lambda self, x: x * self.w, w=weight(requires_grad=False)),
-        call(lambda self, x: x * self.a if x.detach()[0, 0] > 0.1 else x.sin() + self.b, a=weight(), b=weight()),
     ],
     "norms of weights": [
         lambda: [parametrizations.spectral_norm(linear())],
@@ -222,9 +223,9 @@ UNITS = {
         lambda: [prune.l1_unstructured(linear(), "weight", 0.3)],
     ],
     "hooks": [
-        hooked(nn.Module.register_forward_pre_hook, lambda layer, x: layer.b.add_(x[0].detach().mean(0)) and None),
+        hooked(nn.Module.register_forward_pre_hook, note_input),
         hooked(nn.Module.register_forward_hook, lambda layer, x, output: output * 1.5),
-        hooked(nn.Module.register_full_backward_hook, lambda _, x, y: [None if each is None else each * 2 for each in x]),
+        hooked(nn.Module.register_full_backward_hook, lambda _, x, y: None if x[0] is None else (x[0] * 2,)),
     ],
     "context": [call(lambda self, x: x * CONTEXT.get())],
     "mode": [call(lambda self, x: F.hardtanh(x) if self.training else x * self.w, w=weight())],
@@ -276,18 +277,6 @@ def build(spec):
     return nn.Sequential(*layers)
 
 
-class Copy(torch.autograd.Function):
-    """Copies a tensor with its layout, so that a layer may write to it."""
-
-    @staticmethod
-    def forward(context, x):
-        return torch.empty(0).set_(x.untyped_storage().clone(), x.storage_offset(), x.size(), x.stride())
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient
-
-
 def pipeline(spec, model):
     """Returns a function that runs a forward and a backward, and returns the output."""
     stages = min(spec.stages, len(model) // spec.stages_per_worker * spec.stages_per_worker)
@@ -313,7 +302,7 @@ def plain_loop(spec, model):
         parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().split(-(-len(x) // spec.chunks))]
         outputs = []
         for number, part in enumerate(parts):
-            value = Copy.apply(part)
+            value = part
             for index, layer in enumerate(model):
                 with gpipe.RandomScope(seed, index, number):
                     value = layer(value)
@@ -347,34 +336,21 @@ def results_of(spec, model, make):
     return results
 
 
-def compare(spec):
-    """Returns what differs from the plain loop, or None. Raises an error if PyTorch refuses the model."""
+def differences(spec):
+    """Returns the names of what differs from the plain loop."""
     layers, model = build(spec), build(spec)
-    error = None
-    try:
-        got = results_of(spec, layers, pipeline)
-    except Exception as caught:
-        error = caught
+    got = results_of(spec, layers, pipeline)
     draws = [[each for each in part.modules() if isinstance(each, Draw)] for part in (layers, model)]
     for ours, theirs in zip(*draws, strict=True):
         theirs.repeats, theirs.log = True, ours.log
     expected = results_of(spec, model, plain_loop)
-    if error is not None:
-        return f"{type(error).__name__}: {error}"
     assert got.keys() == expected.keys()
-    same = {name: value is expected[name] or torch.equal(value, expected[name]) for name, value in got.items()}
-    return [name for name in same if not same[name]]
+    return [name for name, value in got.items() if not (value is expected[name] or torch.equal(value, expected[name]))]
 
 
 @pytest.mark.parametrize("schedule", ["", *gpipe.SCHEDULES])
 def test_generated_pipelines_equal_a_plain_loop(schedule, one_thread):
     for number in range(SEED, SEED + CASES // 13):
-        rng = random.Random(f"{schedule} {number}")
-        while True:
-            spec = generate(rng, schedule)
-            try:
-                found = compare(spec)
-                break
-            except RuntimeError:  # an in-place operation changed what a backward needs
-                continue
-        assert not found, f"number {number}, {spec}: {found}"
+        spec = generate(random.Random(f"{schedule} {number}"), schedule)
+        print(f"number {number}: {spec}")  # pytest shows it after a failure
+        assert not differences(spec)
