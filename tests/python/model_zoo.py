@@ -155,10 +155,7 @@ MODELS = {
     "roberta": lambda: text_model("RobertaModel", "RobertaConfig", tokens()),
     "llama": lambda: text_model("LlamaForCausalLM", "LlamaConfig", tokens(), use_cache=False),
     "t5": lambda: transformers(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        tokens(decoder_input_ids=torch.randint(0, 50, (SAMPLES, 4))),
-        **T5,
+        "T5ForConditionalGeneration", "T5Config", tokens(decoder_input_ids=torch.randint(0, 50, (SAMPLES, 4))), **T5
     ),
     "hf vit": lambda: text_model("ViTModel", "ViTConfig", images(16), image_size=16, patch_size=8),
 }

@@ -18,11 +18,6 @@ def model():
     )
 
 
-def test_the_balance_by_time_gives_slow_layers_their_own_stage():
-    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 64), Double())
-    assert balance.balance_by_time(3, layers, torch.rand(64, 64), timeout=0.5) == [2, 1, 2]
-
-
 def test_the_balance_by_size_gives_large_layers_their_own_stage():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
     assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]

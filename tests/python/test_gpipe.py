@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import gpipe
-from helpers import Double, make_linears
-
+from helpers import Double, make_linears, make_tied_model, tied_batch
 
 def test_attributes_and_layers():
     layers = make_linears()
@@ -45,16 +44,17 @@ def test_a_model_without_layers_returns_its_input():
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_copies_are_independent(copies):
-    pipe = gpipe.GPipe(make_linears(), [1] * 4, chunks=2, schedule="interleaved_1f1b", devices=["cpu"] * 2)
-    x = torch.rand(4, 3)
-    expected = pipe.step(x, x, nn.functional.mse_loss)
+    pipe = gpipe.GPipe(make_tied_model(), [1, 1, 2, 3], chunks=2, schedule="interleaved_1f1b", devices=["cpu"] * 2)
+    x, y = tied_batch()
+    expected = pipe.step(x, y, nn.functional.cross_entropy)
     copied = copies(pipe)
     assert (copied.schedule, copied.placement) == ("interleaved_1f1b", [0, 1, 0, 1])
-    assert torch.equal(copied.step(x, x, nn.functional.mse_loss), expected)
+    assert copied[0].weight is copied[6].weight
+    assert torch.equal(copied.step(x, y, nn.functional.cross_entropy), expected)
     with torch.no_grad():
         next(copied.parameters()).zero_()
-    assert torch.equal(pipe.step(x, x, nn.functional.mse_loss), expected)
-    assert not torch.equal(copied.step(x, x, nn.functional.mse_loss), expected)
+    assert torch.equal(pipe.step(x, y, nn.functional.cross_entropy), expected)
+    assert not torch.equal(copied.step(x, y, nn.functional.cross_entropy), expected)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ MISTAKES = [
     # Other functions.
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
+    (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
     (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.

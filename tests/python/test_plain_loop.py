@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe.skip import Namespace
-from helpers import Double, Stash, YieldAdd, random_balance
+from helpers import random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
@@ -26,7 +25,7 @@ FILL_AND_DRAIN = {"", "gpipe", "looped_bfs"}  # whose backwards begin with the l
 WIDTH = 4
 CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
 
-# A unit is one or more layers that map a tensor (samples, WIDTH) to another, and may have state of any kind.
+# A unit is a layer that maps a tensor (samples, WIDTH) to another, and may have state of any kind.
 
 
 class Call(nn.Module):
@@ -46,8 +45,8 @@ class Call(nn.Module):
 
 
 def call(function, **makers):
-    """Returns a function that makes a unit of one layer. ``makers`` make its members."""
-    return lambda: [Call(function, **{name: make() for name, make in makers.items()})]
+    """Returns a function that makes a unit. ``makers`` make its members."""
+    return lambda: Call(function, **{name: make() for name, make in makers.items()})
 
 
 def weight(**options):
@@ -65,10 +64,6 @@ def linear():
 def norm(**options):
     """Returns a batch norm of one channel, which takes one sample too."""
     return Call(lambda self, x: self.norm(x[:, None])[:, 0], norm=nn.BatchNorm1d(1, **options))
-
-
-def setter(name, value):
-    return lambda self, x: setattr(self, name, value(self, x))
 
 
 class Draw(nn.Module):
@@ -104,7 +99,7 @@ WAYS = [  # to change a buffer
     lambda self, x: self.b.data.add_(1),
     lambda self, x: setattr(self.b, "data", self.b.data + 1),
     lambda self, x: self.b.view(-1)[1:].mul_(0.5).add_(x.detach().mean()),
-    setter("b", lambda self, x: torch.cat([x.detach().mean(0), self.b[WIDTH:]])),
+    lambda self, x: setattr(self, "b", torch.cat([x.detach().mean(0), self.b[WIDTH:]])),
 ]
 
 
@@ -179,15 +174,9 @@ def hooked(register, hook):
     def make():
         layer = Call(lambda self, x: self.inner(x), inner=linear(), b=torch.zeros(WIDTH))
         register(layer, hook)
-        return [layer]
+        return layer
 
     return make
-
-
-def tied():
-    first, last = linear(), linear()
-    last.weight = first.weight
-    return [first, nn.Tanh(), last]
 
 
 UNITS = {
@@ -207,20 +196,17 @@ UNITS = {
     # A buffer of 64 KiB and more is not copied in every forward.
     "writes": [changes(change, first, size) for change in WAYS for size in (8, 20000) for first in (False, True)],
     "comes and goes": [call(comes_and_goes, b=lambda: None)],
-    "batch norm": [lambda: [norm(momentum=0.1)], lambda: [norm(momentum=None)]],
+    "batch norm": [lambda: norm(momentum=0.1), lambda: norm(momentum=None)],
     "gradient statistics": [
         call(noted_gradient, w=weight(), b=zeros()),
         call(lambda self, x: Noted.apply(checkpoint(F.gelu, x, use_reentrant=False), self.w, self.b), w=weight(), b=zeros()),
     ],
-    "linear": [lambda: [linear()], lambda: [nn.Sequential(linear(), nn.Tanh(), linear())]],
-    "weights": [
-        call(clamped, w=weight()),
-        call(lambda self, x: x * self.w, w=weight(requires_grad=False)),
-    ],
+    "linear": [linear, lambda: nn.Sequential(linear(), nn.Tanh(), linear())],
+    "weights": [call(clamped, w=weight()), call(lambda self, x: x * self.w, w=weight(requires_grad=False))],
     "norms of weights": [
-        lambda: [parametrizations.spectral_norm(linear())],
-        lambda: [parametrizations.weight_norm(linear())],
-        lambda: [prune.l1_unstructured(linear(), "weight", 0.3)],
+        lambda: parametrizations.spectral_norm(linear()),
+        lambda: parametrizations.weight_norm(linear()),
+        lambda: prune.l1_unstructured(linear(), "weight", 0.3),
     ],
     "hooks": [
         hooked(nn.Module.register_forward_pre_hook, note_input),
@@ -233,24 +219,11 @@ UNITS = {
         call(lambda self, x: torch.func.vmap(lambda row: row * self.w)(x), w=weight()),
         call(functional, inner=linear, b=zeros()),
     ],
-    "tied": [tied, lambda: [nn.Sequential(*tied())]],
-}
-
-
-INPUTS = {
-    "leaf": lambda leaf: leaf,
-    "expanded": lambda leaf: leaf[:1].expand_as(leaf),
-    "strided": lambda leaf: torch.cat([leaf, leaf], 1)[:, 1:-3],
-    "without gradient": lambda leaf: leaf.detach(),
 }
 
 
 def generate(rng, schedule):
     uses = [(name, rng.randrange(len(UNITS[name]))) for name in rng.choices(sorted(UNITS), k=rng.randint(2, 6))]
-    for skip in range(rng.choice([0, 0, 1, 2])):
-        first = rng.randint(0, len(uses))
-        uses.insert(first, ("stash", skip))
-        uses.insert(rng.randint(first + 1, len(uses)), ("pop", skip))
     per_worker = 2 if schedule in TWO_PER_WORKER else rng.randint(1, 2) if schedule in LOOPED else 1
     return types.SimpleNamespace(
         seed=rng.randrange(2**31),
@@ -261,20 +234,13 @@ def generate(rng, schedule):
         chunks=rng.randint(1, 5),
         checkpoint=rng.choice(["never", "except_last", "always"]),
         schedule=schedule,  # of step(); "" for forward() and backward()
-        input=rng.choice(sorted(INPUTS)),
+        input_requires_grad=rng.choice([True, False]),
     )
 
 
 def build(spec):
     torch.manual_seed(spec.seed)
-    spaces = collections.defaultdict(Namespace)
-    layers = []
-    for name, number in spec.uses:
-        if name == "stash":
-            layers += [Stash().isolate(spaces[number]), Double()]
-        else:
-            layers += [YieldAdd().isolate(spaces[number])] if name == "pop" else UNITS[name][number]()
-    return nn.Sequential(*layers)
+    return nn.Sequential(*(UNITS[name][number]() for name, number in spec.uses))
 
 
 def pipeline(spec, model):
@@ -325,10 +291,9 @@ def results_of(spec, model, make):
         for function in (torch.manual_seed, random.seed, numpy.random.seed):
             function(spec.seed + number)
         CONTEXT.set(number + 2.0)
-        leaf = torch.randn(spec.batch, WIDTH).requires_grad_()
-        x = INPUTS[spec.input](leaf)
+        x = torch.randn(spec.batch, WIDTH).requires_grad_(spec.input_requires_grad)
         output = call(x, torch.arange(x.numel()).sin().view(x.shape))
-        found = {"output": output, "gradient of the input": leaf.grad, "draw": torch.tensor(random.random())}
+        found = {"output": output, "gradient of the input": x.grad, "draw": torch.tensor(random.random())}
         found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
         for name, value in (found | model.state_dict()).items():
             results[f"{name} of call {number}"] = None if value is None else value.detach().clone()

@@ -20,8 +20,7 @@ from helpers import run
 
 
 def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
-    code, text = run(
-        """
+    code, text = run("""
         class Slow(nn.Module):
             def forward(self, x):
                 if slow and gpipe.is_recomputing() == backward:
@@ -57,8 +56,7 @@ def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
             os._exit(code)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         del pipe
-        """
-    )
+        """)
     assert (code, text) == (0, "forward True None\nbackward True None\nstep True None\n0\n")
 
 

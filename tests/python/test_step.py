@@ -85,18 +85,6 @@ def test_the_first_step_chooses_a_schedule():
     assert gpipe.GPipe(make_model(), [1, 2, 1, 2], devices=["cpu"] * 2, schedule="auto").placement == [0, 1, 0, 1]
 
 
-def test_a_schedule_from_a_file(tmp_path):
-    path = tmp_path / "schedule.txt"
-    path.write_text("0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2\n")
-    x, y = batch()
-    pipe, named = make_pipe(schedule=f"@{path}"), make_pipe(schedule="1f1b")
-    assert torch.equal(pipe.step(x, y, F.cross_entropy), named.step(x, y, F.cross_entropy))
-    assert all(map(torch.equal, gradients(pipe), gradients(named)))
-    path.write_text("0F0 0B0\n1F0 1X0\n")
-    with pytest.raises(ValueError, match=r"schedule.txt: .*line 2, column 5"):
-        make_pipe(schedule=f"@{path}")
-
-
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.double)
 
 
