@@ -52,19 +52,6 @@ def trained(kind=AdamW, **options):
     return pipe, optimizer
 
 
-def make_snapshot():
-    pipe, optimizer = trained(amsgrad=True)
-    return Snapshot(
-        model=snapshot.capture_model(pipe),
-        optimizer=snapshot.capture_optimizer(optimizer, pipe),
-        epoch=7,
-        position={"batch": 3, "seed": -70000},
-        random=torch.get_rng_state(),
-        options={"data": "a folder/ä", "empty": ""},
-        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
-    )
-
-
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
@@ -78,7 +65,16 @@ def same(a, b):
 
 
 def test_a_written_snapshot_reads_back_equal(tmp_path):
-    saved = make_snapshot()
+    pipe, optimizer = trained(amsgrad=True)
+    saved = Snapshot(
+        model=snapshot.capture_model(pipe),
+        optimizer=snapshot.capture_optimizer(optimizer, pipe),
+        epoch=7,
+        position={"batch": 3, "seed": -70000},
+        random=torch.get_rng_state(),
+        options={"data": "a folder/ä", "empty": ""},
+        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
+    )
     snapshot.write(tmp_path / "latest", saved)
     assert same(vars(snapshot.read(tmp_path / "latest")), vars(saved))
     snapshot.write(tmp_path / "empty", Snapshot())
