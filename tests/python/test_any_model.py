@@ -16,8 +16,6 @@ from conftest import long
 from helpers import random_balance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 SAMPLES = 5
 
 
@@ -107,16 +105,8 @@ def convnext(models):
 
 VIT = {"image_size": 16, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32, "num_classes": 5}
 SWIN = {"patch_size": [4, 4], "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": [4, 4], "num_classes": 5}
-MAXVIT = {
-    "input_size": (32, 32),
-    "stem_channels": 8,
-    "partition_size": 4,
-    "block_channels": [8, 16],
-    "block_layers": [1, 1],
-    "head_dim": 8,
-    "stochastic_depth_prob": 0.2,
-    "num_classes": 5,
-}
+MAXVIT = {"input_size": (32, 32), "stem_channels": 8, "partition_size": 4, "block_channels": [8, 16], "head_dim": 8}
+MAXVIT |= {"block_layers": [1, 1], "stochastic_depth_prob": 0.2, "num_classes": 5}
 COATNET = {"img_size": 64, "embed_dim": (32,) * 4, "depths": (1,) * 4, "stem_width": (8, 8)}
 GPT2 = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}

@@ -91,7 +91,6 @@ MISTAKES = [
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
-    (lambda: pipe()(input_ids=X), TypeError, r"a pipeline takes one input.*, or as a dict, pipe\(\{'a': a, 'b': b\}\)"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
@@ -105,7 +104,6 @@ MISTAKES = [
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: load({"2.weight": torch.rand(2, 3)}), RuntimeError, r"size mismatch for 2\.weight: .* shape torch.Size\(\[2, 3\]"),
-    (lambda: load({"4.weight": X}), RuntimeError, r'Unexpected key\(s\) in state_dict: "4\.weight"'),
     # Other functions.
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
@@ -119,7 +117,6 @@ MISTAKES = [
     (lambda: balance.profile(nn.Sequential(nn.LazyLinear(3)), X), ValueError, "'0.weight' of a lazy layer is not initialized"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
     (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
-    (lambda: balance.suggest(make_linears(), X, "cpu"), TypeError, "devices must be a list.*'cpu'"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
     (lambda: balance.predict(PROFILE, 4, 2), TypeError, "balance must be a list .*, but is 4"),
