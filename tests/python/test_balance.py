@@ -8,7 +8,7 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from helpers import Add, Double, Fail, Stash, cluster_text, make_tied_model, tied_batch
+from helpers import Add, Double, Fail, Stash, make_tied_model, tied_batch
 
 
 def model():
@@ -21,11 +21,6 @@ def model():
 def test_the_balance_by_size_gives_large_layers_their_own_stage():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
     assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
-
-
-@pytest.fixture(scope="module")
-def measured():
-    return balance.profile(model(), torch.rand(4, 64), seconds=0)
 
 
 def test_a_profile_leaves_the_model_unchanged():
@@ -45,7 +40,8 @@ def test_a_profile_leaves_the_model_unchanged():
     assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
 
 
-def test_a_prediction_has_times_and_bytes_of_each_stage(measured):
+def test_a_prediction_has_times_and_bytes_of_each_stage():
+    measured = balance.profile(model(), torch.rand(4, 64), seconds=0)
     prediction = balance.predict(measured, [3, 4], 4, "always")
     assert prediction.balance == [3, 4]
     assert prediction.seconds > 0 and 0 <= prediction.bubble < 1
@@ -83,11 +79,8 @@ def test_an_error_of_a_layer_names_it():
 
 
 def test_an_exception_in_progress_ends_the_measurement():
-    def interrupt(part):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        balance.profile(model(), torch.rand(8, 64), seconds=0, progress=interrupt)
+    with pytest.raises(ZeroDivisionError):
+        balance.profile(model(), torch.rand(8, 64), seconds=0, progress=lambda part: 1 / 0)
 
 
 def test_layers_that_share_a_parameter_can_be_separated():
@@ -100,14 +93,3 @@ def test_layers_that_share_a_parameter_can_be_separated():
     best = balance.suggest(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0).best
     gpipe.GPipe(layers, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)(x).sum().backward()
     assert layers[0].weight.grad is not None
-
-
-def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
-    assert balance.Cluster.from_json(cluster_text(hosts=3)).devices == 6
-    plan = balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16, schedule="1f1b")
-    assert plan.fits and plan.reason == ""
-    assert sorted((each.replicas, len(each.bytes), each.chunks) for each in plan.candidates) == [(1, 2, 4), (2, 1, 2)]
-    assert plan.best.seconds == min(each.seconds for each in plan.candidates)
-    assert all(each.schedule == "1f1b" and each.checkpoint == "never" for each in plan.candidates)
-    assert [each.reduction for each in plan.candidates if each.replicas == 1] == [0]
-    assert "All figures are predicted." in str(plan)

@@ -86,15 +86,6 @@ def test_hooks_of_pipeline_stages_layers_and_parameters_run():
     assert seen == ["before 1", "after 3"] * 2 + ["pipe", "gradient"]
 
 
-def test_a_timeline_records_every_action():
-    pipe, timeline = gpipe.GPipe(make_linears(), [2, 2], chunks=3, checkpoint="always"), gpipe.Timeline()
-    for traced in (timeline, None):
-        pipe.trace(traced)
-        pipe(torch.rand(6, 3)).sum().backward()
-    assert timeline.makespan() > 0
-    assert timeline.to_svg().count("<title>") == 18
-
-
 def test_dtypes_change_and_the_present_device_stays():
     pipe = gpipe.GPipe(make_linears(), [2, 2])
     weight = pipe[0].weight
