@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
 from gpipe.skip import pop, skippable, stash
@@ -107,6 +109,25 @@ class Fail(nn.Module):
 
     def forward(self, x):
         raise self.error or ValueError("from the layer")
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+class Split(nn.Module):
+    """Returns an object of several containers."""
+
+    def forward(self, x):
+        return {"pair": Pair(x * 2, None), "list": [x.sum(1, keepdim=True), (x.argmax(1),)], 3: OrderedDict(a=x)}
+
+
+class Join(nn.Module):
+    def forward(self, x):
+        assert type(x["pair"]) is Pair and x["pair"].second is None and type(x[3]) is OrderedDict
+        total, (index,) = x["list"]
+        return x["pair"].first + total + x[3]["a"] * index[:, None]
 
 
 @skippable(stash=["skip"])

@@ -15,7 +15,7 @@ from torch import nn
 
 import gpipe
 import gpipe.balance
-from helpers import YieldAdd, YieldStash
+from helpers import Join, Split, YieldAdd, YieldStash
 
 LAYOUTS = {
     "one_device": ["checked:0", "checked:0", "checked:0"],
@@ -53,20 +53,9 @@ def devices(request):
     return LAYOUTS[request.param]
 
 
-class Fork(nn.Module):
-    def forward(self, x):
-        return {"a": x, "b": (x * 2, x.detach())}
-
-
-class Join(nn.Module):
-    def forward(self, value):
-        b, c = value["b"]
-        return value["a"] + b.relu() * c
-
-
 def make_model():
     torch.manual_seed(0)
-    first = [nn.Linear(6, 6), YieldStash(), nn.Linear(6, 6), nn.BatchNorm1d(6), Fork()]
+    first = [nn.Linear(6, 6), YieldStash(), nn.Linear(6, 6), nn.BatchNorm1d(6), Split()]
     rest = [Join(), YieldAdd(), nn.ReLU(inplace=True), nn.Linear(6, 6)]
     return nn.Sequential(*first, *rest).double()
 

@@ -3,21 +3,15 @@
 import collections
 import copy
 import pickle
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gpipe
 from gpipe.balance import balance_by_size
 from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from helpers import Add, Double, Stash, YieldAdd, YieldStash
-
-
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor | None = None
+from helpers import Add, Double, Pair, Stash, YieldAdd, YieldStash
 
 
 class PairOfClass(collections.namedtuple("PairOfClass", ["a", "b"])):
