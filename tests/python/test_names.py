@@ -13,7 +13,7 @@ from torch.func import functional_call
 import gpipe
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.skip import skippable, stash
-from helpers import Add, gradients, make_linears, make_tied_model, results_of, tied_batch
+from helpers import Add, gradients, make_tied_model, results_of, tied_batch
 
 
 def make_model():
@@ -21,11 +21,8 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def test_parameters_and_buffers_have_the_names_of_the_unpartitioned_model():
-    model = make_model()
-    names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
-    pipe = gpipe.GPipe(model, [1, 3])
-    assert ([name for name, _ in pipe.named_parameters()], [name for name, _ in pipe.named_buffers()]) == names
+def test_parameters_buffers_and_layers_are_found_by_name():
+    pipe = gpipe.GPipe(make_model(), [1, 3])
     assert next(pipe.named_parameters("x"))[0] == "x.0.weight"
     pipe.register_parameter("scale", nn.Parameter(torch.ones(1)))
     assert "scale" in dict(pipe.named_parameters())
@@ -40,19 +37,21 @@ def scaled(state):
     return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
 
 
-def test_states_have_the_names_of_the_unpartitioned_model():
-    layers = make_linears()
-    keys = list(layers.state_dict())
-    pipe = gpipe.GPipe(layers, [1, 3])
+@pytest.mark.parametrize("make", [make_model, make_tied_model])
+def test_names_and_states_are_those_of_the_unpartitioned_model(make):
+    plain, pipe, other = make(), *(gpipe.GPipe(make(), [first, len(make()) - first]) for first in (1, 2))
+    for what in ("named_parameters", "named_buffers", "state_dict"):
+        assert list(dict(getattr(pipe, what)())) == list(dict(getattr(plain, what)()))
+    duplicates = {"remove_duplicate": False}
+    assert [*dict(pipe.named_parameters(**duplicates))] == [*dict(plain.named_parameters(**duplicates))]
     state = pipe.state_dict()
-    assert list(state) == keys
-    assert set(state._metadata) >= set(layers.state_dict()._metadata)
-    other = gpipe.GPipe(make_linears(), [2, 2])
-    other.load_state_dict(scaled(state))
-    assert all(torch.equal(other.state_dict()[key], state[key] * 1.5) for key in keys)
-    assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in keys]
+    assert set(state._metadata) >= set(plain.state_dict()._metadata)
+    changed = scaled(state)
+    other.load_state_dict(changed)
+    assert all(torch.equal(value, changed[key]) for key, value in other.state_dict().items())
+    assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in state]
     nested = nn.ModuleDict({"pipe": pipe})
-    assert list(nested.state_dict()) == [f"pipe.{key}" for key in keys]
+    assert list(nested.state_dict()) == [f"pipe.{key}" for key in state]
     nested.load_state_dict(nested.state_dict())
     del state["0.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
@@ -183,20 +182,6 @@ def train(model):
         results += [loss.detach(), *(gradient.clone() for gradient in gradients(model))]
         optimizer.step()
     return [*results, *(value.clone() for value in model.state_dict().values())]
-
-
-def test_tied_parameters_have_the_names_and_state_of_the_model():
-    model = make_tied_model()
-    plain = copy.deepcopy(model)
-    pipe = gpipe.GPipe(model, [1, 3, 3])
-    for what in ("named_parameters", "state_dict"):
-        assert list(dict(getattr(pipe, what)())) == list(dict(getattr(plain, what)()))
-    assert len(list(pipe.named_parameters(remove_duplicate=False))) == len(list(pipe.parameters())) + 2
-    other = make_tied_model()
-    with torch.no_grad():
-        other[0].weight.mul_(2)
-    pipe.load_state_dict(other.state_dict())
-    assert torch.equal(pipe[6].weight, other[0].weight) and pipe[0].weight is pipe[6].weight
 
 
 def test_layers_can_be_tied_and_untied_later():
