@@ -6,7 +6,6 @@ import pickle
 import signal
 import threading
 from collections import OrderedDict, namedtuple
-from enum import Enum
 from typing import NamedTuple
 
 import pytest
@@ -156,22 +155,13 @@ def test_only_containers_are_decoded():
         tensors, taken = structure.take_apart(value)
         copied = structure.decode(structure.encode(taken))
         assert copied == taken and copied.build(tensors) == value
-    for harmful in (pickle.dumps(os.system), pickle.dumps((Fails(), ())), pickle.dumps(namedtuple), pickle.dumps(3), b""):
+    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), pickle.dumps(3), b""):
         with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
     local = NamedTuple("local", [("a", Tensor)])
-    for value in (local(torch.ones(1)), {Colour.RED: torch.ones(1)}):
+    for value in (local(torch.ones(1)), {signal.SIGINT: torch.ones(1)}):
         with pytest.raises(TypeError, match="cannot go to another rank"):
             structure.encode(structure.take_apart(value)[1])
-
-
-class Colour(Enum):
-    RED = 1
-
-
-class Fails:
-    def __reduce__(self):
-        return os.system, ("exit",)
 
 
 def test_a_model_without_initial_values_is_initialized_by_its_layers():
