@@ -195,12 +195,6 @@ def assert_same_state(ours, theirs):
     assert_equal(dict(ours.state_dict()), dict(theirs.state_dict()))
 
 
-def without_dropout(modules, norms):
-    """Leaves only batch norms in training mode. ``norms`` has their paths."""
-    for path, module in modules:
-        module.training = path in norms
-
-
 @pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in MODELS])
 def test_a_model_equals_its_pipeline(name):
     torch.manual_seed(0)
@@ -239,10 +233,10 @@ def test_a_model_equals_its_pipeline(name):
     sequence.train()
     # A pipeline without dropout equals the original. Each schedule has its turn.
     norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
-    for layer in sequence:
-        without_dropout(layer.model.named_modules(), norms)
     plain = copy.deepcopy(model)
-    without_dropout(plain.named_modules(), norms)
+    for tree in (plain, *(layer.model for layer in sequence)):
+        for path, module in tree.named_modules():
+            module.training = path in norms
     chunks = rng.choice([1, 3, 4])
     schedule = gpipe.SCHEDULES[list(MODELS).index(name) % len(gpipe.SCHEDULES)]
     per_worker = 2 if schedule.startswith(("interleaved", "looped")) else 1
