@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gpipe
-from helpers import Double, gradients, make_tied_model, results_of, tied_batch
+from helpers import gradients, make_tied_model, results_of, tied_batch
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
