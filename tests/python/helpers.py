@@ -1,6 +1,7 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import gpipe
 from gpipe.skip import pop, skippable, stash
@@ -51,6 +54,11 @@ def cluster_text(**changed):
     link = {"bandwidth": 1e9, "latency": 0}
     cluster = {"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": link, "between": link}
     return json.dumps({**cluster, **changed})
+
+
+def random_balance(rng, layers, stages):
+    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+    return [last - first for first, last in itertools.pairwise(cuts)]
 
 
 def notes(error):
@@ -103,19 +111,23 @@ class Fail(nn.Module):
         raise self.error or ValueError("from the layer")
 
 
-class _FailBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError("from the backward")
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
 
 
-class FailBackward(nn.Module):
+class Split(nn.Module):
+    """Returns an object of several containers."""
+
     def forward(self, x):
-        return _FailBackward.apply(x)
+        return {"pair": Pair(x * 2, None), "list": [x.sum(1, keepdim=True), (x.argmax(1),)], 3: OrderedDict(a=x)}
+
+
+class Join(nn.Module):
+    def forward(self, x):
+        assert type(x["pair"]) is Pair and x["pair"].second is None and type(x[3]) is OrderedDict
+        total, (index,) = x["list"]
+        return x["pair"].first + total + x[3]["a"] * index[:, None]
 
 
 @skippable(stash=["skip"])

@@ -8,7 +8,7 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from helpers import Add, Double, Fail, Stash, cluster_text
+from helpers import Add, Double, Fail, Stash, make_tied_model, tied_batch
 
 
 def model():
@@ -18,28 +18,16 @@ def model():
     )
 
 
-def test_the_balance_by_time_gives_slow_layers_their_own_stage():
-    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 64), Double())
-    assert balance.balance_by_time(3, layers, torch.rand(64, 64), timeout=0.5) == [2, 1, 2]
-
-
 def test_the_balance_by_size_gives_large_layers_their_own_stage():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
     assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return balance.profile(model(), torch.rand(4, 64), seconds=0)
-
-
 def test_a_profile_leaves_the_model_unchanged():
-    layers = model()
-    x = torch.rand(8, 64)
+    layers, x = model(), torch.rand(8, 64)
     layers[6].eval()
     layers[0].weight.grad = torch.ones(64, 64)
     state = copy.deepcopy(layers.state_dict())
-    torch.manual_seed(1)
     random = torch.get_rng_state()
     measured = balance.profile(layers, x, workers=2, seconds=0)
     assert torch.equal(torch.get_rng_state(), random)
@@ -50,11 +38,10 @@ def test_a_profile_leaves_the_model_unchanged():
     assert [(skip.name, skip.from_layer, skip.to_layer) for skip in measured.skips] == [("skip", 3, 5)]
     assert all(layer.forward > 0 and layer.backward > 0 for layer in measured.layers)
     assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
-    assert "BatchNorm" not in str(measured) and str(measured)
 
 
 def test_a_prediction_has_times_and_bytes_of_each_stage():
-    measured = balance.profile(model(), torch.rand(8, 64), seconds=0)
+    measured = balance.profile(model(), torch.rand(4, 64), seconds=0)
     prediction = balance.predict(measured, [3, 4], 4, "always")
     assert prediction.balance == [3, 4]
     assert prediction.seconds > 0 and 0 <= prediction.bubble < 1
@@ -92,35 +79,17 @@ def test_an_error_of_a_layer_names_it():
 
 
 def test_an_exception_in_progress_ends_the_measurement():
-    def interrupt(part):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        balance.profile(model(), torch.rand(8, 64), seconds=0, progress=interrupt)
+    with pytest.raises(ZeroDivisionError):
+        balance.profile(model(), torch.rand(8, 64), seconds=0, progress=lambda part: 1 / 0)
 
 
 def test_layers_that_share_a_parameter_can_be_separated():
-    words = nn.Embedding(50, 64)
-    head = nn.Linear(64, 50, bias=False)
-    head.weight = words.weight
-    layers = nn.Sequential(words, nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), head)
-    x = torch.randint(50, (16,))
+    layers, (x, _) = make_tied_model(), tied_batch()
     costs = balance.profile(layers, x, workers=2, seconds=0)
-    assert [(tie.name, tie.layers, tie.bytes) for tie in costs.ties] == [("0.weight", [0, 4], 50 * 64 * 4)]
-    assert [layer.parameters for layer in costs.layers][::4] == [50 * 64 * 4, 0]
-    assert costs.cut_bytes() == 4 * [16 * 64 * 4 + 50 * 64 * 4] + [None]
-    assert len(costs.balance_by_time(5)) == 5
+    shared = layers[0].weight.nbytes
+    assert [(tie.name, tie.layers, tie.bytes) for tie in costs.ties] == [("0.weight", [0, 2, 6], shared)]
+    assert costs.cut_bytes() == 6 * [8 * 6 * 8 + shared] + [None]
+    assert len(costs.balance_by_time(7)) == 7
     best = balance.suggest(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0).best
     gpipe.GPipe(layers, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)(x).sum().backward()
-    assert words.weight.grad is not None
-
-
-def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
-    assert balance.Cluster.from_json(cluster_text(hosts=3)).devices == 6
-    plan = balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16, schedule="1f1b")
-    assert plan.fits and plan.reason == ""
-    assert sorted((each.replicas, len(each.bytes), each.chunks) for each in plan.candidates) == [(1, 2, 4), (2, 1, 2)]
-    assert plan.best.seconds == min(each.seconds for each in plan.candidates)
-    assert all(each.schedule == "1f1b" and each.checkpoint == "never" for each in plan.candidates)
-    assert [each.reduction for each in plan.candidates if each.replicas == 1] == [0]
-    assert "All figures are predicted." in str(plan)
+    assert layers[0].weight.grad is not None

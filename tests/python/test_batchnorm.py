@@ -10,26 +10,22 @@ import gpipe
 from gpipe.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 
 
-def make_pipe(model, how, **options):
-    if how == "option":
-        return gpipe.GPipe(model, [1] * len(model), deferred_batch_norm=True, **options)
-    return gpipe.GPipe(convert_deferred_batch_norm(model, options["chunks"]), [1] * len(model), **options)
-
-
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize(
-    ("how", "kind", "momentum"),
+    ("convert", "norm"),
     [
-        ("option", nn.BatchNorm2d, 0.1),
-        ("option", nn.InstanceNorm2d, 0.1),
-        ("convert", nn.BatchNorm2d, None),
+        (False, nn.BatchNorm2d(4)),
+        (False, nn.InstanceNorm2d(4, track_running_stats=True)),
+        (True, nn.BatchNorm2d(4, momentum=None)),
     ],
 )
-def test_statistics_equal_those_of_the_whole_mini_batch(how, kind, momentum, checkpoint):
+def test_statistics_equal_those_of_the_whole_mini_batch(convert, norm, checkpoint):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4, momentum=momentum, track_running_stats=True), nn.ReLU())
-    plain = copy.deepcopy(model)
-    pipe = make_pipe(model, how, chunks=4, checkpoint=checkpoint)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(norm), nn.ReLU())
+    model = copy.deepcopy(plain)
+    if convert:
+        model = convert_deferred_batch_norm(model)
+    pipe = gpipe.GPipe(model, [1, 1, 1], chunks=4, checkpoint=checkpoint, deferred_batch_norm=not convert)
     for batch in (8, 3, 8):  # a batch of 3 makes only three micro-batches
         x = torch.rand(batch, 3, 8, 8)
         if batch == 3:
@@ -60,14 +56,13 @@ def test_micro_batches_without_values(momentum):
             torch.testing.assert_close(getattr(deferred, name), getattr(plain, name))
 
 
-@pytest.mark.parametrize(("dtype", "mean", "rtol"), [(torch.float32, 1e4, 1e-3), (torch.bfloat16, 600, 1e-5)])
-def test_the_variance_is_accurate_for_a_large_mean(dtype, mean, rtol):
+def test_the_variance_is_accurate_for_a_large_mean():
     torch.manual_seed(0)
-    x = (torch.randn(64, 2) * (1 if dtype == torch.float32 else 300) + mean).to(dtype)
+    x = (torch.randn(64, 2) * 3000 + 1e5).bfloat16()
     deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
     for part in x.chunk(2):
         deferred(part)
-    torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=rtol, atol=0)
+    torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=1e-5, atol=0)
 
 
 def test_converting_shares_parameters_and_buffers():
@@ -83,26 +78,11 @@ def test_converting_shares_parameters_and_buffers():
 
 
 def test_a_failed_forward_does_not_update_the_statistics():
-    class Sometimes(nn.Module):
-        def forward(self, x):
-            if fail:
-                raise ValueError
-            return x
-
-    pipe = make_pipe(nn.Sequential(nn.BatchNorm1d(2), Sometimes()), "convert", chunks=2)
-    fail = True
-    with pytest.raises(ValueError):
+    pipe = gpipe.GPipe(convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(2), nn.Identity())), [1, 1], chunks=2)
+    hook = pipe[1].register_forward_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         pipe(torch.rand(4, 2))
     assert int(pipe[0].num_batches_tracked) == 0
-    fail = False
+    hook.remove()
     pipe(torch.rand(4, 2))
     assert int(pipe[0].num_batches_tracked) == 1
-
-
-def test_states_saved_by_torchgpipe_can_be_loaded():
-    pipe = gpipe.GPipe(nn.Sequential(nn.Sequential(nn.BatchNorm2d(2))), [1], deferred_batch_norm=True)
-    state = {f"partitions.0.{key}": value for key, value in pipe.state_dict().items()}
-    state["partitions.0.0.0.sum"] = state["partitions.0.0.0.sum_squares"] = torch.zeros(2)
-    pipe.load_state_dict(state)
-    norm = DeferredBatchNorm(2)
-    norm.load_state_dict({**norm.state_dict(), "sum": torch.zeros(2), "sum_squares": torch.zeros(2)})

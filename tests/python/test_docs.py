@@ -24,16 +24,12 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-# The names that each page uses without defining them.
+PAGES = ["README.md", "docs/guide.md", "docs/convert_your_model.md", "docs/schedules.md", long("docs/any_model.md")]
+# The names that other pages use without defining them.
 GIVEN = {
-    "README.md": {},
-    "docs/guide.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
-    "docs/any_model.md": {},
     "docs/cluster_study.md": {"model": model, "batch": (8, 8), "text": lambda: cluster_text(hosts=128, devices_per_host=8)},
-    "docs/convert_your_model.md": {},
     "docs/ranks.md": {"make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()), "ranks": lambda: None},
-    "docs/schedules.md": {},
 }
 # Packages without which a page is skipped.
 NEEDED = {
@@ -58,12 +54,12 @@ def fresh_accelerate():
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("page", [long(page) if page == "docs/any_model.md" else page for page in GIVEN])
+@pytest.mark.parametrize("page", [*PAGES, *GIVEN])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
     for package in NEEDED.get(page, []):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    given = {name: torch.rand(of) if isinstance(of, tuple) else of() for name, of in GIVEN[page].items()}
+    given = {name: torch.rand(of) if isinstance(of, tuple) else of() for name, of in GIVEN.get(page, {}).items()}
     names = {"torch": torch, "nn": nn, "gpipe": gpipe, **given} if given else {}
     for number, block in enumerate(blocks_of(page)):
         if not PROGRAM.match(block):

@@ -1,7 +1,9 @@
 """The programs of examples/python, as users run them."""
 
 import csv
+import functools
 import importlib
+import itertools
 import os
 import re
 import runpy
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,38 +50,22 @@ def run(name, *flags):
     """Runs a program in this process and returns its exit code."""
     if name == "diffusion":
         pytest.importorskip("diffusers")
-    program, arguments = importlib.import_module(name), sys.argv
-    sys.argv = [name, *map(str, flags)]
-    try:
-        return program.main()
-    except SystemExit as stop:  # of argparse
-        return stop.code
-    finally:
-        sys.argv = arguments
-
-
-@pytest.fixture
-def act_at(monkeypatch):
-    """Returns a function that makes the call of a number of GPipe.step() act first."""
-    step = gpipe.GPipe.step
-
-    def replace_step(number, act):
-        calls = iter(range(1, 1000))
-        monkeypatch.setattr(gpipe.GPipe, "step", lambda *a, **b: (next(calls) == number and act(), step(*a, **b))[1])
-
-    return replace_step
+    with mock.patch.object(sys, "argv", [name, *map(str, flags)]):
+        try:
+            return importlib.import_module(name).main()
+        except SystemExit as stop:  # of argparse
+            return stop.code
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Returns the output folder of two epochs of a program."""
-    folders = {}
 
+    @functools.cache
     def train(name):
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp(name)
-            assert run(name, *BALANCED[name], "--epochs", 2, "--output", folders[name]) == 0
-        return folders[name]
+        folder = tmp_path_factory.mktemp(name)
+        assert run(name, *BALANCED[name], "--epochs", 2, "--output", folder) == 0
+        return folder
 
     return train
 
@@ -122,9 +109,16 @@ def test_a_program_learns_and_writes_its_results(name, trained):
 
 
 @pytest.mark.parametrize("name", ["unet_train", long("resnet18_mnist"), long("diffusion")])
-def test_a_stopped_training_continues_exactly(name, trained, tmp_path, act_at, capsys):
+def test_a_stopped_training_continues_exactly(name, trained, tmp_path, monkeypatch, capsys):
     """Ctrl-C within the second epoch. The rest has another cut, checkpoint mode and schedule of the same order of sums."""
-    act_at(5, lambda: signal.raise_signal(signal.SIGINT))
+    calls, step = itertools.count(1), gpipe.GPipe.step
+
+    def interrupted(*arguments, **options):
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(gpipe.GPipe, "step", interrupted)
     assert run(name, *BALANCED[name], "--epochs", 2, "--output", tmp_path) == 128 + signal.SIGINT
     latest = tmp_path / "latest.snapshot"
     assert f"--resume {latest}" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import balance, models
 from gpipe.batchnorm import DeferredBatchNorm
-from helpers import Double, Fail, FailBackward, cluster_text, make_linears, notes
+from helpers import Fail, cluster_text, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -38,8 +38,16 @@ class Whole(nn.Module):
         return self.second(self.first(x))
 
 
-def assign(name, value):
-    setattr(pipe(), name, value)
+class DoublesItsResult(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def changed(change, *arguments):
+    """Makes a pipeline of a model that has been changed."""
+    layers = make_linears()
+    change(layers, *arguments)
+    return gpipe.GPipe(layers, [2, 2])
 
 
 def batched_gradients():
@@ -47,38 +55,19 @@ def batched_gradients():
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
 
 
-def load(changed):
-    pipeline = pipe()
-    pipeline.load_state_dict({**pipeline.state_dict(), **changed})
-
-
 MISTAKES = [
     # The constructor.
     (lambda: gpipe.GPipe(make_linears()), gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
     (lambda: pipe(2), TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
     (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers(.|\n)*gpipe\.balance"),
-    (lambda: pipe([4, 0]), ValueError, r"balance is \[4, 0\], but every stage needs at least one layer(.|\n)*gpipe\.balance"),
     (lambda: pipe([2.0, 2]), TypeError, "each number of a balance must be an integer, but is 2.0"),
-    (lambda: pipe([3, True]), TypeError, "each number of a balance must be an integer, but is True"),
-    (lambda: pipe(chunks=0), ValueError, "chunks must be positive, but is 0"),
     (lambda: pipe(chunks=True), TypeError, "chunks must be an integer, but is True"),
-    (lambda: pipe(chunks=torch.rand(2, 2)), TypeError, r"chunks must be an integer, but is a tensor of shape \(2, 2\)"),
-    (lambda: assign("checkpoint", "sometimes"), ValueError, "checkpoint must be .*, but is 'sometimes'"),
-    (lambda: assign("schedule", "1f1b"), AttributeError, "schedule"),
+    (lambda: setattr(pipe(), "checkpoint", "sometimes"), ValueError, "checkpoint must be .*, but is 'sometimes'"),
     (lambda: pipe(checkpoint=True), TypeError, "checkpoint must be 'always', 'except_last' or 'never', but is True"),
     (lambda: pipe(deferred_batch_norm="no"), TypeError, "deferred_batch_norm must be True or False, but is 'no'"),
-    (lambda: pipe(schedule="1F1B"), ValueError, "unknown schedule '1F1B'; choose one of gpipe, 1f1b, "),
-    (lambda: pipe(schedule="@/nowhere"), ValueError, "cannot read the schedule '/nowhere'"),
-    (lambda: pipe(FOUR, schedule="1f1b", stages_per_worker=2), ValueError, "needs stage s on worker s, one stage per worker"),
     (lambda: pipe(FOUR, schedule="interleaved_zb"), ValueError, "needs several stages per worker, .* use 'zb_h1'"),
-    (lambda: pipe(FOUR, stages_per_worker=3), ValueError, "balance has 4 stages, which stages_per_worker = 3 does not divide"),
-    (lambda: pipe(stages_per_worker=0), ValueError, "stages_per_worker must be positive, but is 0"),
     (lambda: pipe(placement="w"), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: pipe(placement={0: 1}), TypeError, "placement must be 'looped', 'v' or a list of workers, but is {0: 1}"),
-    (lambda: pipe(FOUR, placement=[0, 2, 2, 0]), ValueError, "worker 1 has no stage"),
-    (lambda: pipe(FOUR, placement="v", stages_per_worker=2), ValueError, "exclude each other"),
-    (lambda: pipe(schedule="zb_v", devices=["cpu"] * 2), ValueError, "2 stages, which are on 1 worker, .* or 4 stages"),
-    (lambda: pipe(FOUR, stages_per_worker=2, devices=["cpu"] * 3), ValueError, "4 stages, which are on 2 workers, .* devices is 3"),
     (lambda: pipe(FOUR, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
     (lambda: pipe(devices="cpu"), TypeError, "devices must be a list with one device per worker, but is 'cpu'"),
     (lambda: pipe(devices=[True, True]), TypeError, "a device must be .*, but is True"),
@@ -87,52 +76,47 @@ MISTAKES = [
     (lambda: gpipe.GPipe(Whole(), [1, 1]), TypeError, r"use gpipe.GPipe.from_module\(module, input, stages=2\)"),
     (lambda: gpipe.GPipe([nn.Linear(3, 3)], [1]), TypeError, r"but is <class 'list'>; .* nn.Sequential\(\*layers\)"),
     (lambda: gpipe.GPipe(nn.Sequential(LAYER, LAYER), [1, 1]), ValueError, "layers '0' and '1' are the same module; use a copy"),
+    # The model.
+    (lambda: changed(nn.Module.compile), TypeError, r"\(Sequential\) has a forward of its own"),
+    (lambda: gpipe.GPipe(DoublesItsResult(LAYER), [1]), TypeError, r"\(DoublesItsResult\) has a forward of its own"),
+    (lambda: changed(nn.Module.register_forward_pre_hook, loss), ValueError, "model itself, .*, has a forward pre hook"),
+    (lambda: changed(nn.Module.register_state_dict_post_hook, loss), ValueError, "has a state dict hook, which"),
+    (lambda: changed(nn.Module.register_parameter, "scale", nn.Parameter(X)), ValueError, r"a parameter \('scale'\)"),
+    (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
+    (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
-    (lambda: pipe()(input_ids=X), TypeError, r"a pipeline takes one input.*, or as a dict, pipe\(\{'a': a, 'b': b\}\)"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
-    (lambda: pipe()(X[0, 0]), ValueError, "no dimensions"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
-    (lambda: step(X, Y[:3], loss), ValueError, "the target has 3 samples, but the input has 8"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
     (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
-    (lambda: step(X, Y, lambda output, target: output), ValueError, r"a tensor of shape \[4, 3\] and type float"),
-    (lambda: step(X, Y, lambda output, target: X.sum()), ValueError, "does not depend on the model's output"),
-    (lambda: step(X, Y.clone().requires_grad_(), loss), ValueError, "a target requires grad"),
-    (lambda: step(scale=0), ValueError, "scale must be finite and positive, but is 0"),
-    (lambda: step(count=lambda target: 0), ValueError, "count is 0 for every micro-batch"),
     (lambda: step(count=len, reduction="sum"), ValueError, "count weights a mean"),
     (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
-    (lambda: step(count=lambda target: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number"),
     (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
-    (lambda: load({"2.weight": torch.rand(2, 3)}), RuntimeError, r"size mismatch for 2\.weight: .* shape torch.Size\(\[2, 3\]"),
-    (lambda: load({"4.weight": X}), RuntimeError, r'Unexpected key\(s\) in state_dict: "4\.weight"'),
+    (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
     # Other functions.
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
+    (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
     (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
     (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
-    (lambda: balance.balance_by_size(5, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 5"),
     (lambda: balance.balance_by_time(2.5, make_linears(), X), TypeError, "partitions must be an integer, but is 2.5"),
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(nn.Sequential(nn.LazyLinear(3)), X), ValueError, "'0.weight' of a lazy layer is not initialized"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
     (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
-    (lambda: balance.suggest(make_linears(), X, "cpu"), TypeError, "devices must be a list.*'cpu'"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
     (lambda: balance.predict(PROFILE, 4, 2), TypeError, "balance must be a list .*, but is 4"),
     (lambda: balance.predict(None, [4], 2), TypeError, "profile must be a Profile.*but is None"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
-    (lambda: balance.Cluster.from_json('{"hosts": 0}'), ValueError, "not a cluster: /devices_per_host is missing"),
-    (lambda: balance.plan_cluster(CLUSTER, [PROFILE], 7), ValueError, "no number of replicas suits 2 devices and 7 samples"),
     (lambda: balance.plan_cluster("cluster", [PROFILE], 8), TypeError, "cluster must be a Cluster"),
     (lambda: balance.plan_cluster(CLUSTER, PROFILE, 8), TypeError, "profiles must be a list"),
     (lambda: balance.plan_cluster(CLUSTER, ["profile"], 8), TypeError, "profiles must be Profiles"),
@@ -160,43 +144,34 @@ PROFILE = balance.profile(make_linears(), X, seconds=0)
 SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
 CLUSTER = balance.Cluster.from_json(cluster_text())
 
+
+def method(name):
+    return lambda **arguments: getattr(pipe(), name)(**arguments)
+
+
 CALLS = [
-    (
-        gpipe.GPipe,
-        {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "checkpoint": "never", **SCHEDULING}
-        | {"deferred_batch_norm": False, "group": None},
-    ),
+    (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "checkpoint": "never"}),
+    (gpipe.GPipe, {"module": make_linears(), "balance": [4], "chunks": 2, "deferred_batch_norm": False, "group": None}),
     (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
-    (lambda **arguments: pipe().step(**arguments), {"input": X, **LOSS, "scale": 1.0, "return_output": False}),
-    (lambda **arguments: pipe().loss(**arguments), {"input": X, **LOSS, "scale": 1.0}),
-    (lambda **arguments: pipe().gather(**arguments), {"data": b"", "what": "bytes"}),
-    (lambda **arguments: pipe().gather_timeline(**arguments), {"timeline": gpipe.Timeline()}),
-    (lambda **arguments: pipe().sum_over_replicas(**arguments), {"numbers": [1.0]}),
-    (lambda **arguments: pipe().clip_grad_norm_(**arguments), {"max_norm": 1.0, "norm_type": 2.0}),
-    (gpipe.check_loss, {"output": X, "chunks": 2, **LOSS}),
+    (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
+    (method("loss"), LOSS | {"input": X, "scale": 1.0}),
+    (method("gather"), {"data": b"", "what": "bytes"}),
+    (method("gather_timeline"), {"timeline": gpipe.Timeline()}),
+    (method("sum_over_replicas"), {"numbers": [1.0]}),
+    (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
+    (gpipe.check_loss, LOSS | {"output": X, "chunks": 2}),
     (gpipe.reference, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
     (models.unet, {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0}),
-    (balance.profile, {**MEASURING, "device": "cpu", "workers": 1, "repeats": 1}),
+    (balance.profile, MEASURING | {"device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
-    (
-        balance.balance_by_size,
-        {"partitions": 2, "module": make_linears(), "input": X, "chunks": 2, "param_scale": 2.0, "checkpoint": "never"},
-    ),
-    (
-        balance.predict,
-        {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0, "copies": False, **SCHEDULING},
-    ),
-    (
-        balance.suggest,
-        {**MEASURING, "devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0, "bandwidth": 0.0}
-        | {"schedule": "gpipe", "stages_per_worker": 1},
-    ),
-    (
-        balance.plan_cluster,
-        {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"], "schedule": "gpipe"},
-    ),
+    (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
+    (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
+    (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
+    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "stages_per_worker": 1}),
+    (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"]}),
+    (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
     (PROFILE.balance_by_time, CUT),
     (PROFILE.balance_by_size, CUT),
     (PROFILE.table, {"balance": [4]}),
@@ -215,56 +190,49 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 assert "incompatible" not in str(error), (name, value)
 
 
-class DoublesItsResult(nn.Sequential):
+def fail(gradient):
+    raise ZeroDivisionError("from the backward")
+
+
+class FailBackward(nn.Module):
     def forward(self, x):
-        return super().forward(x) * 2
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(fail)
+        return y
 
 
-def test_a_model_with_its_own_forward_is_refused():
-    layers = make_linears()
-    layers.compile()
-    for changed in (layers, DoublesItsResult(*layers)):
-        with pytest.raises(TypeError, match=f"the model \\({type(changed).__name__}\\) has a forward of its own"):
-            gpipe.GPipe(changed, [2, 2])
-    gpipe.GPipe(nn.Sequential(*layers), [2, 2])
+class FailLater(nn.Module):
+    def forward(self, x):
+        if gpipe.is_recomputing():
+            raise LookupError("not twice")
+        return x
+
+
+FOREIGN = torch.ones(1, requires_grad=True)
+
+
+class UseForeign(nn.Module):
+    def forward(self, x):
+        return x * FOREIGN
 
 
 @pytest.mark.parametrize(
-    "register, lost",
+    "layer, error, place",
     [
-        (nn.Module.register_forward_pre_hook, "a forward pre hook"),
-        (nn.Module.register_full_backward_hook, "a backward hook"),
-        (nn.Module.register_state_dict_post_hook, "a state dict hook"),
-        (nn.Module.register_load_state_dict_pre_hook, "a load state dict pre hook"),
-        (lambda layers, _: layers.register_parameter("scale", nn.Parameter(torch.ones(1))), r"a parameter \('scale'\)"),
-        (lambda layers, _: layers.register_buffer("offset", torch.ones(1)), r"a buffer \('offset'\)"),
+        (Fail(), ValueError, "forward of micro-batch 0 on stage 1, layer '1'"),
+        (FailBackward(), ZeroDivisionError, "backward of micro-batch 1 on stage 1"),
+        (FailLater(), LookupError, "recompute of micro-batch 1 on stage 1, layer '1'"),
+        (UseForeign(), ValueError, "recompute of micro-batch 1 on stage 1"),
     ],
 )
-def test_hooks_and_tensors_of_the_model_itself_are_refused(register, lost):
-    layers = make_linears()
-    register(layers, lambda *arguments: None)
-    with pytest.raises(ValueError, match=f"the model itself, not one of its layers, has {lost}, which .* would lose"):
-        gpipe.GPipe(layers, [2, 2])
-
-
-def test_lazy_layers_are_refused_until_they_have_run():
-    for lazy, name in ((nn.LazyLinear(3), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean")):
-        layers = nn.Sequential(lazy)
-        with pytest.raises(ValueError, match=f"'0.{name}' of a lazy layer is not initialized; run the model once"):
-            gpipe.GPipe(layers, [1])
-        layers(torch.rand(4, 3))
-        gpipe.GPipe(layers, [1])(torch.rand(4, 3))
-
-
-def test_an_error_in_a_forward_gets_a_note_of_its_place():
-    error = ValueError("from the layer")
-    pipe = gpipe.GPipe(nn.Sequential(Double(), nn.Sequential(Double(), Fail(error))), [1, 1], chunks=2)
+def test_an_error_gets_a_note_of_its_place(layer, error, place):
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), layer), [1, 1], chunks=2, checkpoint="always")
     for _ in range(2):
-        with pytest.raises(ValueError, match="from the layer") as raised:
-            pipe(torch.zeros(4, 1))
-        assert raised.value is error
-        assert "forward" in [entry.name for entry in raised.traceback]
-        assert notes(error)[-1] == "[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"
+        with pytest.raises(error) as raised:
+            pipe(torch.zeros(4, 1)).sum().backward()
+        assert notes(raised.value)[-1].startswith(f"[gpipe] in the {place}")
+        assert pipe[0].weight.grad is None
 
 
 def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
@@ -272,30 +240,6 @@ def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
         gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(2, 3))
     assert "use fewer chunks" in notes(raised.value)[0] and "drop_last=True" in notes(raised.value)[0]
-
-
-def test_an_error_in_a_backward_gets_a_note_of_its_place():
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailBackward()), [1, 1], chunks=2, checkpoint="always")
-    for _ in range(2):
-        y = pipe(torch.zeros(4, 1))
-        with pytest.raises(ZeroDivisionError, match="from the backward") as raised:
-            y.sum().backward()
-        assert notes(raised.value)[0].startswith("[gpipe] in the backward of micro-batch 1 on stage 1")
-        assert pipe[0].weight.grad is None
-    assert torch.equal(pipe(torch.ones(2, 1)), pipe[0](torch.ones(2, 1)))
-
-
-def test_an_error_in_a_recompute_gets_a_note_of_its_place():
-    class FailLater(nn.Module):
-        def forward(self, x):
-            if gpipe.is_recomputing():
-                raise LookupError("not twice")
-            return x
-
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailLater()), [1, 1], checkpoint="always")
-    with pytest.raises(LookupError, match="not twice") as raised:
-        pipe(torch.zeros(4, 1)).sum().backward()
-    assert notes(raised.value) == ["[gpipe] in the recompute of micro-batch 0 on stage 1, layer '1'"]
 
 
 def test_layers_learn_whether_they_are_recomputed():
@@ -312,21 +256,4 @@ def test_layers_learn_whether_they_are_recomputed():
         pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
         assert seen == [(True, False, first), (False, False, True), (False, True, True)]
         seen.clear()
-    pipe.eval()
-    pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
-    assert seen == [(False, False, True)] * 2
     assert not gpipe.is_checkpointing() and not gpipe.is_recomputing()
-
-
-def test_errors_of_the_pipeline_itself_get_a_note_of_their_place():
-    foreign = torch.ones(1, requires_grad=True)
-
-    class Use(nn.Module):
-        def forward(self, x):
-            return x * foreign
-
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Use()), [1, 1], chunks=2, checkpoint="always")
-    with pytest.raises(ValueError, match="parameter.* nor an input") as raised:
-        pipe(torch.zeros(4, 1)).sum().backward()
-    # Of the second cell: the first cell could have made the leaf itself.
-    assert notes(raised.value)[-1].startswith("[gpipe] in the recompute of micro-batch 1 on stage 1")

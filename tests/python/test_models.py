@@ -42,10 +42,3 @@ def test_small_images_keep_the_resolution():
     assert sum(parameter.numel() for parameter in model.parameters()) == 11173962
     assert model[:3](torch.rand(2, 3, 8, 8)).shape == (2, 64, 8, 8)
     assert model(torch.rand(2, 3, 8, 8)).shape == (2, 10)
-
-
-def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="depth"):
-        models.unet(depth=-1)
-    with pytest.raises(ValueError, match="upsampling"):
-        models.unet(upsampling="nearest")

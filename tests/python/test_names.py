@@ -1,7 +1,6 @@
 """Parameters, buffers and states have the names of the unpartitioned model."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import gpipe
-from helpers import make_linears, make_tied_model, results_of, tied_batch
+from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.skip import skippable, stash
+from helpers import Add, gradients, make_tied_model, results_of, tied_batch
 
 
 def make_model():
@@ -20,11 +21,8 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def test_parameters_and_buffers_have_the_names_of_the_unpartitioned_model():
-    model = make_model()
-    names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
-    pipe = gpipe.GPipe(model, [1, 3])
-    assert ([name for name, _ in pipe.named_parameters()], [name for name, _ in pipe.named_buffers()]) == names
+def test_parameters_buffers_and_layers_are_found_by_name():
+    pipe = gpipe.GPipe(make_model(), [1, 3])
     assert next(pipe.named_parameters("x"))[0] == "x.0.weight"
     pipe.register_parameter("scale", nn.Parameter(torch.ones(1)))
     assert "scale" in dict(pipe.named_parameters())
@@ -39,32 +37,48 @@ def scaled(state):
     return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
 
 
-def test_states_have_the_names_of_the_unpartitioned_model():
-    layers = make_linears()
-    keys = list(layers.state_dict())
-    pipe = gpipe.GPipe(layers, [1, 3])
+@pytest.mark.parametrize("make", [make_model, make_tied_model])
+def test_names_and_states_are_those_of_the_unpartitioned_model(make):
+    plain, pipe, other = make(), *(gpipe.GPipe(make(), [first, len(make()) - first]) for first in (1, 2))
+    for what in ("named_parameters", "named_buffers", "state_dict"):
+        assert list(dict(getattr(pipe, what)())) == list(dict(getattr(plain, what)()))
+    duplicates = {"remove_duplicate": False}
+    assert [*dict(pipe.named_parameters(**duplicates))] == [*dict(plain.named_parameters(**duplicates))]
     state = pipe.state_dict()
-    assert list(state) == keys
-    assert set(state._metadata) >= set(layers.state_dict()._metadata)
-    other = gpipe.GPipe(make_linears(), [2, 2])
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(state)
-    assert all(torch.equal(other.state_dict()[key], state[key]) for key in keys)
-
-    cut_otherwise = {f"partitions.{0 if i < 3 else 1}.{key}": state[key] for i, key in enumerate(keys)}
-    other[0].weight.data.zero_()
-    other.load_state_dict(cut_otherwise)
-    assert torch.equal(other[0].weight, pipe[0].weight)
-
-    assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in keys]
+    assert set(state._metadata) >= set(plain.state_dict()._metadata)
+    changed = scaled(state)
+    other.load_state_dict(changed)
+    assert all(torch.equal(value, changed[key]) for key, value in other.state_dict().items())
+    assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in state]
     nested = nn.ModuleDict({"pipe": pipe})
-    assert list(nested.state_dict()) == [f"pipe.{key}" for key in keys]
+    assert list(nested.state_dict()) == [f"pipe.{key}" for key in state]
     nested.load_state_dict(nested.state_dict())
     del state["0.weight"]
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
         other.load_state_dict(state)
+
+
+@skippable(stash=["skip"])
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        stash("skip", x)
+        return self.block(x)
+
+
+def test_states_saved_by_torchgpipe_can_be_loaded():
+    """It adds the stage, `module` for each skippable layer, and sums of deferred batch norms to the names."""
+    pipe = gpipe.GPipe(nn.Sequential(Wrapped(), Add()), [1, 1], deferred_batch_norm=True)
+    saved = scaled(pipe.state_dict())
+    sums = {"sum": torch.zeros(2), "sum_squares": torch.zeros(2)}
+    other_cut = {name.replace("0.block", "partitions.3.0.module.block"): value for name, value in saved.items()}
+    pipe.load_state_dict(other_cut | {f"partitions.3.0.module.block.0.{name}": value for name, value in sums.items()})
+    assert all(map(torch.equal, pipe.state_dict().values(), saved.values()))
+    norm = DeferredBatchNorm(2)
+    norm.load_state_dict({**norm.state_dict(), **sums})
 
 
 def test_functional_call_computes_the_same_with_a_pipeline():
@@ -93,7 +107,6 @@ def test_functional_call_with_a_recompute_is_an_error():
     with pytest.raises(RuntimeError, match="parameters of layer '[03]' were replaced between"):
         y.sum().backward()
     assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
-    assert pipe(torch.rand(6, 3)).shape == (6, 3)
 
 
 def test_distributed_checkpoints_are_those_of_the_unpartitioned_model():
@@ -135,8 +148,7 @@ def shard(ranks):
         for batch in batches:
             loss(batch[ranks.rank]).backward()
             (sum(mean(model(part), None) for part in batch) / 2).backward()
-        for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        torch.testing.assert_close([each.full_tensor() for each in gradients(pipe)], gradients(model))
         for optimizer in optimizers:
             optimizer.step()
 
@@ -146,8 +158,7 @@ def shard(ranks):
             call(batches[0, 0], batches[0, 0], mean)
     register_fsdp_forward_method(pipe, "loss")
     train(lambda x: pipe.loss(x, x, mean))
-    for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs)
+    torch.testing.assert_close([each.full_tensor() for each in pipe.parameters()], list(model.parameters()))
 
     refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])
     fully_shard(refused[1][0], mesh=mesh)
@@ -159,62 +170,28 @@ def test_a_whole_pipeline_can_be_sharded_but_not_its_layers():
     results_of(2, shard)
 
 
-def loss_of(model, x, y):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss
-
-
 def train(model):
     """Returns the losses and gradients of three steps, and the state afterwards."""
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     results = []
     for step in range(3):
+        x, y = tied_batch(step)
         optimizer.zero_grad()
-        results.append(loss_of(model, *tied_batch(step)).detach())
-        results += [parameter.grad.clone() for parameter in model.parameters()]
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        results += [loss.detach(), *(gradient.clone() for gradient in gradients(model))]
         optimizer.step()
     return [*results, *(value.clone() for value in model.state_dict().values())]
 
 
-def test_tied_parameters_have_the_names_and_state_of_the_model():
-    model = make_tied_model()
-    plain = copy.deepcopy(model)
-    pipe = gpipe.GPipe(model, [1, 3, 3])
-    for what in ("named_parameters", "state_dict"):
-        assert list(dict(getattr(pipe, what)())) == list(dict(getattr(plain, what)()))
-    assert len(list(pipe.named_parameters(remove_duplicate=False))) == len(list(pipe.parameters())) + 2
-    other = make_tied_model()
-    with torch.no_grad():
-        other[0].weight.mul_(2)
-    pipe.load_state_dict(other.state_dict())
-    assert torch.equal(pipe[6].weight, other[0].weight) and pipe[0].weight is pipe[6].weight
-    train(pipe)
-    plain.load_state_dict(pipe.state_dict())
-    assert plain[0].weight is plain[6].weight and torch.equal(plain[0].weight, pipe[0].weight)
-
-
-def test_copies_and_pickles_stay_tied():
-    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2)
-    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        assert other[0].weight is other[6].weight and other[0].weight is not pipe[0].weight
-        torch.testing.assert_close(train(other), train(make_tied_model()))
-
-
 def test_layers_can_be_tied_and_untied_later():
-    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint="always")
-    plain = make_tied_model()
-    x, y = tied_batch()
-    loss_of(pipe, x, y)
-    pipe.zero_grad()
-    for change in ("untie", "tie"):
-        for model in (pipe, plain):
-            weight = model[0].weight if change == "tie" else nn.Parameter(model[6].weight.detach() * 2)
-            model[6].weight = weight
-        torch.testing.assert_close(train(pipe), train(plain))
-    pipe.load_state_dict(make_tied_model().state_dict(), assign=True)  # as in the model, this unties
-    plain.load_state_dict(make_tied_model().state_dict(), assign=True)
-    loss_of(pipe, x, y)
-    plain.zero_grad()
-    loss_of(plain, x, y)
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+    models = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint="always"), make_tied_model()
+    for change in (
+        lambda model: None,
+        lambda model: setattr(model[6], "weight", nn.Parameter(model[6].weight.detach() * 2)),
+        lambda model: setattr(model[6], "weight", model[0].weight),
+        lambda model: model.load_state_dict(make_tied_model().state_dict(), assign=True),  # unties
+    ):
+        for model in models:
+            change(model)
+        torch.testing.assert_close(*map(train, models))

@@ -3,11 +3,9 @@
 import copy
 import os
 import pickle
-import re
 import signal
 import threading
 from collections import OrderedDict, namedtuple
-from enum import Enum
 from typing import NamedTuple
 
 import pytest
@@ -18,26 +16,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from helpers import Add, Double, Stash, join, results_of, run_job
-
-
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor | None
-
-
-class Split(nn.Module):
-    """Returns an object of several containers."""
-
-    def forward(self, x):
-        return {"pair": Pair(x * 2, None), "list": [x.sum(1, keepdim=True), (x.argmax(1),)], 3: OrderedDict(a=x)}
-
-
-class Join(nn.Module):
-    def forward(self, x):
-        assert type(x["pair"]) is Pair and x["pair"].second is None and type(x[3]) is OrderedDict
-        total, (index,) = x["list"]
-        return x["pair"].first + total + x[3]["a"] * index[:, None]
+from helpers import Add, Fail, Join, Mix, Pair, Split, Stash, join, results_of, run_job
 
 
 def make_model(in_device="cpu"):
@@ -67,55 +46,14 @@ def own_layers(ranks):
     for copied in (lambda: copy.deepcopy(pipe), lambda: pickle.dumps(pipe), lambda: pickle.dumps(ranks)):
         with pytest.raises(TypeError, match="cannot be copied"):
             copied()
-    here = [layers.index(layer) for layer in pipe]
-    on_meta = [any(p.is_meta for p in layer.parameters()) for layer in layers]
-    return here, list(pipe.state_dict()), [name for name, _ in pipe.named_parameters()], on_meta
+    on_meta = [index for index, layer in enumerate(layers) if any(p.is_meta for p in layer.parameters())]
+    return [layers.index(layer) for layer in pipe], list(pipe.state_dict()), on_meta
 
 
 def test_each_rank_holds_its_own_layers_only():
-    (first, state, _, first_meta), (second, _, parameters, second_meta) = results_of(2, own_layers)
-    assert first == [0, 1, 6, 7] and second == [2, 3, 4, 5]
-    assert state == ["0.weight", "0.bias", "7.weight", "7.bias"]
-    assert parameters == ["2.weight", "2.bias", "5.0.weight", "5.0.bias"]
-    assert [index for index, is_meta in enumerate(first_meta) if is_meta] == [2, 5]
-    assert [index for index, is_meta in enumerate(second_meta) if is_meta] == [0, 7]
-
-
-class FailOn5(nn.Module):
-    def forward(self, x):
-        if (x == 5).any():
-            raise KeyError("broken")
-        return x
-
-
-def fail_in_a_layer(ranks):
-    pipe = gpipe.GPipe(nn.Sequential(Double(), Double(), FailOn5()), [2, 1], chunks=2, group=ranks)
-    pipe(torch.zeros(4, 2))
-    messages = []
-    for x in (torch.tensor([[0.0, 0], [0, 1.25]]), torch.zeros(4, 2)):
-        with pytest.raises(Exception) as raised:
-            pipe(x)
-        messages.append((raised.type.__name__, str(raised.value)))
-    return messages
-
-
-def test_an_exception_of_a_layer_is_raised_on_all_ranks():
-    first, second = results_of(2, fail_in_a_layer)
-    assert first[0][0] == "RuntimeError" and second[0] == ("KeyError", "'broken'")
-    assert re.search(r"rank 1 failed in 1F1 \(stage 1, micro-batch 1, layer '2'\): KeyError: 'broken'", first[0][1])
-    for _, (kind, message) in (first, second):
-        assert kind == "RuntimeError" and "cannot be used any more" in message and "broken" in message
-
-
-def make_from_another_model(ranks):
-    model = make_model()
-    model[2].requires_grad_(ranks.rank == 0)
-    gpipe.GPipe(model, [4, 4], group=ranks)
-
-
-def test_models_that_differ_are_refused_on_all_ranks():
-    for _, error in run_job(2, make_from_another_model):
-        assert re.search("the ranks differ in layer 2: rank 0 has '2', weight Float.* frozen,", error)
+    first, second = results_of(2, own_layers)
+    assert first == ([0, 1, 6, 7], ["0.weight", "0.bias", "7.weight", "7.bias"], [2, 5])
+    assert second[::2] == ([2, 3, 4, 5], [0, 7])
 
 
 def misuse(ranks):
@@ -130,14 +68,13 @@ def misuse(ranks):
     with pytest.raises(ValueError, match="must be positive"):
         gpipe.Ranks(dist.group.WORLD, timeout=-1)
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-    x, y = batch(8)
     if ranks.rank:
         pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
-    pipe.step(x, y, F.cross_entropy)
+    pipe.step(*batch(8), F.cross_entropy)
     if ranks.rank:
         setattr(pipe, "7", nn.Linear(6, 3))
     with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
-        pipe.step(x, y, F.cross_entropy)
+        pipe.step(*batch(8), F.cross_entropy)
 
 
 def test_misuse_is_refused():
@@ -152,20 +89,16 @@ def call_differently(ranks):
     wrong = [
         (lambda: pipe.largest(3), lambda: pipe.largest(-1)),
         (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas(["3"])),
-        (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas([3.0, 4.0])),
         (lambda: pipe.gather(b"a"), lambda: pipe.gather("a")),
         (lambda: pipe.gather_timeline(gpipe.Timeline()), lambda: pipe.gather_timeline(None)),
         (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_("x")),
         (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=scaler)),
-        (lambda: pipe(x), lambda: pipe.eval()(x)),
-        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y[1:], F.cross_entropy)),
         (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step("x", y, F.cross_entropy)),
-        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe(x)),
+        (lambda: pipe(x), lambda: pipe(x, y)),
     ]
     for right, other in wrong:
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             (other if ranks.rank else right)()
-        pipe.train()
         assert pipe.largest(7 + ranks.rank) == 8
     pipe.step(x, y, F.cross_entropy)
 
@@ -174,19 +107,7 @@ def test_calls_stay_in_step_after_an_error_of_one_rank():
     results_of(2, call_differently)
 
 
-def leave_before_a_pipeline(ranks):
-    if ranks.rank == 0:
-        gpipe.GPipe(make_model(), [4, 4], group=ranks)
-
-
-def test_a_job_ends_as_its_ranks_do():
-    (_, error), _ = run_job(2, leave_before_a_pipeline)
-    assert "rank 1 has left the job before the ranks have made a pipeline" in error
-
-
 def use_groups(ranks, folder):
-    with pytest.raises(ValueError, match="timeout must be positive"):
-        gpipe.Ranks(dist.group.WORLD, timeout=float("inf"))
     first = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
     assert gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD).ranks is first.ranks
     dist.destroy_process_group()
@@ -199,29 +120,30 @@ def test_a_new_group_has_new_ranks(tmp_path):
     assert results_of(2, use_groups, str(tmp_path)) == [(0, 1), (1, 0)]
 
 
-def end_early(ranks, interrupted):
-    """Rank 1 ends by an exception, or by Ctrl-C in a call that waits for rank 0."""
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-    x, y = batch(8)
-    if ranks.rank == 1 and not interrupted:
+def end_early(ranks, how):
+    """Rank 1 ends by an exception, outside a call or in a layer, or by Ctrl-C in a call that waits for rank 0."""
+    last = Fail(KeyError("broken")) if how == "layer" else nn.Identity()
+    pipe = gpipe.GPipe(nn.Sequential(*make_model(), last), [4, 5], chunks=2, group=ranks)
+    if how == "outside" and ranks.rank == 1:
         raise FileNotFoundError("no data")
-    if ranks.rank == 1:
+    if how == "interrupted" and ranks.rank == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    elif interrupted:
+    elif how == "interrupted":
         threading.Event().wait(2)
-    pipe.step(x, y, F.cross_entropy)
+    pipe.step(*batch(8), F.cross_entropy)
 
 
 @pytest.mark.parametrize(
-    ("interrupted", "first", "second"),
+    ("how", "first", "second"),
     [
-        (False, "rank 1 failed: FileNotFoundError: no data", "FileNotFoundError: no data"),
-        (True, "rank 1 was stopped: KeyboardInterrupt", "KeyboardInterrupt"),
+        ("outside", "rank 1 failed: FileNotFoundError: no data", "FileNotFoundError: no data"),
+        ("layer", "rank 1 failed in 1F0 (stage 1, micro-batch 0, layer '8'): KeyError: 'broken'", "KeyError: 'broken'"),
+        ("interrupted", "rank 1 was stopped: KeyboardInterrupt", "KeyboardInterrupt"),
     ],
 )
-def test_a_rank_that_ends_early_ends_the_calls_of_the_others(interrupted, first, second):
-    results = run_job(2, end_early, interrupted)
-    assert first in results[0][1] and second in results[1][1]
+def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second):
+    results = run_job(2, end_early, how)
+    assert first in results[0][1] and results[1][1].startswith(second)
 
 
 def test_only_containers_are_decoded():
@@ -233,31 +155,13 @@ def test_only_containers_are_decoded():
         tensors, taken = structure.take_apart(value)
         copied = structure.decode(structure.encode(taken))
         assert copied == taken and copied.build(tensors) == value
-    for harmful in (pickle.dumps(os.system), pickle.dumps((Fails(), ())), pickle.dumps(namedtuple), pickle.dumps(3), b""):
+    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), pickle.dumps(3), b""):
         with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
     local = NamedTuple("local", [("a", Tensor)])
-    for value in (local(torch.ones(1)), {Colour.RED: torch.ones(1)}):
+    for value in (local(torch.ones(1)), {signal.SIGINT: torch.ones(1)}):
         with pytest.raises(TypeError, match="cannot go to another rank"):
             structure.encode(structure.take_apart(value)[1])
-
-
-class Colour(Enum):
-    RED = 1
-
-
-class Fails:
-    def __reduce__(self):
-        return os.system, ("exit",)
-
-
-class Owner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 def test_a_model_without_initial_values_is_initialized_by_its_layers():
@@ -272,15 +176,11 @@ def test_a_model_without_initial_values_is_initialized_by_its_layers():
     assert all(torch.equal(one[name], three[name]) for name in one) and one.keys() == three.keys()
     assert torch.equal(one["0.weight"], one["3.weight"]) and one["0.weight"].std() > 0.5  # as Embedding draws them
     assert torch.equal(one["1.in_proj_bias"], torch.zeros(9)) and torch.equal(one["2.running_var"], torch.ones(3))
-    with pytest.raises(ValueError, match="layer '0' has a Owner on the meta device without reset_parameters"):
-        gpipe.GPipe(nn.Sequential(Owner().to("meta")), [1])
-    with pytest.raises(ValueError, match=r"leaves a tensor of shape \(2, 2\) without values"):
-        gpipe.GPipe(nn.Sequential(Masked(2, 2).to("meta")), [1])
-
-
-class Masked(nn.Linear):
-    """Its ``reset_parameters()`` leaves out a buffer."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.register_buffer("mask", torch.ones(*sizes))
+    masked, mixing = nn.Linear(2, 2), Mix(nn.Parameter(torch.ones(2, 2)))
+    masked.register_buffer("mask", torch.ones(2, 2))
+    for layer, message in (
+        (mixing, "layer '0' has a Mix on the meta device without reset_parameters"),
+        (masked, r"leaves a tensor of shape \(2, 2\) without values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpipe.GPipe(nn.Sequential(layer.to("meta")), [1])

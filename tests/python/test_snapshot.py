@@ -52,19 +52,6 @@ def trained(kind=AdamW, **options):
     return pipe, optimizer
 
 
-def make_snapshot():
-    pipe, optimizer = trained(amsgrad=True)
-    return Snapshot(
-        model=snapshot.capture_model(pipe),
-        optimizer=snapshot.capture_optimizer(optimizer, pipe),
-        epoch=7,
-        position={"batch": 3, "seed": -70000},
-        random=torch.get_rng_state(),
-        options={"data": "a folder/ä", "empty": ""},
-        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
-    )
-
-
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
@@ -78,30 +65,20 @@ def same(a, b):
 
 
 def test_a_written_snapshot_reads_back_equal(tmp_path):
-    saved = make_snapshot()
+    pipe, optimizer = trained(amsgrad=True)
+    saved = Snapshot(
+        model=snapshot.capture_model(pipe),
+        optimizer=snapshot.capture_optimizer(optimizer, pipe),
+        epoch=7,
+        position={"batch": 3, "seed": -70000},
+        random=torch.get_rng_state(),
+        options={"data": "a folder/ä", "empty": ""},
+        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
+    )
     snapshot.write(tmp_path / "latest", saved)
     assert same(vars(snapshot.read(tmp_path / "latest")), vars(saved))
     snapshot.write(tmp_path / "empty", Snapshot())
     assert snapshot.read(tmp_path / "empty") == Snapshot()
-
-
-def test_tensors_of_any_kind(tmp_path):
-    large = torch.arange(100000.0, requires_grad=True)
-    numbers = torch.tensor([1 + 2j, 3 - 1j])
-    model = {
-        "part": large[10:13],
-        "parameter": nn.Parameter(torch.ones(2)),
-        "turned": torch.arange(6).view(2, 3).t(),
-        "complex": numbers,
-        "conjugate": numbers.to(torch.complex128).conj(),
-        "imaginary": numbers.conj().imag,
-    }
-    snapshot.write(tmp_path / "file", Snapshot(model=model))
-    assert (tmp_path / "file").stat().st_size < 10000
-    read = snapshot.read(tmp_path / "file").model
-    assert read.keys() == model.keys()
-    assert all(torch.equal(read[name], model[name].resolve_conj()) for name in model)
-    assert type(read["parameter"]) is torch.Tensor and not read["part"].requires_grad
 
 
 @pytest.mark.parametrize("kind, options, state_names", OPTIMIZERS)
@@ -129,13 +106,6 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
 
 
-def damaged(change):
-    pipe, optimizer = trained(amsgrad=True)
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    change(state)
-    return state
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -146,10 +116,12 @@ def damaged(change):
     ],
 )
 def test_a_refused_restore_leaves_the_optimizer_unchanged(change, message):
-    pipe, optimizer = trained(lr=0.5, amsgrad=True)
-    before = snapshot.capture_optimizer(optimizer, pipe)
+    pipe, optimizer = trained(amsgrad=True)
+    before, changed = (snapshot.capture_optimizer(optimizer, pipe) for _ in range(2))
+    changed["param_groups"][0]["lr"] = 0.5
+    change(changed)
     with pytest.raises(ValueError, match=message):
-        snapshot.restore_optimizer(optimizer, pipe, damaged(change))
+        snapshot.restore_optimizer(optimizer, pipe, changed)
     assert same(snapshot.capture_optimizer(optimizer, pipe), before)
 
 
@@ -173,14 +145,11 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         (without, "'3.weight' is missing in the snapshot"),
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
-        (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
         (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):
             snapshot.restore_model(model, wrong)
         assert same(snapshot.capture_model(model), before)
-    snapshot.restore_model(model, saved)
-    assert same(snapshot.capture_model(model), saved)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +160,6 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
-        ({"history": {"loss": ["low"]}}, (TypeError, ValueError), "str"),
     ],
 )
 def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message, tmp_path):
@@ -200,7 +168,7 @@ def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_leaves_the_previous_file(tmp_path):
+def test_errors_of_files_are_those_of_python(tmp_path):
     path = tmp_path / "latest"
     snapshot.write(path, Snapshot(epoch=1))
     with open(f"{path}.tmp", "w") as other:
@@ -210,21 +178,12 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
     assert snapshot.read(path).epoch == 1
     with pytest.raises(FileNotFoundError, match="no-folder/latest"):
         snapshot.write(tmp_path / "no-folder" / "latest", Snapshot())
-
-
-def test_damaged_and_other_files_are_refused(tmp_path):
-    path = tmp_path / "latest"
-    snapshot.write(path, make_snapshot())
-    whole = path.read_bytes()
-    for damaged in whole[:-1], b"no snapshot", whole[:-1] + b"!":
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"'{path}': "):
-            snapshot.read(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"'{path}': "):
+        snapshot.read(path)
     safetensors.torch.save_file({"a": torch.ones(2)}, path)
     with pytest.raises(ValueError, match="only weights"):
         snapshot.read(path)
-    with pytest.raises(FileNotFoundError, match="missing"):
-        snapshot.read(tmp_path / "missing")
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         snapshot.read(tmp_path)
 

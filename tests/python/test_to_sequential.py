@@ -13,6 +13,7 @@ from torch.export import Dim, export
 from torch.utils._pytree import tree_leaves
 
 import gpipe
+from gpipe import to_sequential
 from gpipe.balance import balance_by_time, suggest
 from gpipe.skip import verify_skippables
 
@@ -79,7 +80,7 @@ class Returns(nn.Module):
 
 
 def assert_equal_in_each_mode(sequence, plain, x):
-    """Compares the outputs and states of a conversion and of the plain model: as they are, in evaluation and in training mode."""
+    """Compares the outputs and states of a conversion and of the plain model, as they are and in each mode."""
     for mode in (None, False, True):
         outputs = []
         for module in (sequence, plain):
@@ -96,7 +97,7 @@ def names_of(sequence):
 
 
 def test_layers_are_named_after_modules():
-    sequence = gpipe.to_sequential(make_net(), batch())
+    sequence = to_sequential(make_net(), batch())
     block = ["linear", "norm", "act"]
     assert names_of(sequence) == [
         *(f"first.{name}" for name in block),
@@ -109,7 +110,7 @@ def test_layers_are_named_after_modules():
         "head",
     ]
     assert list(dict(sequence.named_children()))[:2] == ["first_linear", "first_norm"]
-    assert names_of(gpipe.to_sequential(make_net().requires_grad_(False), batch())) == names_of(sequence)
+    assert names_of(to_sequential(make_net().requires_grad_(False), batch())) == names_of(sequence)
     # The input of a block is a skip to its sum.
     stashed = {name for layer in sequence for name in layer.stashable_names}
     assert stashed == {"first.linear -> first", "second.linear -> second"}
@@ -117,37 +118,28 @@ def test_layers_are_named_after_modules():
 
 def test_tensors_are_the_modules_own_under_its_names():
     net = make_net()
-    sequence = gpipe.to_sequential(net, batch())
-    assert {name: id(tensor) for name, tensor in sequence.named_parameters()} == {
-        name: id(tensor) for name, tensor in net.named_parameters()
-    }
-    assert dict(sequence.named_buffers()).keys() == dict(net.named_buffers()).keys()
-    other = make_net()
-    with torch.no_grad():
-        for tensor in other.state_dict().values():
-            tensor.add_(1)
-    sequence.load_state_dict(other.state_dict())
-    assert torch.equal(net.head.weight, other.head.weight)
-    pipe = gpipe.GPipe(sequence, [5, len(sequence) - 5])
-    assert pipe.state_dict().keys() == net.state_dict().keys()
-    assert dict(pipe.named_parameters()).keys() == dict(net.named_parameters()).keys()
-    other.load_state_dict(pipe.state_dict())
-    state = dict(net.state_dict())
-    state["more"] = state.pop("first.scale")
-    for module in (sequence, pipe):
+    sequence = to_sequential(net, batch())
+    for module in (sequence, gpipe.GPipe(sequence, [5, len(sequence) - 5])):
+        assert dict(module.named_parameters()).keys() == dict(net.named_parameters()).keys()
+        assert dict(module.named_buffers()).keys() == dict(net.named_buffers()).keys()
+        for name, parameter in module.named_parameters():
+            assert parameter is net.get_parameter(name) is module.get_parameter(name)
+        assert module.get_buffer("table") is net.table
+        assert list(module.state_dict()) == list(net.state_dict())
+        state = {name: tensor + 1 for name, tensor in net.state_dict().items()}
+        module.load_state_dict(state)
+        assert all(map(torch.equal, net.state_dict().values(), state.values()))
+        nested = nn.ModuleDict({"inner": module})
+        assert set(nested.state_dict()) == {f"inner.{name}" for name in state}
+        nested.load_state_dict(nested.state_dict())
+        state["more"] = state.pop("first.scale")
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.scale"(.|\n)*: "more"'):
             module.load_state_dict(state)
-        for name, parameter in net.named_parameters():
-            assert module.get_parameter(name) is parameter
-        assert module.get_buffer("table") is net.table
-        nested = nn.ModuleDict({"inner": module})
-        assert set(nested.state_dict()) == {f"inner.{name}" for name in net.state_dict()}
-        nested.load_state_dict(nested.state_dict())
 
 
 def test_any_number_of_samples():
     for example in (1, 3):
-        sequence = gpipe.to_sequential(make_net(), batch(example)).eval()
+        sequence = to_sequential(make_net(), batch(example)).eval()
         for samples in (1, 2, 7):
             assert torch.equal(sequence(batch(samples)), make_net().eval()(batch(samples)))
 
@@ -169,28 +161,18 @@ class Correlation(nn.Module):
 def test_one_sample_is_taken_unless_the_code_treats_it_differently():
     x, y = torch.rand(2, 3, 1, 4, 4).double()
     model = Correlation(lambda x, output: output).double()
-    pipe = gpipe.GPipe(gpipe.to_sequential(model, x, y), [1, 1], chunks=3)
+    pipe = gpipe.GPipe(to_sequential(model, x, y), [1, 1], chunks=3)
     torch.testing.assert_close(pipe((x, y)), model(x, y))
     model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
-    sequence = gpipe.to_sequential(model, x, y)
+    sequence = to_sequential(model, x, y)
     with pytest.raises(ValueError, match="a number of samples with .*, but a micro-batch has 1:"):
         sequence((x[:1], y[:1]))
 
 
 def test_a_module_with_two_paths():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.act = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-            self.blocks = nn.ModuleList([self.act, nn.Linear(4, 4), self.act])
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.act(x)
-
-    model = Twice().double()
-    sequence = gpipe.to_sequential(model, batch())
+    model = Calls(lambda model, x: model.again(model.b(model.a(x))))
+    model.a = model.again = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
+    sequence = to_sequential(model, batch())
     assert sequence.state_dict().keys() == model.state_dict().keys()
     assert_equal_in_each_mode(sequence, model, batch())
 
@@ -209,7 +191,7 @@ class Several(Calls):
 def test_inputs_and_outputs_are_trees():
     model = Several(None)
     x, mask = batch(), torch.rand(6, 4).double()
-    sequence = gpipe.to_sequential(model, x, x + 1, mask=mask, power=2)
+    sequence = to_sequential(model, x, x + 1, mask=mask, power=2)
     pipe = gpipe.GPipe(sequence, [1, 1], chunks=3)
     expected = model(x, x + 1, mask=mask, power=2)
     for module in (sequence, pipe):
@@ -219,7 +201,7 @@ def test_inputs_and_outputs_are_trees():
         torch.testing.assert_close(output.rest[1], expected.rest[1])
     with pytest.raises(TypeError, match=r"another structure of the input: expected \(\(..., ...\), \{'mask': ...\}\), but got"):
         sequence((x, x))
-    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)  # one tensor is two inputs
+    by_name = to_sequential(model, x=x, factor=x, mask=mask)  # one tensor is two inputs
     assert torch.equal(by_name({"mask": mask, "factor": x + 1, "x": x}).sum, model(x, x + 1, mask=mask).sum)
 
 
@@ -234,28 +216,24 @@ def test_arguments_that_forward_does_not_name():
         (((x,), {"shift": x, "factor": x}), (x,), {"shift": x, "factor": x}),
         (((x, x + 1, x + 2), {"shift": x}), (x, x + 1, x + 2), {"shift": x}),
     ]:
-        assert torch.equal(gpipe.to_sequential(model, *args, **kwargs)(input), model(*args, **kwargs))
+        assert torch.equal(to_sequential(model, *args, **kwargs)(input), model(*args, **kwargs))
     assert "forward" not in vars(model)
 
 
-class Branches(nn.Module):
+class Branches(nn.Linear):
     """Cannot be exported: its control flow depends on data."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x, factor):
-        y = self.linear(x)
+        y = super().forward(x)
         return {"y": y * factor if y.sum() > 0 else -y}
 
 
 def test_opaque_modules_are_kept_whole():
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "odd": Branches(), "b": nn.Linear(4, 4)}).double()
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "odd": Branches(4, 4), "b": nn.Linear(4, 4)}).double()
     model.forward = lambda x: model["b"](model["odd"](model["a"](x), factor=3)["y"]) + x
     with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
-        gpipe.to_sequential(model, batch())
-    sequence = gpipe.to_sequential(model, batch(), opaque=[Branches])
+        to_sequential(model, batch())
+    sequence = to_sequential(model, batch(), opaque=[Branches])
     assert names_of(sequence) == ["a", "odd", "b"]
     assert sequence.state_dict().keys() == model.state_dict().keys()
     assert "forward" not in vars(model.odd)
@@ -263,7 +241,7 @@ def test_opaque_modules_are_kept_whole():
     torch.testing.assert_close(sequence(batch()), model(batch()))
     torch.testing.assert_close(pipe(batch(9)), torch.cat([model(part) for part in batch(9).chunk(3)]))
     pipe(batch()).sum().backward()
-    assert pipe.get_parameter("odd.linear.weight").grad is not None
+    assert pipe.get_parameter("odd.weight").grad is not None
 
 
 def exported(model, dynamic=True):
@@ -274,25 +252,25 @@ def test_exported_programs(tmp_path):
     net = make_net()
     torch.export.save(exported(net), tmp_path / "net.pt2")
     for program in (exported(net), str(tmp_path / "net.pt2"), tmp_path / "net.pt2"):
-        sequence = gpipe.to_sequential(program)
+        sequence = to_sequential(program)
         assert sequence.state_dict().keys() == net.state_dict().keys()
         assert_equal_in_each_mode(sequence, copy.deepcopy(net), batch())
         net.load_state_dict(make_net().state_dict())
     with pytest.raises(ValueError, match=r"inputs with a fixed dimension 0 \('x' of shape \(6, 4\)\)"):
-        gpipe.to_sequential(exported(net, dynamic=False))
+        to_sequential(exported(net, dynamic=False))
     with pytest.raises(ValueError, match="exported in evaluation mode"):
-        gpipe.to_sequential(exported(make_net().eval()))
+        to_sequential(exported(make_net().eval()))
     with pytest.raises(ValueError, match="cannot tell what .* does in evaluation mode, because it calls aten.rand_like"):
-        gpipe.to_sequential(exported(Returns(lambda x: x * torch.rand_like(x))))
+        to_sequential(exported(Returns(lambda x: x * torch.rand_like(x))))
     with pytest.raises(TypeError, match="without an example input"):
-        gpipe.to_sequential(exported(net), batch())
+        to_sequential(exported(net), batch())
     with pytest.raises(FileNotFoundError):
-        gpipe.to_sequential(tmp_path / "missing.pt2")
+        to_sequential(tmp_path / "missing.pt2")
 
 
 def test_copies_and_pickles():
     net = make_net()
-    sequence = gpipe.to_sequential(net, batch()).eval()
+    sequence = to_sequential(net, batch()).eval()
     for other in (copy.deepcopy(sequence), pickle.loads(pickle.dumps(sequence)), sequence[:]):
         assert torch.equal(other(batch()), sequence(batch()))
         shared = {id(parameter) for parameter in other.parameters()} == {id(parameter) for parameter in net.parameters()}
@@ -337,11 +315,11 @@ def calls_layers_under_vmap(self, x):
 def test_names_of_inputs_are_free():
     model = Returns(lambda _input, torch, inf, _device, getattr: (_input * torch + inf).tanh() / (_device + getattr))
     inputs = tuple(torch.rand(6, 4) + 1 for _ in range(5))
-    assert torch.equal(gpipe.to_sequential(model, *inputs)(inputs), model(*inputs))
+    assert torch.equal(to_sequential(model, *inputs)(inputs), model(*inputs))
 
 
 def test_constants_among_the_inputs_stay():
-    sequence = gpipe.to_sequential(Returns(lambda x, factor: x * factor), batch(), 2)
+    sequence = to_sequential(Returns(lambda x, factor: x * factor), batch(), 2)
     assert torch.equal(sequence((batch(), None)), batch() * 2)
     with pytest.raises(ValueError, match="input 1 was a constant when the model was converted; give None, not 3"):
         sequence((batch(), 3))
@@ -399,7 +377,7 @@ def gradients(module):
 def test_what_is_hard_to_divide(function):
     model = Calls(function)
     plain = copy.deepcopy(model)
-    sequence = gpipe.to_sequential(model, batch())
+    sequence = to_sequential(model, batch())
     chunks = 1 if "count" in function.__name__ else 2
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence), chunks=chunks, checkpoint="always")
     for mode in (True, False, True):
@@ -442,7 +420,7 @@ def test_modules_follow_their_own_mode(frozen):
     model = Nested()
     if frozen:
         model.get_submodule(frozen).eval()
-    sequence, plain = gpipe.to_sequential(model, batch()), copy.deepcopy(model)
+    sequence, plain = to_sequential(model, batch()), copy.deepcopy(model)
     assert_equal_in_each_mode(sequence, plain, batch())
     assert model.training and not (frozen and model.get_submodule(frozen).training)  # as before
 
@@ -450,62 +428,13 @@ def test_modules_follow_their_own_mode(frozen):
 def test_modes_that_an_export_does_not_show_are_refused():
     model = Nested()
     model.forward = lambda x: model.second(model.skip(x))
-    sequence = gpipe.to_sequential(model, batch())
+    sequence = to_sequential(model, batch())
     sequence.eval()(batch())
     model.skip.eval()
-    sequence = gpipe.to_sequential(model, batch())
+    sequence = to_sequential(model, batch())
     with pytest.raises(RuntimeError, match="'skip' and 'second' are in different modes, .*; call train"):
         sequence(batch())
     assert torch.equal(sequence.eval()(batch()), model.eval()(batch()))
-
-
-def changed_net(change):
-    net = make_net()
-    change(net)
-    return net
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: (Returns(lambda x: x.view(6, 2, 2)),), ValueError, "fixes dimension 0 of an input, the batch, to 6"),
-        (lambda: (Returns(lambda x: (x * 2, x.mean())),), ValueError, r"output 1 of 2 has the shape \(\), without the batch"),
-        (lambda: (Returns(lambda x: x),), ValueError, "it computes nothing"),
-        (lambda: (Returns(lambda x: (x * 2, random.Random(0))),), ValueError, "it returns a random.Random; .* use_cache=False"),
-        (lambda: (Returns(lambda x: x @ x),), ValueError, r"\(Returns\), because it fails on this input: .*mat1 and mat2 shapes"),
-        (lambda: (3,), TypeError, "module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"),
-        (lambda: (make_net(), int), TypeError, "opaque must be a list of subclasses of nn.Module, but has <class 'int'>"),
-        (lambda: (make_net(), [nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
-        (lambda: (make_net(), [], []), ValueError, "give an example input"),
-        (lambda: (make_net(), [], [torch.tensor(1.0)]), ValueError, "an input has no dimensions"),
-        (
-            lambda: (changed_net(lambda net: setattr(net, "drop", torch.jit.script(nn.Linear(4, 4)))),),
-            ValueError,
-            "'drop' is compiled by TorchScript; use the module that it was",
-        ),
-        (
-            lambda: (changed_net(lambda net: net.drop.register_forward_hook(lambda *arguments: None)),),
-            ValueError,
-            r"'drop' \(Dropout\) has a hook",
-        ),
-    ],
-)
-def test_what_cannot_be_converted(call, error, message):
-    def convert(module, opaque=(), inputs=(batch(),)):
-        gpipe.to_sequential(module, *inputs, opaque=opaque)
-
-    with pytest.raises(error, match=message):
-        convert(*call())
-
-
-def test_a_failed_export_prints_nothing(capfd):
-    handler = logging.getLogger("torch").handlers[0]
-    filters = list(handler.filters)
-    for function in (lambda x: x * float(x.mean()), lambda x: x @ x, lambda x: x if torch.all(x > 0) else -x):
-        with pytest.raises(ValueError, match="cannot convert the model"):
-            gpipe.to_sequential(Returns(function), batch())
-    assert capfd.readouterr() == ("", "")
-    assert handler.filters == filters and "print" not in vars(torch.export._trace)
 
 
 class Reversed(torch.autograd.Function):
@@ -527,41 +456,70 @@ def hooked(x):
     return y
 
 
+def net_with_a_hook():
+    net = make_net()
+    net.drop.register_forward_hook(lambda *arguments: None)
+    return net
+
+
+def convert(function):
+    return to_sequential(Returns(function), batch().requires_grad_())
+
+
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("call", "error", "message"),
     [
-        (lambda x: reverse(x), "calls Reversed, whose backward would be lost"),
-        (hooked, "registers a hook of a tensor"),
-        (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
+        (lambda: convert(lambda x: x.view(6, 2, 2)), ValueError, "fixes dimension 0 of an input, the batch, to 6"),
+        (lambda: convert(lambda x: (x * 2, x.mean())), ValueError, r"output 1 of 2 has the shape \(\), without"),
+        (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
+        (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
+        (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
+        (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
+        (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, "cannot convert the model"),
+        (lambda: convert(lambda x: reverse(x)), ValueError, "calls Reversed, whose backward would be lost"),
+        (lambda: convert(hooked), ValueError, "registers a hook of a tensor"),
+        (lambda: convert(lambda x: x * random.random()), ValueError, "draws random numbers from Python or NumPy"),
+        (lambda: to_sequential(3, batch()), TypeError, "must be nn.Module, .* or a path, but is <class 'int'>"),
+        (lambda: to_sequential(make_net(), batch(), opaque=int), TypeError, "opaque must be a list .* <class 'int'>"),
+        (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
+        (lambda: to_sequential(make_net()), ValueError, "give an example input"),
+        (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
+        (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "is compiled by TorchScript; use"),
+        (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
     ],
 )
-def test_what_an_export_would_lose_is_refused(function, message):
-    register_hook = torch.Tensor.register_hook
-    with pytest.raises(ValueError, match=message):
-        gpipe.to_sequential(Returns(function), batch().requires_grad_())
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_what_cannot_be_converted(call, error, message, capfd):
+    handler, register_hook = logging.getLogger("torch").handlers[0], torch.Tensor.register_hook
+    filters = list(handler.filters)
+    with pytest.raises(error, match=message):
+        call()
+    # What an export prints is not shown, and what was replaced for it is back.
+    assert capfd.readouterr() == ("", "")
+    assert handler.filters == filters and "print" not in vars(torch.export._trace)
     assert torch.Tensor.register_hook is register_hook
-    Reversed.apply(batch())
+    reverse(batch())
 
 
-def test_inputs_that_differ_from_the_example_in_more_than_samples_are_refused():
-    sequence = gpipe.to_sequential(Returns(lambda x: x / x.shape[1]), batch())
-    with pytest.raises(ValueError, match=r"input 0 has the shape \(6, 3\), but the model was converted for \('batch', 4\)"):
-        sequence(batch()[:, :3])
-
-
-@pytest.mark.parametrize(("condition", "wrong"), [(lambda n: n > 4, 3), (lambda n: n % 2 == 0, 5)])
-def test_numbers_of_samples_that_the_code_distinguishes_are_refused(condition, wrong):
-    model = Returns(lambda x: x * 3 if condition(x.shape[0]) else x * 2)
-    sequence = gpipe.to_sequential(model, batch())
-    assert torch.equal(sequence(batch(8)), batch(8) * 3)
-    with pytest.raises(ValueError, match=f"converted for a number of samples with .*, but a micro-batch has {wrong}:"):
-        sequence(batch(wrong))
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        (lambda x: x / x.shape[1], batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \('batch', 4\)"),
+        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), "samples with .*, but a micro-batch has 3:"),
+        (lambda x: x * (3 if x.shape[0] % 2 == 0 else 2), batch(5), "samples with .*, but a micro-batch has 5:"),
+    ],
+)
+def test_inputs_unlike_the_example_are_refused(function, wrong, message):
+    sequence = convert(function)
+    assert torch.equal(sequence(batch(8)), function(batch(8)))
+    with pytest.raises(ValueError, match=message):
+        sequence(wrong)
 
 
 def test_batch_norm_of_one_sample_is_refused_in_training_mode():
     model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)]).double()
     model.forward = lambda x: model[1](model[0](x))
-    sequence = gpipe.to_sequential(model, batch())
+    sequence = to_sequential(model, batch())
     with pytest.raises(ValueError, match=r"more than one value per channel .* has the shape \(1, 4\); give it more"):
         gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch())
     assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))

@@ -1,0 +1,200 @@
+"""What layers pass on: structures of tensors from one to the next, and skips."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.balance import balance_by_size
+from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+from helpers import Add, Double, Pair, Stash, YieldAdd, YieldStash
+
+
+class PairOfClass(collections.namedtuple("PairOfClass", ["a", "b"])):
+    def sum(self):
+        return self.a + self.b
+
+
+class Map(nn.Module):
+    """Applies a function, and records the types of its inputs."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.seen = set()
+
+    def forward(self, x):
+        self.seen.add(type(x))
+        return self.function(x, self.weight)
+
+
+# For each kind: a function that makes an object from a tensor, and one that makes a tensor from the object.
+KINDS = {
+    "named tuple": (lambda x, w: Pair(x * w, x + w), lambda p, w: p.first * p.second),
+    "subclass of a named tuple": (lambda x, w: PairOfClass(x * w, x + w), lambda p, w: p.sum()),
+    "return type": (lambda x, w: (x * w).max(1, keepdim=True), lambda m, w: m.values * m.indices),
+    "nested tuple": (lambda x, w: (x, (x * w, (x + w,))), lambda t, w: t[0] + t[1][0] * t[1][1][0]),
+    "list": (lambda x, w: [x * w, x + w], lambda parts, w: parts.pop() * parts.pop()),
+    "dict": (lambda x, w: {"b": x * w, "a": x + w}, lambda d, w: d.pop("b") - d["a"] if [*d] == ["b", "a"] else None),
+    "ordered dict": (lambda x, w: collections.OrderedDict(x=x * w), lambda d, w: d.popitem(last=True)[1]),
+    "mixture": (
+        lambda x, w: {"pairs": [Pair(x * w, None), Pair(x, x + w)], "none": None, 3: (x,)},
+        lambda d, w: d["pairs"][0].first + d["pairs"][1].second * d[3][0],
+    ),
+}
+
+
+def step(run, model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_between_stages_keeps_its_type(kind):
+    make, use = KINDS[kind]
+    model = nn.Sequential(Double(), Map(make), nn.Identity(), Map(use))
+    x = torch.rand(4, 3)
+    expected = step(model, model, x)
+    wanted = model[3].seen.copy()
+    pipe = gpipe.GPipe(model, [2, 1, 1], chunks=2, checkpoint="always")
+    torch.testing.assert_close(step(pipe, model, x), expected)
+    assert model[3].seen == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_and_results_keep_their_type(kind):
+    make, use = KINDS[kind]
+    first, last = nn.Sequential(Map(use)), nn.Sequential(Map(make))
+    x, weight = torch.rand(4, 3), torch.tensor(2.0)
+    torch.testing.assert_close(gpipe.GPipe(first, [1], chunks=2)(make(x, weight)), use(make(x, weight), weight))
+    assert len(first[0].seen) == 1
+    expected, actual = make(x, weight), gpipe.GPipe(last, [1], chunks=2)(x)
+    assert type(actual) is type(expected)
+    torch.testing.assert_close(use(actual, weight), use(expected, weight))
+    assert balance_by_size(1, first, make(x, weight), chunks=2) == [1]
+
+
+def test_inputs_without_tensors_are_refused():
+    for nothing in ((), [], {}, (None,), [None, {}]):
+        with pytest.raises(ValueError, match="no tensors|no input tensor"):
+            gpipe.GPipe(nn.Sequential(nn.Identity()), [1])(nothing)
+
+
+def test_results_of_different_structure_are_an_error():
+    parts = iter([lambda x: Pair(x, x), lambda x: {"a": [x, None]}])
+    pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
+    with pytest.raises(RuntimeError, match=r"Pair\(first=Tensor, second=Tensor\) for .* {'a': \[Tensor, None\]}"):
+        pipe(torch.zeros(4))
+
+
+class Odd(tuple):
+    pass
+
+
+@pytest.mark.parametrize("make", [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: None])
+def test_objects_of_other_types_are_refused_between_stages(make):
+    model = nn.Sequential(Map(lambda x, w: make(x)), Map(lambda made, w: torch.zeros(1)))
+    with pytest.raises(TypeError, match="expected Tensor, but got <class"):
+        gpipe.GPipe(model, [1, 1])(torch.zeros(1))
+    gpipe.GPipe(model, [2])(torch.zeros(1))  # within a stage any object may be passed on
+
+
+@pytest.mark.parametrize("first, last", [(Stash, YieldAdd), (YieldStash, Add)])
+@pytest.mark.parametrize("balance", [None, [3], [1, 1, 1]])
+def test_skips_reach_their_layer(first, last, balance):
+    model = nn.Sequential(first(), Double(), last())
+    if balance is not None:
+        model = gpipe.GPipe(model, balance, chunks=2, checkpoint="always")
+    x = torch.ones(4, 1, requires_grad=True)
+    y = model(x)
+    assert torch.equal(y, torch.full((4, 1), 3.0))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 1), 3.0))
+
+
+def test_the_decorator_returns_a_subclass_with_the_names():
+    @skippable(stash="name", pop=("a", "b"))
+    class Layer(nn.Linear):
+        """Text."""
+
+    layer = Layer(2, 3)
+    assert Layer.stashable_names == frozenset(["name"])
+    assert Layer.poppable_names == frozenset(["a", "b"])
+    assert Layer.__name__ == "Layer"
+    assert Layer.__doc__ == "Text."
+    assert isinstance(layer, nn.Linear) and isinstance(layer, Skippable)
+    assert layer.module is layer
+    assert layer.out_features == 3
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert repr(layer).startswith("@skippable(Layer(")
+    with pytest.raises(TypeError, match="skippable already"):
+        skippable(pop=["c"])(Layer)
+    with pytest.raises(TypeError):
+        skippable(stash=[1])
+
+
+def yields_its_input(self, x):
+    yield x
+    return x
+
+
+@pytest.mark.parametrize(
+    "forward, error, message",
+    [
+        (lambda self, x: stash("b", x), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
+        (lambda self, x: pop("a"), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
+        (yields_its_input, TypeError, r"yielded tensor.*yield only stash\(...\) and pop\(...\)"),
+    ],
+)
+def test_a_forward_that_breaks_its_declaration_is_an_error(forward, error, message):
+    Layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))
+    with pytest.raises(error, match=message):
+        Layer()(torch.zeros(1))
+    with pytest.raises(error, match=message):
+        gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
+
+
+def test_stash_outside_a_forward_and_pop_without_a_stash_are_errors():
+    with pytest.raises(RuntimeError, match="'skip'.* stashed"):
+        Add()(torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"stash\('a'\) was called outside the forward of a @skippable layer"):
+        stash("a", torch.zeros(1))
+    with pytest.raises(TypeError, match="must be a torch.Tensor or None"):
+        stash("a", 1)
+
+
+def test_skips_that_do_not_match_are_all_listed():
+    verify_skippables(nn.Sequential(Stash(), Add()))
+    with pytest.raises(TypeError, match="one or more pairs of stash and pop do not match:\n  [*] ") as raised:
+        gpipe.GPipe(nn.Sequential(Stash(), Stash(), nn.Sequential(skippable(pop=["y"])(nn.Identity)())), [3])
+    message = str(raised.value)
+    assert "* layer '1' (1) stashes 'skip', which layer '0' (0) already stashes: isolate one of them" in message
+    assert "* layer '2.0' (2) pops 'y', which no earlier layer stashes" in message
+    assert "* layer '0' (0) stashes 'skip', which no layer pops" in message
+
+
+def test_isolated_layers_use_the_same_names():
+    a, b = Namespace(), Namespace()
+    layers = [Stash().isolate(a), Stash().isolate(b, only=["skip"]), Add().isolate(a), Add().isolate(b)]
+    model, x = copy.deepcopy(nn.Sequential(*layers)), torch.ones(2, 1)
+    for balance in ([4], [2, 2], [1, 1, 1, 1]):
+        pipe = gpipe.GPipe(model, balance, chunks=2)
+        assert torch.equal(pipe(x), 3 * x) and torch.equal(pickle.loads(pickle.dumps(pipe))(x), 3 * x)
+    with pytest.raises(ValueError, match="'unknown'"):
+        Stash().isolate(a, only=["unknown"])
+
+
+def test_namespaces_are_ordered_and_equal_their_copies():
+    a, b = Namespace(), Namespace()
+    assert a != b and (a < b) != (b < a)
+    assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a))
+    assert hash(copy.copy(a)) == hash(a)
+    assert isinstance(None, Namespace) and isinstance(a, Namespace) and not isinstance(1, Namespace)
