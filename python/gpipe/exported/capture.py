@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,42 +47,31 @@ def capture(
     tensors = {**own, **training_tensors}
     tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
     names = _one_name_each(tensors)
-    with explained():
-        graph = with_names(Reader(programs[0]).graph, names)
-        evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
-        check_outputs(graph)
-        check_outputs(evaluation)
-        guards, more = guards_of(graph), guards_of(evaluation)
-        guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
-        combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
-        modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-        return Captured(combined, tensors, modes, whole, guards)
+    graph = with_names(Reader(programs[0]).graph, names)
+    evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
+    check_outputs(graph)
+    check_outputs(evaluation)
+    guards, more = guards_of(graph), guards_of(evaluation)
+    guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
+    combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
+    modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
+    return Captured(combined, tensors, modes, whole, guards)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
     """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
     cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors = tensors_of_program(program)
-    with explained():
-        graph = with_names(Reader(program).graph, _one_name_each(tensors))
-        for value in graph.inputs:
-            if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
-                raise ValueError(
-                    f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
-                    f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
-                )
-        check_outputs(graph)
-        called = {call.path for operation in graph.operations for call in operation.call.around()}
-        return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Raises ValueError for a NotImplementedError of a block."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise ValueError(f"cannot convert the model: {error}") from None
+    graph = with_names(Reader(program).graph, _one_name_each(tensors))
+    for value in graph.inputs:
+        if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
+            raise ValueError(
+                f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
+                f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
+            )
+    check_outputs(graph)
+    called = {call.path for operation in graph.operations for call in operation.call.around()}
+    return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
 
 
 def _one_name_each(tensors: dict[str, Owned]) -> dict[str, str]:
@@ -97,16 +87,13 @@ def _names_of_constants(
     free = [name for name in training if name not in own]
     names = {}
     for name in [name for name in evaluation if name not in own]:
-        same = next((each for each in free if _equal(evaluation[name].tensor, training[each].tensor)), None)
+        ours = evaluation[name].tensor
+        theirs = {each: training[each].tensor for each in free}
+        same = next((each for each in free if ours.dtype == theirs[each].dtype and ours.equal(theirs[each])), None)
         names[name] = same or f"{name}_eval"
         if same:
             free.remove(same)
     return names
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return alike and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def examples_of(arguments: Any) -> Any:
@@ -141,15 +128,9 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
     at some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
-            raise ValueError(
-                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
-                "from"
-            )
-        if is_inside(path, whole):
-            continue
-        hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
-        hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
-        for hook in hooks:
+            raise ValueError(f"'{path}' is compiled by TorchScript; use the module that it was compiled from")
+        tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
+        for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):
             # The hooks of weight_norm and spectral_norm compute weights, which the export records.
             if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
                 raise ValueError(
@@ -159,20 +140,18 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 
 def check_outputs(graph: Graph) -> None:
-    """Raises NotImplementedError for an output that the outputs of micro-batches cannot be joined to."""
+    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
     batch = [value.example.shape[0] for value in graph.inputs if value is not None]
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
-        where = f"output {number} of {len(graph.outputs)}"
+        where = f"cannot convert the model: output {number} of {len(graph.outputs)}"
         if not isinstance(output, Value) or not output.is_tensor:
-            raise NotImplementedError(f"{where} is not a tensor; leave it out")
+            raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
         if not shape or not any(same_size(shape[0], size) for size in batch):
-            raise NotImplementedError(
-                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
-                "leave it out"
-            )
+            advice = "without the batch as dimension 0; return it per sample, or leave it out"
+            raise ValueError(f"{where} has the shape {tuple(shape)}, {advice}")
 
 
 def guards_of(graph: Graph) -> dict[str, bool]:

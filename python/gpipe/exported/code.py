@@ -22,16 +22,14 @@ _INDENT = "    "
 
 
 class ModeError(RuntimeError):
-    """Tells that two modules are in different modes."""
+    """Two modules are in different modes."""
 
 
 def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
     """Computes ``aten.batch_norm``. Raises ValueError in training mode for one value per channel, without a variance."""
     if training and input.numel() == input.shape[1]:
-        raise ValueError(
-            f"batch norm needs more than one value per channel in training mode, but a micro-batch has the shape "
-            f"{tuple(input.shape)}; give it more samples by fewer chunks"
-        )
+        what = f"a micro-batch has the shape {tuple(input.shape)}; give it more samples by fewer chunks"
+        raise ValueError(f"batch norm needs more than one value per channel in training mode, but {what}")
     output: Tensor = torch.ops.aten.batch_norm.default(input, weight, bias, mean, variance, training, *more)
     return output
 
@@ -39,31 +37,27 @@ def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, 
 def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
     """Raises ModeError unless two modules are in the same mode."""
     if training != other_training:
-        names = (f"'{each}'" if each else "the model" for each in (path, other))
-        raise ModeError(
-            f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; "
-            "call train() or eval() on both"
-        )
+        names = " and ".join(f"'{each}'" if each else "the model" for each in (path, other))
+        why = "one uses what the other computes in one mode only; call train() or eval() on both"
+        raise ModeError(f"{names} are in different modes, but {why}")
 
 
 class Code(NamedTuple):
-    """A function as text. It is called with the layer's places, a function that pops, one that stashes, and the
-    activation."""
+    """A function as text. Its arguments: the layer's places, a function that pops, one that stashes, the activation."""
 
     text: str
     functions: dict[str, str]  # where to find each function that the text uses, by its name there
     places: list[str]  # paths of the modules that have tensors, or whose mode counts: ``_place0``, ``_place1``, ...
 
 
-def load(code: Code, name: str) -> Callable[..., Any]:
+def load(code: Code, name: str) -> Any:
     """Returns the function. ``name`` is the layer's, for tracebacks."""
     file = f"<layer '{name}'>"
     linecache.cache[file] = len(code.text), None, code.text.splitlines(keepends=True), file
     scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
     scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
     exec(compile(code.text, file, "exec"), scope)
-    function: Callable[..., Any] = scope["forward"]
-    return function
+    return scope["forward"]
 
 
 class Writer:
@@ -77,7 +71,7 @@ class Writer:
         self._functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self._needs_device = False
-        self._last_use = self._last_uses(route, outputs)
+        self._last_use = self._last_uses(route, outputs)  # of each value that the function computes or gets
         body = self._operations(route.operations)
         entering: list[Value | None] = [*(route.arriving if inputs is None else inputs)]
         arriving = [None if value is None else value.name for value in entering]
@@ -97,13 +91,10 @@ class Writer:
         self.code = Code(text, self._functions, list(self._places))
 
     def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
-        """Returns for each value that the function computes or gets the index of the last operation that uses it."""
-        last = {}
-        for index, operation in enumerate(route.operations):
-            last.update(dict.fromkeys(operation.inputs(), index))
+        """Returns the index of the last operation that uses each value."""
+        last = {value: index for index, operation in enumerate(route.operations) for value in operation.inputs()}
         leaving = inputs_of((route.leaving, [value for _, value in route.stashes], outputs))
-        last.update(dict.fromkeys([*leaving, *self._tensors], len(route.operations)))
-        return last
+        return last | dict.fromkeys([*leaving, *self._tensors], len(route.operations))
 
     def _operations(self, operations: list[Operation]) -> list[str]:
         lines: list[str] = []
@@ -171,8 +162,8 @@ class Writer:
         if isinstance(arg, torch.device):
             self._needs_device = True
             return "_device"
-        if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)) or arg is Ellipsis:
-            return "..." if arg is Ellipsis else str(arg)
-        if arg is None or isinstance(arg, (bool, int, float, complex, str)):
+        if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
+            return str(arg)
+        if arg is None or arg is Ellipsis or isinstance(arg, (bool, int, float, complex, str)):
             return repr(arg)
-        raise NotImplementedError(f"it uses an operator with an argument of {type(arg)}")
+        raise ValueError(f"cannot convert the model: it uses an operator with an argument of {type(arg)}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
+from gpipe.exported.capture import Captured, capture, capture_program, examples_of
 from gpipe.exported.code import ModeError, Writer
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.exported.graph import Value
@@ -61,8 +61,7 @@ def to_sequential(
     """
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
-    with explained():
-        sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
+    sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
     if isinstance(module, nn.Module):
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
@@ -72,23 +71,21 @@ def to_sequential(
     return sequence
 
 
-def _try_one_sample(
-    module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
+def _try_one_sample(module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], *example: Any) -> None:
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
     before = first._input
     changed = [f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     first._input = before._replace(guards=changed)
-    if not _agree(module, sequence, args, kwargs):
+    if not _agree(module, sequence, *example):
         first._input = before
 
 
-def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow these,
-    calls will raise ModeError too."""
-    ours, theirs = _results(module, sequence, args, kwargs)
+def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
+    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow
+    these, calls will raise ModeError too."""
+    ours, theirs = _results(module, sequence, *example)
     if isinstance(ours, Exception):
         raise ours
     if not isinstance(theirs, ModeError) and not _equal(ours, theirs):
@@ -98,19 +95,15 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
         )
 
 
-def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
-    must return."""
-    returned = False
+def _agree(module: nn.Module, sequence: nn.Module, *example: Any) -> bool:
+    """Returns whether a model and its sequence return equal values, or both raise, in each mode. In one mode, they must
+    return."""
+    found = []
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
-            results = _results(module, sequence, args, kwargs)
-        if all(isinstance(each, Exception) for each in results):
-            continue
-        if not _equal(*results):
-            return False
-        returned = True
-    return returned
+            found.append(_results(module, sequence, *example))
+    returned = [each for each in found if not all(isinstance(result, Exception) for result in each)]
+    return bool(returned) and all(_equal(*each) for each in returned)
 
 
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -127,11 +120,9 @@ def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Exception) or isinstance(theirs, Exception):
-        return False
     try:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
-    except AssertionError:
+    except (AssertionError, TypeError):  # the latter for an exception
         return False
     return True
 
@@ -181,9 +172,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
             tree.add(name, model.tensors[name])
         for path in code.places:
             tree.place(path)
-        stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (expected if first else None, (returned[0], returned[1]) if last else None)
-        layer = ExportedLayer(each.name, tree.root, order, code, stashes, pops, *ends)
+        layer = ExportedLayer(each, tree.root, order, code, expected if first else None, returned if last else None)
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence

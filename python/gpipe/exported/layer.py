@@ -10,6 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.code import Code, load
+from gpipe.exported.layers import Route
 from gpipe.names import ConvertedLayer
 
 
@@ -17,28 +18,22 @@ class Expected(NamedTuple):
     """What a converted model takes as its input."""
 
     example: Any  # an object of the input's structure
-    shapes: list[tuple[int, ...] | None]
-    """Of the tensors, without dimension 0. ``None`` for what was a constant."""
+    shapes: list[tuple[int, ...] | None]  # of the tensors, without dimension 0; None for what was a constant
     guards: list[str]  # conditions for the number of samples, as Python expressions of ``samples``
 
     def flattened(self, input: Any) -> list[Any]:
         """Returns the flattened input. Raises TypeError if its structure is another, and ValueError for other shapes."""
         leaves, found = tree_flatten(_in_order_of(self.example, input))
-        expected = tree_structure(self.example)
-        if found != expected:
-            raise TypeError(
-                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; see gpipe.to_sequential"
-            )
+        if found != (expected := tree_structure(self.example)):
+            what = f"expected {_shown(expected)}, but got {_shown(found)}"
+            raise TypeError(f"the model was converted for another structure of the input: {what}")
         for number, (leaf, shape) in enumerate(zip(leaves, self.shapes)):
             if shape is None and leaf is not None:
                 raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
             if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
                 given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                raise ValueError(
-                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
-                    "dimension 0 may differ"
-                )
+                what = f"the model was converted for {('batch', *shape)}"
+                raise ValueError(f"input {number} has the shape {given}, but {what}")
         samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
         for guard in self.guards:
             if not holds(guard, samples):
@@ -53,22 +48,13 @@ class ExportedLayer(ConvertedLayer):
     """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it."""
 
     def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        order: list[str],
-        code: Code,
-        stashes: list[str],
-        pops: list[str],
-        input: Expected | None,
-        output: tuple[Any, Any] | None,
+        self, route: Route, model: nn.Module, order: list[str], code: Code, input: Expected | None, output: list[Any] | None
     ) -> None:
         super().__init__()
-        self.name = name
-        self.stashable_names = frozenset(stashes)
-        self.poppable_names = frozenset(pops)
-        self.model = model
-        self.order = order
+        self.name = route.name
+        self.stashable_names = frozenset(name for name, _ in route.stashes)
+        self.poppable_names = frozenset(name for name, _ in route.pops)
+        self.model, self.order = model, order
         self._code = code
         self._input = input  # of the first layer
         self._output = output  # of the last layer: objects of the output's structure in training and evaluation mode
@@ -78,7 +64,6 @@ class ExportedLayer(ConvertedLayer):
         modules = dict(self.model.named_modules())
         self._run = load(self._code, self.name)
         self.__dict__["_places"] = [modules[path] for path in self._code.places]
-        self._output_specs = self._output and list(map(tree_structure, self._output))
 
     def name_in_messages(self, key: str) -> str:
         return self.name
@@ -87,24 +72,22 @@ class ExportedLayer(ConvertedLayer):
         if self._input is not None:
             input = self._input.flattened(input)
         output = self._run(self._places, self._pop, self._stash, input)
-        if self._output_specs is None:
+        if self._output is None:
             return output
-        spec = self._output_specs[0 if self.model.training else 1]
+        spec = tree_structure(self._output[0 if self.model.training else 1])
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
-        tensor: Tensor | None = _C.pop(self.native_namespace(name), name)
-        return tensor
+        return _C.pop(self.native_namespace(name), name)
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
         _C.stash(self.native_namespace(name), name, tensor)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name})"
+        return f"ExportedLayer({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_run", "_places", "_output_specs")  # by _prepare()
-        return {key: value for key, value in self.__dict__.items() if key not in made}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_run", "_places")}  # of _prepare()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -33,13 +33,8 @@ def tensors_of_module(module: nn.Module) -> dict[str, Owned]:
     for path, each in module.named_modules(remove_duplicate=False):
         for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
             if tensor is not None:
-                persistent = name not in each._non_persistent_buffers_set
-                found[f"{path}.{name}" if path else name] = Owned(tensor, persistent)
+                found[f"{path}.{name}".lstrip(".")] = Owned(tensor, name not in each._non_persistent_buffers_set)
     return found
-
-
-class _Place(nn.Module):
-    """Holds tensors and a mode at a path."""
 
 
 class Tree:
@@ -53,7 +48,7 @@ class Tree:
     def place(self, path: str) -> nn.Module:
         """Returns the module at a path. Makes it, or puts it there, if the tree has none."""
         if path not in self._places:
-            self._places[path] = _Place()
+            self._places[path] = nn.Module()
             self._places[path].training = self._modes.get(path, True)
         if path:
             outer, _, name = path.rpartition(".")
