@@ -6,8 +6,10 @@ Its modules keep the parameter registered, so that names and optimizers see one 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from gpipe.generators import Draws
 from gpipe.meta import materialize
 from gpipe.names import rename_missing
 from gpipe.randomness import redirect_generators
-from gpipe.skip import Skippable, skippables_in
+from gpipe.skip import Skippable, skippables_in, verify_skippables
 
 
 class _Kept(torch.autograd.Function):
@@ -55,19 +57,14 @@ class Partition(nn.Sequential):
         """Makes a backward through a tensor that a layer keeps as an attribute an error. The tensor has no graph, because
         the forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
-            self._kept = [
-                (module, name)
-                for module in self.modules()
-                for name, value in vars(module).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
-            ]
+            attributes = [(module, *item) for module in self.modules() for item in vars(module).items()]
+            self._kept = [each[:2] for each in attributes if isinstance(each[2], Tensor) and each[2].grad_fn]
             return
+        keep: Any = _Kept.apply
         for module, name in self._kept:
             if isinstance(tensor := vars(module).get(name), Tensor):
                 with torch.enable_grad():
-                    source = torch.empty(0, requires_grad=True)
-                    keep: Any = _Kept.apply
-                    vars(module)[name] = keep(source, tensor.detach())
+                    vars(module)[name] = keep(torch.empty(0, requires_grad=True), tensor.detach())
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
@@ -76,10 +73,8 @@ class Partition(nn.Sequential):
                 input = layer(input)
             except ValueError as error:
                 if "Expected more than 1 value per channel" in str(error) and hasattr(error, "add_note"):
-                    error.add_note(
-                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this "
-                        "mini-batch, or leave it out: DataLoader(..., drop_last=True)"
-                    )
+                    advice = "use fewer chunks for this mini-batch, or leave it out: DataLoader(..., drop_last=True)"
+                    error.add_note(f"[gpipe] a batch norm cannot train on a micro-batch of one sample; {advice}")
                 raise
         return input
 
@@ -104,20 +99,16 @@ def split(
     """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
     ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`gpipe.meta.materialize`, and if stages on
     different devices share a parameter through a module that cannot use a stand-in."""
-    layers = iter(module.named_children())
-    stages = []
-    for count in balance:
-        partition = Partition()
-        for _ in range(count):
-            partition.add_module(*next(layers))
-        partition.training = module.training
-        stages.append(partition)
-    _check_stand_ins([stage for stage, here in zip(zip(stages, devices), is_here) if here])
+    layers = module.named_children()
+    stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
+    for stage in stages:
+        stage.training = module.training
+    own = [(stage, device) for stage, device, here in zip(stages, devices, is_here) if here]
+    _check_stand_ins(own)
     materialize(stages, devices, is_here)
     # From last to first, so that a parameter of several stages ends on the device of the first one here.
-    for partition, device, here in reversed(list(zip(stages, devices, is_here))):
-        if here:
-            partition.to(device)
+    for stage, device in reversed(own):
+        stage.to(device)
     return stages
 
 
@@ -166,17 +157,16 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
         for module, name, _ in _places(stage, borrowed):
             scripted = isinstance(module, torch.jit.ScriptModule)
             if scripted or id(module) in earlier:
+                why = "is compiled by TorchScript" if scripted else "itself stands in both stages"
                 raise ValueError(
                     f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
-                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
-                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
-                    "parameters of two modules"
+                    f"{why}; put the layers that share it into one stage, the stages on one device, or tie two modules"
                 )
         earlier.update(map(id, stage.modules()))
 
 
 def verify_module(module: nn.Sequential) -> None:
-    """Raises TypeError or ValueError if a model, except for its skips, cannot become a pipeline; see :class:`gpipe.GPipe`."""
+    """Raises TypeError or ValueError if a model cannot become a pipeline; see :class:`gpipe.GPipe`."""
     kind = type(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -206,6 +196,6 @@ def verify_module(module: nn.Sequential) -> None:
     first: dict[nn.Module | None, str] = {}
     for name, layer in module._modules.items():
         if (other := first.setdefault(layer, name)) != name:
-            raise ValueError(
-                f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one place"
-            )
+            advice = "use a copy, because each layer belongs to one place"
+            raise ValueError(f"layers '{other}' and '{name}' are the same module; {advice}")
+    verify_skippables(module)

@@ -25,7 +25,6 @@ from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, verify_module
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
-from gpipe.skip import verify_skippables
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import TeamCalls
 
@@ -116,19 +115,17 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> None:
         super().__init__()
         verify_module(module)
-        verify_skippables(module)
         self._chunks, self._checkpoint = chunks, checkpoint
         self.balance = checks.check_balance(balance, len(module))
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
-        stages = len(self.balance)
-        native_ranks = None if ranks is None else ranks._core
-        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, native_ranks)
+        scheduling = len(self.balance), schedule, stages_per_worker, placement
+        workers = checks.arrange_workers(devices, *scheduling, None if ranks is None else ranks._core)
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
         self.training = module.training
-        state = {} if ranks is None else self.state_dict(keep_vars=True)
+        state = self.state_dict(keep_vars=True) if ranks else {}
         first_names: dict[int, str] = {}
         self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._warned = False
@@ -195,7 +192,7 @@ class GPipe(OriginalNames, TeamCalls):
         return list(self._core.placement)
 
     def extra_repr(self) -> str:
-        devices = ", ".join(str(device) for device in self.devices)
+        devices = ", ".join(map(str, self.devices))
         text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint='{self.checkpoint}'"
         text += f", schedule='{self.schedule}'"
         if self.placement != list(range(len(self.balance))):
@@ -281,10 +278,8 @@ class GPipe(OriginalNames, TeamCalls):
 
         current = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
         if any(device is None or with_index(each) != with_index(device) for each in current):
-            raise TypeError(
-                "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
-                "GPipe(..., devices=[...]) instead"
-            )
+            what = "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers"
+            raise TypeError(f"{what}; pass GPipe(..., devices=[...]) instead")
         return self
 
     @property
@@ -308,10 +303,8 @@ class GPipe(OriginalNames, TeamCalls):
         """
         with self._core.refusing():
             if others or named:
-                raise TypeError(
-                    "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
-                    "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
-                )
+                advice = "pass several tensors as a tuple, pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
+                raise TypeError(f"a pipeline takes one input, which its first layer gets; {advice}")
             refuse_tracing()
             refuse_sharded_layers(self.partitions)
             if not self.balance:
@@ -327,11 +320,8 @@ class GPipe(OriginalNames, TeamCalls):
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
             return
         self._warned = True
-        warnings.warn(
-            f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-            f"'{self.schedule}'",
-            stacklevel=5,
-        )
+        what = "forward() and backward() always run all forwards, then all backwards"
+        warnings.warn(f"{what}; only step() has schedule='{self.schedule}'", stacklevel=5)
 
     def step(
         self,
@@ -413,19 +403,16 @@ class GPipe(OriginalNames, TeamCalls):
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._core.pipeline()
-            if self.ranks is not None and type(scale) is GradScaler:
+            if self.ranks and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
-            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
-                raise ValueError(
-                    "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
-                    "pass a loss without parameters"
-                )
+            if self.ranks and self.ranks.replicas > 1 and trains(loss):
+                advice = "make it the last layer of the model, and pass a loss without parameters"
+                raise ValueError(f"the loss has parameters, whose gradients replicas do not sum; {advice}")
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
+        call = checked(loss), kind_of(loss), chosen, self.training, method == "loss"
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
-            return pipeline.train(
-                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
-            )
+            return pipeline.train(input, target, *call)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

@@ -35,16 +35,13 @@ class TeamCalls(nn.Module):
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        return self._call(
-            _C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
-        )
+        return self._call(_C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what")))
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
         the same calls."""
-        return self._call(
-            _C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
-        )
+        kind = _C.Timeline, "a gpipe.Timeline"
+        return self._call(_C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", *kind),))
 
     def largest(self, number: int) -> int:
         """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
@@ -60,20 +57,13 @@ class TeamCalls(nn.Module):
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
         ranks give as many numbers and get the same bits."""
-        return self._call(
-            _C.Pipeline.sum_over_replicas, lambda: ([check_number(number, "each of the numbers") for number in numbers],)
-        )
+        what = "each of the numbers"
+        return self._call(_C.Pipeline.sum_over_replicas, lambda: ([check_number(each, what) for each in numbers],))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
-        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive.
-
-        Returns:
-            The total norm before clipping.
-
-        Raises:
-            RuntimeError: with ``error_if_nonfinite``, for a total norm that is not finite. The gradients are then unchanged.
-        """
+        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm before
+        clipping. With ``error_if_nonfinite``, raises RuntimeError for one that is not finite, and changes no gradient."""
         if self._core.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return self._call(
