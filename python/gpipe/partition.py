@@ -120,7 +120,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
-            [(skip, skip.stashes(), skip.pops()) for _, skip in skippables_in(layer, name)],
+            [(skip, *skip.skip_keys()) for _, skip in skippables_in(layer, name)],
         )
         for name, layer in module.named_children()
     ]
