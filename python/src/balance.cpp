@@ -17,7 +17,6 @@
 #include "balance/stage_cost.h"
 #include "balance/suggest.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 

@@ -20,7 +20,6 @@
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "gpipe/timeline.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 

@@ -14,7 +14,6 @@
 
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/loss.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 #include "skip/context.h"
