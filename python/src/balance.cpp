@@ -197,9 +197,8 @@ void init_profile(py::module_& module) {
            py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = Checkpoint::kExceptLast,
            py::arg("bandwidth") = 0.0, py::arg("copies") = false)
       .def("cut_bytes", &cut_bytes,
-           "Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, "
-           "skips, "
-           "lent parameters. None where the model cannot be cut, and after the last layer.")
+           "Returns the bytes that a cut after each layer sends forward per micro-batch: activation, skips, lent "
+           "parameters. None where the model cannot be cut, and after the last layer.")
       .def("table", &table, "Returns a table: a row per layer and, for a balance, its cuts and the sums per stage.",
            py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json, "Returns the profile as JSON text.")
