@@ -14,8 +14,7 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
-from gpipe.meta import borrowed_across_ranks
-from gpipe.partition import Partition, Stages, layers_of, split
+from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
 
 

@@ -6,10 +6,11 @@ Its modules keep the parameter registered, so that names and optimizers see one 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch.nn.parameter import is_lazy
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
-from gpipe.meta import materialize
 from gpipe.names import rename_missing
-from gpipe.randomness import redirect_generators
+from gpipe.randomness import RandomScope, redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
 
 
@@ -97,7 +97,7 @@ def split(
     module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
 ) -> list[Partition]:
     """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
-    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`gpipe.meta.materialize`, and if stages on
+    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`materialize`, and if stages on
     different devices share a parameter through a module that cannot use a stand-in."""
     layers = module.named_children()
     stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
@@ -163,6 +163,79 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
                     f"{why}; put the layers that share it into one stage, the stages on one device, or tie two modules"
                 )
         earlier.update(map(id, stage.modules()))
+
+
+def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) -> list[nn.Parameter]:
+    """Returns the parameters of stages of this rank that belong to a stage of another rank. ``is_here`` has an item per
+    stage."""
+    owned_here: dict[nn.Parameter, bool] = {}
+    held = [(parameter, here) for stage, here in zip(stages, is_here) for parameter in stage.parameters()]
+    found = [parameter for parameter, here in held if not owned_here.setdefault(parameter, here) and here]
+    return list(dict.fromkeys(found))
+
+
+def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
+    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank, by ``reset_parameters()`` of their
+    modules, submodules first, each layer with random numbers of its own. So the values depend neither on the cut nor on the
+    number of ranks. A tensor of several modules gets the values of the first one. If that is on another rank, it is zero
+    here until the first call. All arguments have an item per stage. Raises ValueError for a ``reset_parameters()`` that is
+    missing or does not initialize all."""
+    if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
+        return
+    seed = RandomScope.draw_seed()
+    made: set[Tensor] = set()
+    for stage, device, here in zip(stages, devices, is_here):
+        for tensor in chain(stage.parameters(), stage.buffers()):
+            if here and tensor.is_meta:
+                # Keeps the object, so shared tensors stay shared.
+                empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+                made.add(tensor)
+    initialized = made.intersection(borrowed_across_ranks(stages, is_here))
+    for parameter in initialized:
+        parameter.data.zero_()
+    layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
+    for index, ((name, layer), here) in enumerate(layers):
+        if here:
+            with RandomScope(seed, index, 0), torch.no_grad():
+                _initialize(layer, name, made, initialized)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
+def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor]) -> None:
+    """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
+
+    def initialize(module: nn.Module) -> None:
+        own = _own(module)
+        if not made.intersection(own) - initialized:
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        where = f"layer '{name}' has a {type(module).__name__} on the meta device"
+        if reset is None:
+            advice = "add that method, or make the model on the CPU"
+            raise ValueError(f"{where} without reset_parameters(), which would initialize it; {advice}")
+        kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
+        versions = [tensor._version for tensor in own]
+        reset()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        for tensor, version in zip(own, versions):
+            written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
+            if tensor in made and not written and any(tensor is each for each in _own(module)):
+                what = f"whose reset_parameters() leaves a tensor of shape {tuple(tensor.shape)} without values"
+                raise ValueError(f"{where} {what}; make it initialize all, or make the model on the CPU")
+        initialized.update(own)
+
+    layer.apply(initialize)
 
 
 def verify_module(module: nn.Sequential) -> None:

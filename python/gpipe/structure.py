@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +33,8 @@ class Structure:
         return isinstance(other, Structure) and self._classes == other._classes and self._tree == other._tree
 
     def __repr__(self) -> str:
-        return repr(tree_unflatten([cls and _Name(cls.__name__) for cls in self._classes], self._tree))
+        shown = repr(tree_unflatten([cls and f"<{cls.__name__}>" for cls in self._classes], self._tree))
+        return re.sub(r"'<(\w+)>'", r"\1", shown)
 
 
 def _as_class(tensor: Any, cls: type[Tensor]) -> Any:
@@ -125,11 +127,3 @@ class _Containers(pickle.Unpickler):
         if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
-
-
-class _Name:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text

@@ -86,17 +86,9 @@ class GradScaler(_GradScaler):
     are those of ``torch.amp.GradScaler``, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        pipe: TeamCalls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+    def __init__(self, pipe: TeamCalls, *args: Any, **kwargs: Any) -> None:
         device = next((device.type for device in pipe._core.devices if device.type != "cpu"), "cpu")
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(device, *args, **kwargs)
         self._pipe = pipe
 
     def _unscale_grads_(
