@@ -30,7 +30,8 @@ from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
 
 __all__ = ["Candidate", "Cluster", "ClusterPlan", "LayerProfile", "Prediction", "Profile", "SkipProfile", "Suggestion"]
-__all__ += ["TieProfile", "balance_by_size", "balance_by_time", "plan_cluster", "predict", "profile", "refine", "suggest"]
+__all__ += ["TieProfile", "balance_by_size", "balance_by_time", "plan_cluster", "predict", "profile", "refine"]
+__all__ += ["suggest"]
 
 Device = torch.device | int | str
 MODES = ("never", "except_last", "always")
@@ -49,8 +50,8 @@ def profile(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Measures each layer of a model in training mode, for micro-batches of the sample's size. Raises RuntimeError, with the
-    layer's name, if a layer fails or does not fit the device alone.
+    """Measures each layer of a model in training mode, for micro-batches of the sample's size. Raises RuntimeError,
+    with the layer's name, if a layer fails or does not fit the device alone.
 
     Args:
         module: the model. Nothing else may use it during the measurement.
@@ -150,8 +151,8 @@ def suggest(
     progress: Callable[[float], None] | None = None,
 ) -> Suggestion:
     """Measures a model at several micro-batch sizes. Searches for the schedule, placement, balance, number of chunks and
-    checkpoint mode that train it fastest. Returns the candidates, best first; if none fits, also the device, the missing
-    bytes and what would help. Other arguments and errors as for :func:`profile`.
+    checkpoint mode that train it fastest. Returns the candidates, best first; if none fits, also the device, the
+    missing bytes and what would help. Other arguments and errors as for :func:`profile`.
 
     Args:
         sample: a mini-batch.

@@ -51,8 +51,7 @@ def refuse_sharded_layers(stages: nn.Module) -> None:
 
 
 def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
-    """Raises RuntimeError if ``step``, or a ``loss`` that FSDP does not know of, is called on a sharded pipeline. The
-    gradients would not reach the sharded parameters."""
+    """Raises RuntimeError for calls on a sharded pipeline whose gradients would not reach the sharded parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(pipe, fsdp.FSDPModule):
         return
@@ -66,8 +65,7 @@ def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
 
 @contextmanager
 def outside_checkpoints() -> Iterator[None]:
-    """Removes the saved-tensor hooks of torch.utils.checkpoint for a block. The workers would inherit the hooks, and their
-    backward would run the whole pipeline again."""
+    """Removes the hooks of torch.utils.checkpoint for a block. In workers they would run the whole pipeline again."""
     removed = []
     while hooks := _autograd._top_saved_tensors_default_hooks(True):
         if getattr(hooks[0], "__module__", None) != _checkpoint.__name__:

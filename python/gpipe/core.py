@@ -19,8 +19,7 @@ from gpipe.ranks import Ranks
 
 
 class Core:
-    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own. Stages of
-    other ranks lose their layers when the C++ pipeline is made."""
+    """Cuts a model into stages. Makes the C++ pipeline when first needed, and then drops the layers of other ranks."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and a check that a loss can be computed in
-parts."""
+"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and whether a loss has parts."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ class Partition(nn.Sequential):
         return output
 
     def _mark_kept(self) -> None:
-        """Makes a backward through a tensor that a layer keeps as an attribute an error. The tensor has no graph, because
-        the forward will be recomputed."""
+        """Makes a backward through a tensor that a layer keeps an error, because its forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
             attributes = [(module, *item) for module in self.modules() for item in vars(module).items()]
             self._kept = [each[:2] for each in attributes if isinstance(each[2], Tensor) and each[2].grad_fn]
@@ -137,8 +136,7 @@ def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn
 
 @contextmanager
 def _standing_in(stage: nn.Module, borrowed: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Makes the modules of a stage find stand-ins instead of parameters, for a block. ``borrowed`` has a tuple
-    (parameter, stand-in) for each."""
+    """Makes the modules of a stage find stand-ins for a block. ``borrowed`` has tuples (parameter, stand-in)."""
     places = list(_places(stage, [parameter for parameter, _ in borrowed]))
     for module, name, index in places:
         module.__dict__[name] = borrowed[index][1]  # Python looks here before it asks the module
@@ -166,8 +164,7 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
 
 
 def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) -> list[nn.Parameter]:
-    """Returns the parameters of stages of this rank that belong to a stage of another rank. ``is_here`` has an item per
-    stage."""
+    """Returns the parameters of this rank's stages, as ``is_here`` tells, that belong to a stage of another rank."""
     owned_here: dict[nn.Parameter, bool] = {}
     held = [(parameter, here) for stage, here in zip(stages, is_here) for parameter in stage.parameters()]
     found = [parameter for parameter, here in held if not owned_here.setdefault(parameter, here) and here]

@@ -84,9 +84,8 @@ class GPipe(OriginalNames, TeamCalls):
 
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, its skips do not match, or an argument has a wrong type.
-        ValueError: if ``balance`` does not cut the model, an option is out of range, a layer stands in two places,
-            ``module`` itself has hooks, parameters or buffers, a parameter is not initialized, or stages on different
-            devices share a parameter through one module.
+        ValueError: if ``balance`` does not cut the model, an option is out of range, or ``module`` cannot be cut: it
+            has hooks, parameters or buffers of its own, a layer in two places, or a parameter that is not initialized.
         IndexError: for fewer devices than workers, or a device that this process does not have.
         RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
@@ -146,20 +145,17 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
         measures its layers for about ``seconds``, and cuts it into ``stages`` of equal time. Over ranks, rank 0 measures.
-
-        Args:
-            args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            options: as for the constructor.
-
-        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
-        """
+        ``args``, a tuple or the only argument, and ``kwargs`` are a mini-batch. ``options`` are the constructor's.
+        Raises what it, :func:`gpipe.to_sequential` and :func:`gpipe.balance.balance_by_time` raise."""
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         sample, _ = first_micro_batch(input_of(args, kwargs or {}), checks.check_chunks(options.get("chunks", 1)))
-        if (group := options.get("group")) is None:
-            return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
-        ranks = ranks_of(group)
-        text = on_rank_0(ranks, lambda: " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds))))
+
+        def measured() -> str:
+            return " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds)))
+
+        ranks = ranks_of(options["group"]) if options.get("group") is not None else None
+        text = measured() if ranks is None else on_rank_0(ranks, measured)
         return cls(model, [int(layers) for layers in text.split()], **options | {"group": ranks})
 
     @property
@@ -292,14 +288,12 @@ class GPipe(OriginalNames, TeamCalls):
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains and ``schedule`` is only that of :meth:`step`.
+        trains and ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note that names its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
-
-        An exception of a layer is raised with a note that names the stage, the micro-batch and the layer.
         """
         with self._core.refusing():
             if others or named:
@@ -337,7 +331,8 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> Any:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
-        itself in :meth:`forward` only. Backwards do not use autocast.
+        itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch; with
+        ``return_output``, a tuple of it and the detached output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -359,9 +354,6 @@ class GPipe(OriginalNames, TeamCalls):
             return_output: whether to return the model's output too, as the loss leaves it.
             check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
                 unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
-
-        Returns:
-            The detached loss of the mini-batch. With ``return_output``, a tuple of it and the detached output.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside

@@ -94,7 +94,7 @@ class Ranks:
     @checks_arguments
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which call it in the same order and wait for it. For short texts, before
-        pipelines are made. Raises RuntimeError if a rank has failed, or rank 0 does not come within ``join_timeout``."""
+        pipelines are made. Raises RuntimeError if a rank has failed, or rank 0 does not come in ``join_timeout``."""
         return self._core.share(text)
 
     def finish(self) -> None:
@@ -145,8 +145,7 @@ def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
 
 
 def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
-    """Returns on all ranks what ``work`` returns on rank 0, where it is called. Raises its exception there, and a RuntimeError
-    on the other ranks."""
+    """Returns on all ranks what ``work`` returns on rank 0. Raises its exception there, RuntimeError elsewhere."""
     if ranks.rank == 0:
         try:
             text = work()

@@ -164,18 +164,17 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that declares the
-    name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it. Raises TypeError for
-    a tensor that is not plain, and RuntimeError if the layer does not declare the name, or in a pipeline stashes it twice."""
+    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that
+    declares the name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it. Raises
+    TypeError for a tensor that is not plain, RuntimeError for a name that is not declared or stashed twice."""
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
     return _execute(_C.stash, name, tensor)
 
 
 def pop(name: str) -> Any:
-    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage. Call it
-    in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. Raises RuntimeError if the layer does
-    not, or if the name was not stashed."""
+    """Returns what an earlier layer stashed under a name, on the device of the layer's stage. Call it in the
+    ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``, else it raises RuntimeError, as without a stash."""
     return _execute(_C.pop, name)
 
 
@@ -205,8 +204,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]]:
-    """Yields the skippable modules among a layer and its submodules, each with its name in messages. ``name`` is the
-    layer's."""
+    """Yields a layer's skippable modules, each with its name in messages. ``name`` is the layer's."""
     for path, module in layer.named_modules():
         if isinstance(module, Skippable):
             yield module.name_in_messages(f"{name}.{path}" if path else name), module

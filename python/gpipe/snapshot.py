@@ -79,7 +79,7 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if the file
+    """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if it
     cannot be read, and ValueError if it is not regular, changed, truncated, not a snapshot, or of a newer version."""
     return _from_file(*_C.read_snapshot(os.fsencode(path)))
 
@@ -106,7 +106,7 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         tensor = tensors[name]
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides)):
-            raise ValueError(f"cannot restore '{name}' of this model: some of its elements share memory; clone it first")
+            raise ValueError(f"cannot restore '{name}' of this model: its elements share memory; clone it first")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(f"cannot restore '{name}' of this model: it was made in inference mode; clone it first")
     model.load_state_dict(saved)

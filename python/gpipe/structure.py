@@ -16,8 +16,7 @@ from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, 
 
 
 class Structure:
-    """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of, and the classes
-    of its tensors."""
+    """An object without its tensors: the containers and ``None`` that it is made of, and the classes of its tensors."""
 
     def __init__(self, tree: TreeSpec, classes: tuple[type[Tensor] | None, ...]) -> None:
         self._tree = tree

@@ -35,7 +35,8 @@ class TeamCalls(nn.Module):
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        return self._call(_C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what")))
+        kind = bytes, "bytes"
+        return self._call(_C.Pipeline.gather, lambda: (check_is(data, "data", *kind), check_text(what, "what")))
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
@@ -62,8 +63,8 @@ class TeamCalls(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
-        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm before
-        clipping. With ``error_if_nonfinite``, raises RuntimeError for one that is not finite, and changes no gradient."""
+        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm
+        before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
         if self._core.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return self._call(

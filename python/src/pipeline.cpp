@@ -213,7 +213,7 @@ auto call_of(Result (GPipeImpl::*method)(Argument)) {
   };
 }
 
-/// Joins the processes of a group, or the processes that the environment describes if it is None. Time-outs are in seconds.
+/// Joins the processes of a group, or those that the environment describes if it is None. Time-outs are in seconds.
 std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
                                   const std::string& interface, int replicas, bool nccl) {
   const auto milliseconds = [](double seconds) {

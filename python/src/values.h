@@ -12,8 +12,8 @@
 #include "gpipe/schedule/action.h"
 #include "gpipe/tensors/value.h"
 
-// Conversions between Python objects and values, arguments and errors of the library. REQUIRES: the interpreter's lock, unless
-// a function says otherwise.
+// Conversions between Python objects and values, arguments and errors of the library. REQUIRES: the interpreter's lock,
+// unless a function says otherwise.
 
 namespace gpipe::python {
 

@@ -59,15 +59,14 @@ def capture(
 
 
 def capture_program(program: ExportedProgram) -> Captured:
-    """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
-    cannot be converted, or was not exported in training mode with a dynamic batch."""
+    """Reads a program that was exported in training mode with a dynamic batch. Raises ValueError for other programs."""
     tensors = tensors_of_program(program)
     graph = with_names(Reader(program).graph, _one_name_each(tensors))
     for value in graph.inputs:
         if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
             raise ValueError(
                 f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
-                f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
+                f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} per tensor"
             )
     check_outputs(graph)
     called = {call.path for operation in graph.operations for call in operation.call.around()}

@@ -83,8 +83,7 @@ def _try_one_sample(module: nn.Module, sequence: nn.Sequential, guards: Mapping[
 
 
 def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
-    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow
-    these, calls will raise ModeError too."""
+    """Raises ValueError if a model and its sequence differ in their modes, except if calls raise ModeError."""
     ours, theirs = _results(module, sequence, *example)
     if isinstance(ours, Exception):
         raise ours
@@ -96,8 +95,7 @@ def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
 
 
 def _agree(module: nn.Module, sequence: nn.Module, *example: Any) -> bool:
-    """Returns whether a model and its sequence return equal values, or both raise, in each mode. In one mode, they must
-    return."""
+    """Returns whether a model and its sequence return equal values, or in one of the modes both raise."""
     found = []
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
@@ -188,8 +186,7 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
-    """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
-    used belongs to the layer with the nearest name."""
+    """Returns the names of each layer's tensors. One that is not used belongs to the layer with the nearest name."""
     names = {value: name for name, value in model.graph.tensors.items()}
     users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
     layers = {id(model.tensors[name].tensor): index for name, index in users}

@@ -58,8 +58,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Exports a module in its present mode, for any number of samples. Raises ValueError, with the submodule that is the
-    cause, if that fails."""
+    """Exports a module in its present mode, for any number of samples. Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -78,8 +77,7 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Makes ``forward`` name its keyword arguments for a block, because torch.export cannot tell the shapes of those of
-    ``**kwargs``."""
+    """Makes ``forward`` name its arguments for a block: torch.export cannot tell the shapes of ``**kwargs``."""
     signature = inspect.signature(module.forward)
     parameters = {each.name: each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD}
     for name in kwargs:
@@ -178,8 +176,7 @@ def _fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
 
 
 def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Returns the submodules of some classes by path, without those inside another. Raises TypeError for anything but
-    subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
+    """Returns the submodules of some classes by path, without those inside another. Raises TypeError or ValueError."""
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):

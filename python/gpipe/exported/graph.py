@@ -106,8 +106,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Graph:
-    """The operations of a model in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None`` for what is
-    not a tensor."""
+    """The operations of a model in order. ``inputs`` and ``outputs`` are flattened; ``None`` is another object."""
 
     inputs: list[Value | None]
     in_spec: TreeSpec

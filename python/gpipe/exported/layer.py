@@ -48,7 +48,7 @@ class ExportedLayer(ConvertedLayer):
     """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it."""
 
     def __init__(
-        self, route: Route, model: nn.Module, order: list[str], code: Code, input: Expected | None, output: list[Any] | None
+        self, route: Route, model: nn.Module, order: list[str], code: Code, input: Expected | None, output: Any
     ) -> None:
         super().__init__()
         self.name = route.name

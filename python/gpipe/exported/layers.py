@@ -188,8 +188,7 @@ class Routes:
         return needed
 
     def _with_own_numbers(self, index: int, needed: dict[Value, None]) -> list[Operation]:
-        """Returns the operations of a layer, after those that compute the numbers that other layers have. ``needed`` are the
-        tensors that the layer gets, to which it adds more."""
+        """Returns a layer's operations, after those for other layers' numbers, whose tensors it adds to ``needed``."""
         known: dict[Value, Any] = {}
         added: list[Operation] = []
 
