@@ -164,17 +164,17 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that
-    declares the name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it. Raises
-    TypeError for a tensor that is not plain, RuntimeError for a name that is not declared or stashed twice."""
+    """Stores a tensor, or ``None``, for the layer that pops the name, which ``@skippable(stash=[...])`` of the calling
+    layer must declare. Do not change the tensor in place before another stage pops it. Raises TypeError for a tensor
+    that is not plain, and RuntimeError for a name that is not declared, or in a pipeline is stashed twice."""
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
     return _execute(_C.stash, name, tensor)
 
 
 def pop(name: str) -> Any:
-    """Returns what an earlier layer stashed under a name, on the device of the layer's stage. Call it in the
-    ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``, else it raises RuntimeError, as without a stash."""
+    """Returns what an earlier layer stashed under a name, on the device of the layer's stage. ``@skippable(pop=[...])``
+    of the calling layer must declare the name. Raises RuntimeError otherwise, and if the name was not stashed."""
     return _execute(_C.pop, name)
 
 
