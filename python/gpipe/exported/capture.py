@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.exporter import exported, kept_whole, mode, whole_modules
+from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
 from gpipe.exported.graph import Graph, Reader, Value, same_size, with_names
 from gpipe.exported.modes import Combination, evaluation_of
-from gpipe.exported.tensors import Owned, is_inside, tensors_of_module, tensors_of_program
+
+
+class Owned(NamedTuple):
+    """A tensor of a model."""
+
+    tensor: Tensor
+    persistent: bool  # whether it is part of the model's state
 
 
 class Captured(NamedTuple):
@@ -41,8 +48,8 @@ def capture(
         with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
             programs.append(exported(module, args, kwargs))
         calls.append(called)
-    own = tensors_of_module(module)
-    training_tensors, evaluation_tensors = (tensors_of_program(program) for program in programs)
+    own = _tensors_of_module(module)
+    training_tensors, evaluation_tensors = (_tensors_of_program(program) for program in programs)
     renamed = _names_of_constants(training_tensors, evaluation_tensors, own)
     tensors = {**own, **training_tensors}
     tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
@@ -60,7 +67,7 @@ def capture(
 
 def capture_program(program: ExportedProgram) -> Captured:
     """Reads a program that was exported in training mode with a dynamic batch. Raises ValueError for other programs."""
-    tensors = tensors_of_program(program)
+    tensors = _tensors_of_program(program)
     graph = with_names(Reader(program).graph, _one_name_each(tensors))
     for value in graph.inputs:
         if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
@@ -71,6 +78,25 @@ def capture_program(program: ExportedProgram) -> Captured:
     check_outputs(graph)
     called = {call.path for operation in graph.operations for call in operation.call.around()}
     return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
+
+
+def _tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
+    """Returns the tensors that an exported program uses, by name."""
+    found = {name: Owned(tensor, True) for name, tensor in program.state_dict.items()}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
+            found[spec.target] = Owned(program.constants[spec.target], False)
+    return found
+
+
+def _tensors_of_module(module: nn.Module) -> dict[str, Owned]:
+    """Returns all parameters and buffers of a module, by name. A tensor can have several names."""
+    found = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is not None:
+                found[f"{path}.{name}".lstrip(".")] = Owned(tensor, name not in each._non_persistent_buffers_set)
+    return found
 
 
 def _one_name_each(tensors: dict[str, Owned]) -> dict[str, str]:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program, examples_of
-from gpipe.exported.code import ModeError, Writer
-from gpipe.exported.exporter import mode, unchanged
+from gpipe.exported.capture import Captured, Owned, capture, capture_program, examples_of
+from gpipe.exported.exporter import is_inside, mode, unchanged
 from gpipe.exported.graph import Value
-from gpipe.exported.layer import Expected, ExportedLayer, holds
+from gpipe.exported.layer import Expected, ExportedLayer, ModeError, Writer, holds
 from gpipe.exported.layers import Route, Routes, divide
-from gpipe.exported.tensors import Tree, is_inside, nearest
 from gpipe.names import OriginalNames, StateNames
 
 
@@ -151,6 +149,36 @@ def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)))
 
 
+class _Tree:
+    """Makes the tree of modules that holds some of a model's tensors, and modules that are kept whole."""
+
+    def __init__(self, modes: dict[str, bool], whole: dict[str, nn.Module]) -> None:
+        self._modes = modes
+        self._places = dict(whole)
+        self.root = self.place("")
+
+    def place(self, path: str) -> nn.Module:
+        """Returns the module at a path. Makes it, or puts it there, if the tree has none."""
+        if path not in self._places:
+            self._places[path] = nn.Module()
+            self._places[path].training = self._modes.get(path, True)
+        if path:
+            outer, _, name = path.rpartition(".")
+            self.place(outer)._modules[name] = self._places[path]
+        return self._places[path]
+
+    def add(self, name: str, owned: Owned) -> None:
+        """Registers a tensor under its name."""
+        path, _, own = name.rpartition(".")
+        place = self.place(path)
+        if isinstance(owned.tensor, nn.Parameter):
+            place._parameters[own] = owned.tensor
+        else:
+            place._buffers[own] = owned.tensor
+            if not owned.persistent:
+                place._non_persistent_buffers_set.add(own)
+
+
 def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequential:
     """Returns the sequence of the layers of a model."""
     sequence = ExportedSequential()
@@ -165,7 +193,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
         code = Writer(each, names, inputs if first else None, model.graph.outputs if last else None).code
-        tree = Tree(model.modes, model.whole)
+        tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])
         for path in code.places:
@@ -191,10 +219,12 @@ def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
     users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
     layers = {id(model.tensors[name].tensor): index for name, index in users}
     owned: list[list[str]] = [[] for _ in routes]
+    paths = [route.name.split(".") for route in routes]
     for name, each in model.tensors.items():
         if is_inside(name, model.whole):
             continue
-        index = layers.setdefault(id(each.tensor), nearest(name, [route.name for route in routes]))
+        common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]
+        index = layers.setdefault(id(each.tensor), common.index(max(common)))
         owned[index].append(name)
     return owned
 

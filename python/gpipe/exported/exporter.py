@@ -26,7 +26,6 @@ from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
-from gpipe.exported.tensors import is_inside
 from gpipe.generators import GeneratorState
 
 
@@ -173,6 +172,11 @@ def _operator() -> Any:
 def _fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
     first, batch = inputs[0], inputs[0].shape[0]
     return [first.new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)]
+
+
+def is_inside(name: str, paths: Iterable[str]) -> bool:
+    """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.code import check_modes
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
+from gpipe.exported.layer import check_modes
 
 
 def evaluation_of(graph: Graph) -> Graph:
