@@ -38,13 +38,10 @@ class Ranks:
             the environment, or else the interface that reaches the store.
         replicas: the number of equal pipelines, a divisor of the number of processes. Each trains on its own part of the
             mini-batch, and their gradients are summed.
-        nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
-            The same on all ranks.
+        nccl: whether tensors go from GPU to GPU, by NCCL, on all ranks. Each rank's workers then have GPUs of their own.
 
-    Raises:
-        TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a wrong number of
-            replicas, or ``nccl`` where NCCL cannot be used.
+    Raises TypeError if ``group`` is not a process group that this process belongs to, and ValueError for an option that
+    cannot be used.
 
     Attributes:
         rank: the number of this process, from 0.

@@ -1,11 +1,7 @@
 """Saves a training state in a file and restores it, so that training continues as if it had not stopped.
 
-    snapshot.write("latest.snapshot", snapshot.Snapshot(
-        model=snapshot.capture_model(pipe),
-        optimizer=snapshot.capture_optimizer(optimizer, pipe),
-        epoch=epoch,
-        random=torch.get_rng_state(),
-    ))
+    model, state = snapshot.capture_model(pipe), snapshot.capture_optimizer(optimizer, pipe)
+    snapshot.write("latest.snapshot", snapshot.Snapshot(model, state, epoch, random=torch.get_rng_state()))
 
     saved = snapshot.read("latest.snapshot")
     snapshot.restore_model(pipe, saved.model)
