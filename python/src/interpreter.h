@@ -31,8 +31,8 @@ class Call : Pinned {
   ~Call();
 };
 
-/// Holds the interpreter's lock for its lifetime, on any thread. Exit waits up to one second for all sections to end; a
-/// thread that asks a finished interpreter for the lock sleeps for good. Errors: std::runtime_error once exit has begun.
+/// Holds the interpreter's lock for its lifetime, on any thread. Exit waits up to one second for all sections to end.
+/// Then a thread that asks for the lock sleeps for good. Errors: std::runtime_error once exit has begun.
 class Section : Pinned {
  public:
   /// What happens to a Python error that is already set on this thread.

@@ -23,7 +23,7 @@ using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
 using Keys = std::vector<std::pair<Namespace, std::string>>;
 std::vector<SkipKey> to_keys(const Keys& keys);
 
-/// A pipeline of Python modules. REQUIRES: the interpreter's lock. Errors: also those of layers, with a note of their place.
+/// A pipeline of Python modules. REQUIRES: the interpreter's lock. Errors: also those of layers, with notes.
 class PythonPipeline {
  public:
   /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
@@ -31,14 +31,14 @@ class PythonPipeline {
   PythonPipeline(const Objects& stages, GPipeOptions options);
   ~PythonPipeline();
 
-  /// Reads the modules' parameters and buffers. Returns false if stages share others than before: make a new pipeline then.
+  /// Reads the modules' parameters and buffers. Returns false if stages share others than before: make a new one then.
   bool refresh();
 
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
-  /// Calls GPipe's loss(), which keeps the graph, or step(). `kind` is that of a LossFunction. Returns a tuple (loss, output
-  /// or None). Errors: as the method; errors of `loss`.
+  /// Calls GPipe's loss(), which keeps the graph, or step(). `kind` is that of a LossFunction. Returns a tuple (loss,
+  /// output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
              std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
 
