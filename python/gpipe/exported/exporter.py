@@ -71,7 +71,7 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             with unchanged(module), torch.enable_grad():
                 module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
-            text = f"({type(module).__name__}), because it fails on this input: {_first_line(own)}"
+            text = f" ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
         raise ValueError(f"cannot convert the model{text}") from error
 
 
