@@ -1,7 +1,5 @@
 """``python -m gpipe``: schedules as text, pictures and simulations; profiles, cuts and suggestions for a model."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

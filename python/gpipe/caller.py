@@ -1,7 +1,5 @@
 """Modes of PyTorch that are active around the call of a pipeline."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

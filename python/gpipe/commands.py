@@ -1,7 +1,5 @@
 """The commands of ``python -m gpipe``. Each returns its output and exit status."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The C++ pipeline behind a :class:`gpipe.GPipe`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ and each recompute starts from the state that its forward started from; also the
 a layer. PyTorch's draws come from a :class:`gpipe.RandomScope` instead.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

@@ -4,8 +4,6 @@ The first stage that has a parameter owns it. A stage on another device gets a s
 Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a copy.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Splits objects into tensors and structure, and rebuilds them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle

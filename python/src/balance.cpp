@@ -207,16 +207,6 @@ void init_profile(py::module_& module) {
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
 }
 
-void init_options(py::module_& module) {
-  py::class_<Scheduling>(module, "Scheduling")
-      .def(py::init<std::string, int, std::vector<int>>())
-      .def_readonly("schedule", &Scheduling::schedule)
-      .def_readonly("placement", &Scheduling::placement);
-  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
-  py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
-  py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
-}
-
 void init_candidates(py::module_& module) {
   py::class_<Prediction>(module, "Prediction", "The predicted cost of a training step.")
       .def_readonly("balance", &Prediction::balance, "The balance of the pipeline.")
@@ -270,7 +260,13 @@ void init_candidates(py::module_& module) {
 
 void init_balance(py::module_& module) {
   init_profile(module);
-  init_options(module);
+  py::class_<Scheduling>(module, "Scheduling")
+      .def(py::init<std::string, int, std::vector<int>>())
+      .def_readonly("schedule", &Scheduling::schedule)
+      .def_readonly("placement", &Scheduling::placement);
+  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
+  py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
+  py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
   init_candidates(module);
   module.def("profile", &measure);
   module.def("suggest", &suggest_for);

@@ -1,7 +1,5 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

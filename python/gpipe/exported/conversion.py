@@ -1,7 +1,5 @@
 """Turns any module into a sequence of layers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial

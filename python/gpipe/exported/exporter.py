@@ -4,8 +4,6 @@ A module that cannot be exported can be kept whole: each call of it is one opera
 outputs. The layer calls the module itself.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The layers of a converted model, and the Python functions that they run."""
 
-from __future__ import annotations
-
 import itertools
 import keyword
 import linecache

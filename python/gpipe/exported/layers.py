@@ -1,7 +1,5 @@
 """Divides the operations of a model among layers, and decides how values get from layer to layer."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter

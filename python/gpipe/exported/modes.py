@@ -1,7 +1,5 @@
 """Combines the graphs of a model in training and in evaluation mode."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
