@@ -1,6 +1,8 @@
 #include "python/src/pipeline.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
@@ -227,8 +229,6 @@ std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeou
   });
 }
 
-}  // namespace
-
 void init_ranks(py::module_& module) {
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
@@ -296,4 +296,28 @@ void init_pipeline(py::module_& module) {
              "Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.");
 }
 
+}  // namespace
 }  // namespace gpipe::python
+
+PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
+  using namespace gpipe::python;
+
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    } catch (python_error& raised) {
+      raised.restore();
+    }
+  });
+  init_ranks(module);
+  init_training(module);
+  init_schedule(module);
+  init_pipeline(module);
+  init_snapshot(module);
+  init_balance(module);
+  reset_calls_after_fork();
+  py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
+}

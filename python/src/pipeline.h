@@ -93,8 +93,6 @@ LossFunction to_loss(const pybind11::object& callable, std::int64_t kind, std::s
 void poll();
 
 void init_balance(pybind11::module_& module);
-void init_pipeline(pybind11::module_& module);
-void init_ranks(pybind11::module_& module);
 void init_schedule(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);
 void init_training(pybind11::module_& module);
