@@ -52,8 +52,9 @@ def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
         return
     tensors = sys.modules["torch.distributed.tensor"]
     if method == "step" or any(isinstance(parameter, tensors.DTensor) for parameter in pipe.parameters()):
-        advice = "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
-        raise RuntimeError(f"{method}() cannot train a pipeline that is sharded by fully_shard; call {advice}")
+        what = f"{method}() cannot train a pipeline that is sharded by fully_shard"
+        advice = "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...)"
+        raise RuntimeError(f"{what}; call {advice}.backward()")
 
 
 @contextmanager

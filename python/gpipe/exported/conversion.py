@@ -49,8 +49,8 @@ def to_sequential(
         opaque: classes of submodules that cannot be exported, each of which becomes one layer. They get and return tensors
             with the batch as dimension 0.
 
-    The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module. Raises
-    ValueError, with the part and the reason, if the module cannot be converted.
+    The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
+    Raises ValueError, with the part and the reason, if the module cannot be converted.
     """
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
