@@ -38,7 +38,8 @@ class Ranks:
             the environment, or else the interface that reaches the store.
         replicas: the number of equal pipelines, a divisor of the number of processes. Each trains on its own part of the
             mini-batch, and their gradients are summed.
-        nccl: whether tensors go from GPU to GPU, by NCCL, on all ranks. No two ranks may have the same GPU then.
+        nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
+            The same on all ranks.
 
     Raises TypeError if ``group`` is not a process group that this process belongs to, and ValueError for an option that
     cannot be used.
