@@ -1,7 +1,5 @@
 """``python -m gpipe``: schedules as text, pictures and simulations; profiles, cuts and suggestions for a model."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -10,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import gpipe
-from gpipe import _C, commands as run
+from gpipe import _C, balance, commands as run
 from gpipe.convert import convert
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -18,7 +16,6 @@ _EXCLUDED = {
     "cluster": "chunks memory_limit bandwidth stages_per_worker layers refine save_schedule",
     "profile": "factory input micro_batch seconds param_scale",
 }
-_MODES = ("never", "except_last", "always")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +69,7 @@ def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> Non
     add("--stages", type=_whole(1), metavar="N", help="default: one per worker, two in a V")
     add("--placement", metavar="WORKERS", help="looped, v, or the worker of each stage, such as 0,1,1,0")
     add("--chunks", type=_whole(1), metavar="N", help="micro-batches; default: 4")
-    add("--checkpoint", choices=_MODES, help="micro-batches to recompute; default: never")
+    add("--checkpoint", choices=balance.MODES, help="micro-batches to recompute; default: never")
     if name == "print":
         return
     add("--forward", type=_number, default=1.0, metavar="S", help="seconds of a stage's forward; default: 1")
@@ -116,7 +113,7 @@ def _add_commands(commands: Any) -> None:
     add("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
     add = _add_model_command(commands, "cut", run.cut, "find the best balance for a number of chunks")
     add("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
-    add("--checkpoint", choices=_MODES, default="except_last", help="default: except_last")
+    add("--checkpoint", choices=balance.MODES, default="except_last", help="default: except_last")
     add("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
     add("--layers", action="store_true", help="also print the profile of each layer")
     add = _add_model_command(commands, "sweep", run.sweep, "predict all balances near the best")

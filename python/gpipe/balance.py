@@ -25,32 +25,16 @@ from gpipe import _C, checks
 from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.exported.conversion import as_sequential
+from gpipe.exported.exporter import mode
 from gpipe.partition import layers_of, verify_module
-from gpipe.skip import verify_skippables
 from gpipe.structure import first_micro_batch, take_apart
 
-__all__ = [
-    "Candidate",
-    "Cluster",
-    "ClusterPlan",
-    "LayerProfile",
-    "Prediction",
-    "Profile",
-    "SkipProfile",
-    "Suggestion",
-    "TieProfile",
-    "balance_by_size",
-    "balance_by_time",
-    "plan_cluster",
-    "predict",
-    "profile",
-    "refine",
-    "suggest",
-]
+__all__ = ["Candidate", "Cluster", "ClusterPlan", "LayerProfile", "Prediction", "Profile", "SkipProfile", "Suggestion"]
+__all__ += ["TieProfile", "balance_by_size", "balance_by_time", "plan_cluster", "predict", "profile", "refine"]
+__all__ += ["suggest"]
 
 Device = torch.device | int | str
-_MODES = ("never", "except_last", "always")
-_A_PROFILE = "a Profile, as gpipe.balance.profile() returns"
+MODES = ("never", "except_last", "always")
 
 
 @checks.checks_arguments
@@ -66,7 +50,8 @@ def profile(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Measures each layer of a model in training mode, for micro-batches of the sample's size.
+    """Measures each layer of a model in training mode, for micro-batches of the sample's size. Raises RuntimeError,
+    with the layer's name, if a layer fails or does not fit the device alone.
 
     Args:
         module: the model. Nothing else may use it during the measurement.
@@ -78,9 +63,6 @@ def profile(
         repeats: the most runs to measure.
         param_scale: bytes that training needs per byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for Adam.
         progress: called with the completed share of the work, from 0 to 1.
-
-    Raises:
-        RuntimeError: if a layer fails or does not fit the device alone; the message names the layer.
     """
     options = _C.ProfileOptions(workers, intraop_threads, seconds, repeats, param_scale, _progress(progress))
     with _measured(module, sample, _device(device)) as (layers, batch):
@@ -94,8 +76,7 @@ def balance_by_time(
     """Measures a model for about ``timeout`` seconds. Returns the number of layers of each of ``partitions`` stages whose
     slowest is as fast as possible, without checkpointing. Arguments and errors as for :func:`profile`."""
     model = _checked_model(partitions, module, sample)
-    where = _device(device)
-    workers = partitions if where.type == "cpu" else 1
+    workers = partitions if (where := _device(device)).type == "cpu" else 1
     return profile(model, sample, device=where, workers=workers, seconds=timeout).balance_by_time(partitions)
 
 
@@ -143,11 +124,11 @@ def predict(
 
     Args:
         profile: costs for micro-batches of the size that ``chunks`` gives.
-        bandwidth: bytes per second between devices; 0 for transfers without delay.
+        bandwidth, schedule: as for :func:`suggest`.
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
-        schedule: the schedule of ``step``; ``None`` for a forward and its backward.
     """
-    cut = checks.check_balance(balance, len(checks.check_is(profile, "profile", Profile, _A_PROFILE).layers))
+    checks.check_is(profile, "profile", Profile, "a Profile, as gpipe.balance.profile() returns")
+    cut = checks.check_balance(balance, len(profile.layers))
     scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
     return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
@@ -159,7 +140,7 @@ def suggest(
     devices: Sequence[Device],
     *,
     chunks: Sequence[int] = (),
-    checkpoints: Sequence[str] = _MODES,
+    checkpoints: Sequence[str] = MODES,
     memory_limit: int = 0,
     bandwidth: float = 0.0,
     schedule: str | None = "auto",
@@ -170,7 +151,8 @@ def suggest(
     progress: Callable[[float], None] | None = None,
 ) -> Suggestion:
     """Measures a model at several micro-batch sizes. Searches for the schedule, placement, balance, number of chunks and
-    checkpoint mode that train it fastest. Other arguments and errors as for :func:`profile`.
+    checkpoint mode that train it fastest. Returns the candidates, best first; if none fits, also the device, the
+    missing bytes and what would help. Other arguments and errors as for :func:`profile`.
 
     Args:
         sample: a mini-batch.
@@ -181,13 +163,10 @@ def suggest(
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
         stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two per worker.
         seconds: approximate time limit for all measurements.
-
-    Returns:
-        The candidates, best first. If none fits: the device, the missing bytes and what would help.
     """
     placed = _check_devices(devices)
     counts = [checks.check_chunks(number) for number in checks.check_list(chunks, "chunks")]
-    modes = [checks.check_checkpoint(mode) for mode in checks.check_list(checkpoints, "checkpoints")]
+    modes = _check_modes(checkpoints)
     options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
     scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
     with _measured(module, sample, placed[0]) as (layers, batch):
@@ -212,29 +191,31 @@ def plan_cluster(
     profiles: Sequence[Profile],
     samples: int,
     *,
-    checkpoints: Sequence[str] = _MODES,
+    checkpoints: Sequence[str] = MODES,
     schedule: str | None = "auto",
 ) -> ClusterPlan:
     """Chooses how to train a model on all devices of a cluster: the number of replicas, and what :func:`suggest` chooses.
+    Returns the best candidate for each number of replicas, best first. Every figure is predicted.
 
     Args:
         profiles: of one model, on a device of the cluster, each for micro-batches of a size to try.
         samples: number of samples in the mini-batch, which the replicas share equally.
         checkpoints, schedule: as for :func:`suggest`.
-
-    Returns:
-        The best candidate for each number of replicas, best first. Every figure is predicted.
     """
     checks.check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
     listed = checks.check_list(profiles, "profiles")
     for each in listed:
         checks.check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns")
-    modes = [checks.check_checkpoint(mode) for mode in checks.check_list(checkpoints, "checkpoints")]
-    return _C.plan_cluster(cluster, listed, samples, modes, checks.check_scheduling(_name(schedule), 1, "looped", 0)[0])
+    name, _, _ = checks.check_scheduling(_name(schedule), 1, "looped", 0)
+    return _C.plan_cluster(cluster, listed, samples, _check_modes(checkpoints), name)
 
 
 def _name(schedule: object) -> object:
     return "" if schedule is None else schedule
+
+
+def _check_modes(checkpoints: object) -> list[str]:
+    return list(map(checks.check_checkpoint, checks.check_list(checkpoints, "checkpoints")))
 
 
 def _progress(function: object) -> Callable[[float], None] | None:
@@ -264,16 +245,14 @@ def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterat
     parameters and buffers that layers replaced."""
     model = as_sequential(module, sample)
     verify_module(model)
-    verify_skippables(model)
     tensors, structure = take_apart(sample)
-    states = [(each, each.training, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
-    model.train()
+    states = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
     try:
         moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
-        yield layers_of(model), structure.build(moved)
+        with mode(model, True):
+            yield layers_of(model), structure.build(moved)
     finally:
-        for each, training, parameters, buffers in states:
-            each.training = training
+        for each, parameters, buffers in states:
             if not isinstance(each, torch.jit.ScriptModule):  # a scripted module cannot replace them
                 each._parameters.update(parameters)
                 each._buffers.update(buffers)

@@ -1,7 +1,5 @@
 """Modes of PyTorch that are active around the call of a pipeline."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +22,8 @@ def refuse_tracing() -> None:
     if torch.compiler.is_exporting():
         tracers.insert(0, "torch.export")
     if tracers:
-        raise NotImplementedError(
-            f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads; trace the unpartitioned "
-            "model, whose state has the same keys"
-        )
+        why = f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads"
+        raise NotImplementedError(f"{why}; trace the unpartitioned model, whose state has the same keys")
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:
@@ -38,36 +34,32 @@ def refuse_sharded_layers(stages: nn.Module) -> None:
     if (fsdp is None and tensors is None) or not torch.distributed.is_initialized():
         return
     for name, module in stages.named_modules():
+        how = ""
         if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
             how = "FSDP"
         elif tensors is not None and any(isinstance(own, tensors.DTensor) for own in module.parameters(recurse=False)):
             how = "its parameters are DTensors"
-        else:
-            continue
-        raise RuntimeError(
-            f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be; shard the whole "
-            "pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
-        )
+        if how:
+            what = f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be"
+            advice = "shard the whole pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
+            raise RuntimeError(f"{what}; {advice}")
 
 
 def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
-    """Raises RuntimeError if ``step``, or a ``loss`` that FSDP does not know of, is called on a sharded pipeline. The
-    gradients would not reach the sharded parameters."""
+    """Raises RuntimeError for calls on a sharded pipeline whose gradients would not reach the sharded parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not isinstance(pipe, fsdp.FSDPModule):
         return
     tensors = sys.modules["torch.distributed.tensor"]
     if method == "step" or any(isinstance(parameter, tensors.DTensor) for parameter in pipe.parameters()):
-        raise RuntimeError(
-            f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
-            "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
-        )
+        what = f"{method}() cannot train a pipeline that is sharded by fully_shard"
+        advice = "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...)"
+        raise RuntimeError(f"{what}; call {advice}.backward()")
 
 
 @contextmanager
 def outside_checkpoints() -> Iterator[None]:
-    """Removes the saved-tensor hooks of torch.utils.checkpoint for a block. The workers would inherit the hooks, and their
-    backward would run the whole pipeline again."""
+    """Removes the hooks of torch.utils.checkpoint for a block. In workers they would run the whole pipeline again."""
     removed = []
     while hooks := _autograd._top_saved_tensors_default_hooks(True):
         if getattr(hooks[0], "__module__", None) != _checkpoint.__name__:

@@ -35,8 +35,7 @@ def shown(value: object) -> str:
 
 
 def check_whole(value: object, name: str, bits: int = 31) -> int:
-    """Returns an integer of any integer type as ``int``. Raises TypeError for other values, and ValueError for an absolute
-    value from ``2**bits``."""
+    """Returns a value of any integer type as ``int``. Raises TypeError for others, ValueError from ``2**bits``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -82,8 +81,7 @@ def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
 
 
 def check_chunks(chunks: object, name: str = "chunks") -> int:
-    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError for other values, and ValueError
-    for a number that is not positive."""
+    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError or ValueError for others."""
     number = check_whole(int(chunks) if isinstance(chunks, float) and chunks.is_integer() else chunks, name)
     _C.check_chunks(number)
     return number
@@ -130,8 +128,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_balance(balance: object, layers: int) -> list[int]:
-    """Returns the balance of a model of ``layers`` layers, ``[]`` for an empty model. Raises TypeError for anything but
-    integers, and BalanceError for a balance that does not cut the model."""
+    """Returns the balance of a model of ``layers`` layers, ``[]`` if it is empty. Raises TypeError or BalanceError."""
     if balance is not None and not isinstance(balance, Iterable):
         what = "balance must be a list of the number of layers of each stage"
         raise TypeError(f"{what}, but is {shown(balance)}{_ADVICE}")
@@ -173,12 +170,11 @@ def check_scheduling(
 
 
 class Workers(NamedTuple):
-    """Where the stages of a pipeline run: the device of each worker (the CPU for those of other ranks), the worker of
-    each stage, and the rank of each worker."""
+    """Where the stages of a pipeline run."""
 
-    devices: list[torch.device]
-    placement: list[int]
-    ranks: list[int]
+    devices: list[torch.device]  # of each worker; the CPU for those of other ranks
+    placement: list[int]  # the worker of each stage
+    ranks: list[int]  # of each worker
 
 
 def arrange_workers(

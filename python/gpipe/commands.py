@@ -1,7 +1,5 @@
 """The commands of ``python -m gpipe``. Each returns its output and exit status."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -35,15 +33,14 @@ def draw(options: argparse.Namespace) -> tuple[str, int]:
 def check(options: argparse.Namespace) -> tuple[str, int]:
     made = _schedule(options)
     ran = _simulate(made, options)
-    peaks = list(zip(ran.peak_cells, ran.timeline.peak_bytes()))
+    cells, sizes = ran.peak_cells, ran.timeline.peak_bytes()
     if options.json:
         fields: dict[str, object] = {"workers": made.workers, "stages": made.stages, "micro_batches": made.chunks}
-        fields |= {"makespan": ran.makespan, "bubble": ran.bubble}
-        fields |= {"peak_cells": [cells for cells, _ in peaks], "peak_bytes": [size for _, size in peaks]}
+        fields |= {"makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": cells, "peak_bytes": sizes}
         return json.dumps(fields, indent=2) + "\n", 0
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
-    lines += [f"{worker:6}  {cells:10}  {size:10}" for worker, (cells, size) in enumerate(peaks)]
+    lines += [f"{worker:6}  {peak[0]:10}  {peak[1]:10}" for worker, peak in enumerate(zip(cells, sizes))]
     return "\n".join(lines) + "\n", 0
 
 

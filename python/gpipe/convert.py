@@ -1,7 +1,5 @@
 """Writes weights as a safetensors file: ``python -m gpipe convert weights.pth weights.safetensors``."""
 
-from __future__ import annotations
-
 import os
 
 import torch

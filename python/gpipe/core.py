@@ -1,7 +1,5 @@
 """The C++ pipeline behind a :class:`gpipe.GPipe`."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +12,12 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
-from gpipe.meta import borrowed_across_ranks
-from gpipe.partition import Partition, Stages, layers_of, split
+from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
 
 
 class Core:
-    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own. Stages of
-    other ranks lose their layers when the C++ pipeline is made."""
+    """Cuts a model into stages. Makes the C++ pipeline when first needed, and then drops the layers of other ranks."""
 
     def __init__(
         self,
@@ -33,12 +29,11 @@ class Core:
         keep_memory: bool,
         ranks: Ranks | None,
     ) -> None:
-        rank = 0 if ranks is None else ranks.rank
+        rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
         self.ranks = ranks
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        native_ranks = None if ranks is None else ranks._core
         self._schedule = schedule
         self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
         of_stages = [self.devices[worker] for worker in self.placement]
@@ -58,21 +53,20 @@ class Core:
         with self._lock:
             layers = self.stages.layers().values()
             replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
-            if self._pipeline is None or replaced or not self._pipeline.refresh():
-                if self._pipeline is not None and self.ranks is not None:
-                    raise RuntimeError(
-                        "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline "
-                        "on all ranks"
-                    )
-                stages = [(stage, layers_of(stage)) for stage in self.stages]
-                self._pipeline = _C.Pipeline(stages, self.schedule, *self._options)
-                if self.ranks is not None:
-                    self.ranks.add(self._pipeline)
-                    for index, stage in enumerate(self.stages):
-                        if not self._is_here[index]:
-                            self.stages[index] = Partition().train(stage.training)
-                self._layers = list(self.stages.layers().values())
-                self.norms = [module for module in self.stages.modules() if isinstance(module, DeferredBatchNorm)]
+            if self._pipeline is not None and not replaced and self._pipeline.refresh():
+                return self._pipeline
+            if self._pipeline is not None and self.ranks is not None:
+                what = "layers or shared parameters of this pipeline were replaced"
+                raise RuntimeError(f"{what}; over ranks, make a new pipeline on all ranks")
+            stages = [(stage, layers_of(stage)) for stage in self.stages]
+            self._pipeline = _C.Pipeline(stages, self.schedule, *self._options)
+            if self.ranks is not None:
+                self.ranks.add(self._pipeline)
+                for index, stage in enumerate(self.stages):
+                    if not self._is_here[index]:
+                        self.stages[index] = Partition().train(stage.training)
+            self._layers = list(self.stages.layers().values())
+            self.norms = [module for module in self.stages.modules() if isinstance(module, DeferredBatchNorm)]
             return self._pipeline
 
     @property
@@ -95,7 +89,7 @@ class Core:
     def __getstate__(self) -> dict[str, Any]:
         if self.ranks is not None:
             raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
-        made = ("_lock", "_pipeline", "_layers", "norms")
+        made = ("_lock", "_pipeline", "_layers", "norms")  # by _forget()
         return {name: value for name, value in self.__dict__.items() if name not in made} | {"_schedule": self.schedule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -5,8 +5,6 @@ and each recompute starts from the state that its forward started from; also the
 a layer. PyTorch's draws come from a :class:`gpipe.RandomScope` instead.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -25,8 +23,7 @@ _turn = threading.RLock()
 
 @contextmanager
 def without_turn() -> Iterator[None]:
-    """Releases the lock for a block, if this thread holds it. For a stage that waits for a pipeline inside one of its
-    layers, whose stages may need the lock."""
+    """Releases the lock for a block, if this thread holds it: inside a layer, another pipeline may need the lock."""
     held = _turn._is_owned()  # type: ignore[attr-defined]
     if held:
         _turn.release()
@@ -89,8 +86,7 @@ class Draws:
         self._may_draw = True  # whether the next forward takes the lock
 
     def __call__(self, run: Callable[[Any], Any], input: Any) -> Any:
-        """Calls ``run(input)``, which runs the layers of the stage. Raises RuntimeError if a recompute drew other numbers
-        than its forward."""
+        """Calls ``run(input)``, the stage's layers. Raises RuntimeError if a recompute drew other numbers."""
         if is_checkpointing():
             return self._forward(run, input)
         if is_recomputing():

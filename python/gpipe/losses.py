@@ -1,5 +1,4 @@
-"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and a check that a loss can be computed in
-parts."""
+"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and whether a loss has parts."""
 
 from __future__ import annotations
 
@@ -108,14 +107,13 @@ def _reduction_of(loss: object) -> tuple[str, Callable[[Any], float] | None] | N
         return None
     if settings["reduction"] == "sum" or "ignore_index" not in settings:
         return "sum" if settings["reduction"] == "sum" else "mean", None
-    return "mean", partial(_count_of_classes, weight=settings["weight"], ignore_index=settings["ignore_index"])
+    return "mean", partial(_C.count_of_classes, settings["weight"], settings["ignore_index"])
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:
     if isinstance(loss, nn.Module):
-        of_torch = type(loss).__module__ == nn.modules.loss.__name__
-        names = ("reduction", "weight", "ignore_index")
-        settings = {name: getattr(loss, name) for name in names if of_torch and hasattr(loss, name)}
+        names = ("reduction", "weight", "ignore_index") if type(loss).__module__ == nn.modules.loss.__name__ else ()
+        settings = {name: getattr(loss, name) for name in names if hasattr(loss, name)}
     else:
         function: Any = loss
         given: dict[str, Any] = {}
@@ -132,15 +130,3 @@ def _settings_of(loss: object) -> dict[str, Any] | None:
 def _defaults(function: Any) -> dict[str, Any]:
     """Returns the default values of a function's parameters."""
     return {name: each.default for name, each in signature(function).parameters.items()}
-
-
-def _count_of_classes(target: Any, weight: Tensor | None, ignore_index: int) -> float:
-    """Returns what a cross entropy or NLL loss divides by: the number of targets that are not ignored, or the sum of their
-    classes' weights."""
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return float(len(target))  # probabilities: a mean over samples
-    counted = target[target != ignore_index]
-    if weight is None:
-        return float(counted.numel())
-    weights = weight.detach().to(target.device)[counted.long()]
-    return float(weights.sum(dtype=torch.promote_types(weights.dtype, torch.float32)))

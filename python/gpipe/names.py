@@ -1,7 +1,5 @@
 """Names of parameters, buffers and state, as the user's model has them."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping

@@ -4,10 +4,11 @@ The first stage that has a parameter owns it. A stage on another device gets a s
 Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a copy.
 """
 
-from __future__ import annotations
-
+import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from torch.nn.parameter import is_lazy
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
-from gpipe.meta import materialize
 from gpipe.names import rename_missing
-from gpipe.randomness import redirect_generators
-from gpipe.skip import Skippable, skippables_in
+from gpipe.randomness import RandomScope, redirect_generators
+from gpipe.skip import Skippable, skippables_in, verify_skippables
 
 
 class _Kept(torch.autograd.Function):
@@ -52,22 +52,16 @@ class Partition(nn.Sequential):
         return output
 
     def _mark_kept(self) -> None:
-        """Makes a backward through a tensor that a layer keeps as an attribute an error. The tensor has no graph, because
-        the forward will be recomputed."""
+        """Makes a backward through a tensor that a layer keeps an error, because its forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
-            self._kept = [
-                (module, name)
-                for module in self.modules()
-                for name, value in vars(module).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
-            ]
+            attributes = [(module, *item) for module in self.modules() for item in vars(module).items()]
+            self._kept = [each[:2] for each in attributes if isinstance(each[2], Tensor) and each[2].grad_fn]
             return
+        keep: Any = _Kept.apply
         for module, name in self._kept:
             if isinstance(tensor := vars(module).get(name), Tensor):
                 with torch.enable_grad():
-                    source = torch.empty(0, requires_grad=True)
-                    keep: Any = _Kept.apply
-                    vars(module)[name] = keep(source, tensor.detach())
+                    vars(module)[name] = keep(torch.empty(0, requires_grad=True), tensor.detach())
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
@@ -76,10 +70,8 @@ class Partition(nn.Sequential):
                 input = layer(input)
             except ValueError as error:
                 if "Expected more than 1 value per channel" in str(error) and hasattr(error, "add_note"):
-                    error.add_note(
-                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this "
-                        "mini-batch, or leave it out: DataLoader(..., drop_last=True)"
-                    )
+                    advice = "use fewer chunks for this mini-batch, or leave it out: DataLoader(..., drop_last=True)"
+                    error.add_note(f"[gpipe] a batch norm cannot train on a micro-batch of one sample; {advice}")
                 raise
         return input
 
@@ -102,22 +94,18 @@ def split(
     module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
 ) -> list[Partition]:
     """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
-    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`gpipe.meta.materialize`, and if stages on
+    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`materialize`, and if stages on
     different devices share a parameter through a module that cannot use a stand-in."""
-    layers = iter(module.named_children())
-    stages = []
-    for count in balance:
-        partition = Partition()
-        for _ in range(count):
-            partition.add_module(*next(layers))
-        partition.training = module.training
-        stages.append(partition)
-    _check_stand_ins([stage for stage, here in zip(zip(stages, devices), is_here) if here])
+    layers = module.named_children()
+    stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
+    for stage in stages:
+        stage.training = module.training
+    own = [(stage, device) for stage, device, here in zip(stages, devices, is_here) if here]
+    _check_stand_ins(own)
     materialize(stages, devices, is_here)
     # From last to first, so that a parameter of several stages ends on the device of the first one here.
-    for partition, device, here in reversed(list(zip(stages, devices, is_here))):
-        if here:
-            partition.to(device)
+    for stage, device in reversed(own):
+        stage.to(device)
     return stages
 
 
@@ -129,7 +117,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
-            [(skip, skip.stashes(), skip.pops()) for _, skip in skippables_in(layer, name)],
+            [(skip, *skip.skip_keys()) for _, skip in skippables_in(layer, name)],
         )
         for name, layer in module.named_children()
     ]
@@ -146,8 +134,7 @@ def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn
 
 @contextmanager
 def _standing_in(stage: nn.Module, borrowed: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Makes the modules of a stage find stand-ins instead of parameters, for a block. ``borrowed`` has a tuple
-    (parameter, stand-in) for each."""
+    """Makes the modules of a stage find stand-ins for a block. ``borrowed`` has tuples (parameter, stand-in)."""
     places = list(_places(stage, [parameter for parameter, _ in borrowed]))
     for module, name, index in places:
         module.__dict__[name] = borrowed[index][1]  # Python looks here before it asks the module
@@ -166,17 +153,88 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
         for module, name, _ in _places(stage, borrowed):
             scripted = isinstance(module, torch.jit.ScriptModule)
             if scripted or id(module) in earlier:
+                why = "is compiled by TorchScript" if scripted else "itself stands in both stages"
                 raise ValueError(
                     f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
-                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
-                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
-                    "parameters of two modules"
+                    f"{why}; put the layers that share it into one stage, the stages on one device, or tie two modules"
                 )
         earlier.update(map(id, stage.modules()))
 
 
+def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) -> list[nn.Parameter]:
+    """Returns the parameters of this rank's stages, as ``is_here`` tells, that belong to a stage of another rank."""
+    owned_here: dict[nn.Parameter, bool] = {}
+    held = [(parameter, here) for stage, here in zip(stages, is_here) for parameter in stage.parameters()]
+    found = [parameter for parameter, here in held if not owned_here.setdefault(parameter, here) and here]
+    return list(dict.fromkeys(found))
+
+
+def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
+    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank, by ``reset_parameters()`` of their
+    modules, submodules first, each layer with random numbers of its own. So the values depend neither on the cut nor on the
+    number of ranks. A tensor of several modules gets the values of the first one. If that is on another rank, it is zero
+    here until the first call. All arguments have an item per stage. Raises ValueError for a ``reset_parameters()`` that is
+    missing or does not initialize all."""
+    if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
+        return
+    seed = RandomScope.draw_seed()
+    made: set[Tensor] = set()
+    for stage, device, here in zip(stages, devices, is_here):
+        for tensor in chain(stage.parameters(), stage.buffers()):
+            if here and tensor.is_meta:
+                # Keeps the object, so shared tensors stay shared.
+                empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+                made.add(tensor)
+    initialized = made.intersection(borrowed_across_ranks(stages, is_here))
+    for parameter in initialized:
+        parameter.data.zero_()
+    layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
+    for index, ((name, layer), here) in enumerate(layers):
+        if here:
+            with RandomScope(seed, index, 0), torch.no_grad():
+                _initialize(layer, name, made, initialized)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
+def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor]) -> None:
+    """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
+
+    def initialize(module: nn.Module) -> None:
+        own = _own(module)
+        if not made.intersection(own) - initialized:
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        where = f"layer '{name}' has a {type(module).__name__} on the meta device"
+        if reset is None:
+            advice = "add that method, or make the model on the CPU"
+            raise ValueError(f"{where} without reset_parameters(), which would initialize it; {advice}")
+        kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
+        versions = [tensor._version for tensor in own]
+        reset()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        for tensor, version in zip(own, versions):
+            written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
+            if tensor in made and not written and any(tensor is each for each in _own(module)):
+                what = f"whose reset_parameters() leaves a tensor of shape {tuple(tensor.shape)} without values"
+                raise ValueError(f"{where} {what}; make it initialize all, or make the model on the CPU")
+        initialized.update(own)
+
+    layer.apply(initialize)
+
+
 def verify_module(module: nn.Sequential) -> None:
-    """Raises TypeError or ValueError if a model, except for its skips, cannot become a pipeline; see :class:`gpipe.GPipe`."""
+    """Raises TypeError or ValueError if a model cannot become a pipeline; see :class:`gpipe.GPipe`."""
     kind = type(module)
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -206,6 +264,6 @@ def verify_module(module: nn.Sequential) -> None:
     first: dict[nn.Module | None, str] = {}
     for name, layer in module._modules.items():
         if (other := first.setdefault(layer, name)) != name:
-            raise ValueError(
-                f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one place"
-            )
+            advice = "use a copy, because each layer belongs to one place"
+            raise ValueError(f"layers '{other}' and '{name}' are the same module; {advice}")
+    verify_skippables(module)

@@ -25,7 +25,6 @@ from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, verify_module
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
-from gpipe.skip import verify_skippables
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import TeamCalls
 
@@ -85,9 +84,8 @@ class GPipe(OriginalNames, TeamCalls):
 
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, its skips do not match, or an argument has a wrong type.
-        ValueError: if ``balance`` does not cut the model, an option is out of range, a layer stands in two places,
-            ``module`` itself has hooks, parameters or buffers, a parameter is not initialized, or stages on different
-            devices share a parameter through one module.
+        ValueError: if ``balance`` does not cut the model, an option is out of range, or ``module`` cannot be cut: it
+            has hooks, parameters or buffers of its own, a layer in two places, or a parameter that is not initialized.
         IndexError: for fewer devices than workers, or a device that this process does not have.
         RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
@@ -116,19 +114,17 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> None:
         super().__init__()
         verify_module(module)
-        verify_skippables(module)
         self._chunks, self._checkpoint = chunks, checkpoint
         self.balance = checks.check_balance(balance, len(module))
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
-        stages = len(self.balance)
-        native_ranks = None if ranks is None else ranks._core
-        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, native_ranks)
+        scheduling = len(self.balance), schedule, stages_per_worker, placement
+        workers = checks.arrange_workers(devices, *scheduling, None if ranks is None else ranks._core)
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
         self.training = module.training
-        state = {} if ranks is None else self.state_dict(keep_vars=True)
+        state = self.state_dict(keep_vars=True) if ranks else {}
         first_names: dict[int, str] = {}
         self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._warned = False
@@ -149,20 +145,17 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
         measures its layers for about ``seconds``, and cuts it into ``stages`` of equal time. Over ranks, rank 0 measures.
-
-        Args:
-            args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            options: as for the constructor.
-
-        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
-        """
+        ``args``, a tuple or the only argument, and ``kwargs`` are a mini-batch. ``options`` are the constructor's.
+        Raises what it, :func:`gpipe.to_sequential` and :func:`gpipe.balance.balance_by_time` raise."""
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         sample, _ = first_micro_batch(input_of(args, kwargs or {}), checks.check_chunks(options.get("chunks", 1)))
-        if (group := options.get("group")) is None:
-            return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
-        ranks = ranks_of(group)
-        text = on_rank_0(ranks, lambda: " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds))))
+
+        def measured() -> str:
+            return " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds)))
+
+        ranks = ranks_of(options["group"]) if options.get("group") is not None else None
+        text = measured() if ranks is None else on_rank_0(ranks, measured)
         return cls(model, [int(layers) for layers in text.split()], **options | {"group": ranks})
 
     @property
@@ -195,7 +188,7 @@ class GPipe(OriginalNames, TeamCalls):
         return list(self._core.placement)
 
     def extra_repr(self) -> str:
-        devices = ", ".join(str(device) for device in self.devices)
+        devices = ", ".join(map(str, self.devices))
         text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint='{self.checkpoint}'"
         text += f", schedule='{self.schedule}'"
         if self.placement != list(range(len(self.balance))):
@@ -281,10 +274,8 @@ class GPipe(OriginalNames, TeamCalls):
 
         current = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
         if any(device is None or with_index(each) != with_index(device) for each in current):
-            raise TypeError(
-                "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
-                "GPipe(..., devices=[...]) instead"
-            )
+            what = "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers"
+            raise TypeError(f"{what}; pass GPipe(..., devices=[...]) instead")
         return self
 
     @property
@@ -297,21 +288,17 @@ class GPipe(OriginalNames, TeamCalls):
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains and ``schedule`` is only that of :meth:`step`.
+        trains and ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note that names its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
-
-        An exception of a layer is raised with a note that names the stage, the micro-batch and the layer.
         """
         with self._core.refusing():
             if others or named:
-                raise TypeError(
-                    "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
-                    "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
-                )
+                advice = "pass several tensors as a tuple, pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
+                raise TypeError(f"a pipeline takes one input, which its first layer gets; {advice}")
             refuse_tracing()
             refuse_sharded_layers(self.partitions)
             if not self.balance:
@@ -327,11 +314,8 @@ class GPipe(OriginalNames, TeamCalls):
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
             return
         self._warned = True
-        warnings.warn(
-            f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-            f"'{self.schedule}'",
-            stacklevel=5,
-        )
+        what = "forward() and backward() always run all forwards, then all backwards"
+        warnings.warn(f"{what}; only step() has schedule='{self.schedule}'", stacklevel=5)
 
     def step(
         self,
@@ -347,7 +331,8 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> Any:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
-        itself in :meth:`forward` only. Backwards do not use autocast.
+        itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch; with
+        ``return_output``, a tuple of it and the detached output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -369,9 +354,6 @@ class GPipe(OriginalNames, TeamCalls):
             return_output: whether to return the model's output too, as the loss leaves it.
             check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
                 unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
-
-        Returns:
-            The detached loss of the mini-batch. With ``return_output``, a tuple of it and the detached output.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
@@ -413,19 +395,16 @@ class GPipe(OriginalNames, TeamCalls):
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._core.pipeline()
-            if self.ranks is not None and type(scale) is GradScaler:
+            if self.ranks and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
-            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
-                raise ValueError(
-                    "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
-                    "pass a loss without parameters"
-                )
+            if self.ranks and self.ranks.replicas > 1 and trains(loss):
+                advice = "make it the last layer of the model, and pass a loss without parameters"
+                raise ValueError(f"the loss has parameters, whose gradients replicas do not sum; {advice}")
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
+        call = checked(loss), kind_of(loss), chosen, self.training, method == "loss"
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
-            return pipeline.train(
-                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
-            )
+            return pipeline.train(input, target, *call)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

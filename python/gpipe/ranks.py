@@ -41,10 +41,8 @@ class Ranks:
         nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
             The same on all ranks.
 
-    Raises:
-        TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a wrong number of
-            replicas, or ``nccl`` where NCCL cannot be used.
+    Raises TypeError if ``group`` is not a process group that this process belongs to, and ValueError for an option that
+    cannot be used.
 
     Attributes:
         rank: the number of this process, from 0.
@@ -76,30 +74,11 @@ class Ranks:
         multiprocessing.util.Finalize(None, _finish_all, exitpriority=100)
 
     @classmethod
-    def from_environment(
-        cls,
-        *,
-        timeout: float | timedelta = 300.0,
-        join_timeout: float | timedelta = 1800.0,
-        interface: str = "",
-        replicas: int = 1,
-        nccl: bool = False,
-    ) -> Ranks:
+    def from_environment(cls, **options: Any) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-        ``MASTER_PORT``. Needs no process group. Arguments as for the constructor.
-
-        Raises:
-            ValueError: for a variable that is missing or not valid.
-            RuntimeError: if the store cannot be served or reached.
-        """
-        return cls(
-            _ENVIRONMENT,
-            timeout=timeout,
-            join_timeout=join_timeout,
-            interface=interface,
-            replicas=replicas,
-            nccl=nccl,
-        )
+        ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
+        variable that is missing or not valid, and RuntimeError if the store cannot be served or reached."""
+        return cls(_ENVIRONMENT, **options)
 
     def add(self, pipeline: _C.Pipeline) -> None:
         """Notes a pipeline of these processes."""
@@ -113,26 +92,22 @@ class Ranks:
     @checks_arguments
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which call it in the same order and wait for it. For short texts, before
-        pipelines are made.
-
-        Raises:
-            RuntimeError: if a rank has failed, or rank 0 does not come within ``join_timeout``.
-        """
+        pipelines are made. Raises RuntimeError if a rank has failed, or rank 0 does not come in ``join_timeout``."""
         return self._core.share(text)
 
     def finish(self) -> None:
         """Leaves the job: pipelines cannot be used afterwards. Waits until the other ranks have left too, for at most
         ``timeout``. The end of a ``with`` block, or of the program, calls it. After an exception these do not wait: they tell
-        the other ranks, whose calls raise an exception that quotes it.
-        """
+        the other ranks, whose calls raise an exception that quotes it."""
         self._finish(None)
 
     def _finish(self, error: BaseException | None) -> None:
         if self in _unfinished:
             _unfinished.remove(self)
-        failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-        text = "".join(traceback.format_exception_only(error)).strip() if failed else ""
-        if not failed and any(pipeline.busy for pipeline in self._pipelines):
+        text = ""
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            text = "".join(traceback.format_exception_only(error)).strip()
+        elif any(pipeline.busy for pipeline in self._pipelines):
             text = "it ended during a call"
         self._core.finish(text)
 
@@ -168,19 +143,15 @@ def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
 
 
 def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
-    """Returns on all ranks what ``work`` returns on rank 0, where it is called. Raises its exception there, and a RuntimeError
-    on the other ranks."""
-    error = None
-    text = ""
+    """Returns on all ranks what ``work`` returns on rank 0. Raises its exception there, RuntimeError elsewhere."""
     if ranks.rank == 0:
         try:
-            text = "+" + work()
-        except Exception as raised:
-            error = raised
-            text = f"-{type(raised).__name__}: {raised}"
-    text = ranks.share(text)
-    if error is not None:
-        raise error
+            text = work()
+        except Exception as error:
+            ranks.share(f"-{type(error).__name__}: {error}")
+            raise
+        return ranks.share(f"+{text}")[1:]
+    text = ranks.share("")
     if text.startswith("-"):
         raise RuntimeError(f"rank 0 failed: {text[1:]}")
     return text[1:]
@@ -189,7 +160,6 @@ def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
 @atexit.register
 def _finish_all() -> None:
     """Leaves all jobs. Tells the other ranks if an exception ends the program."""
-    interactive = hasattr(sys, "ps1")
-    error = None if interactive else getattr(sys, "last_exc", getattr(sys, "last_value", None))
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", getattr(sys, "last_value", None))
     for ranks in list(_unfinished):
         ranks._finish(error)

@@ -37,7 +37,6 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _NamespaceMeta(type):
-    # None is the namespace of layers that are not isolated.
     def __instancecheck__(cls, instance: object) -> bool:
         return instance is None or type.__instancecheck__(cls, instance)
 
@@ -101,13 +100,11 @@ class Skippable(nn.Module):
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
         return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
 
-    def stashes(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer stashes, as the extension module takes it."""
-        return [(self.native_namespace(name), name) for name in sorted(self.stashable_names)]
-
-    def pops(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer pops, likewise."""
-        return [(self.native_namespace(name), name) for name in sorted(self.poppable_names)]
+    def skip_keys(self) -> tuple[list[tuple[_C.Namespace, str]], list[tuple[_C.Namespace, str]]]:
+        """Returns what the layer stashes and what it pops, as the extension module takes it."""
+        sides = sorted(self.stashable_names), sorted(self.poppable_names)
+        stashes, pops = ([(self.native_namespace(name), name) for name in names] for names in sides)
+        return stashes, pops
 
     def name_in_messages(self, key: str) -> str:
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
@@ -129,12 +126,12 @@ class Skippable(nn.Module):
 _thread = threading.local()  # its `forward` is the innermost one of a skippable layer that runs
 
 
+@dataclass
 class _Forward:
     """One forward of a skippable layer."""
 
-    def __init__(self, layer: Skippable) -> None:
-        self.layer = layer
-        self.answer: Tensor | None = None  # of the last stash() or pop()
+    layer: Skippable
+    answer: Any = None  # of the last stash() or pop()
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
         """Returns the result of a forward that is a generator and yields what stash() and pop() return."""
@@ -143,52 +140,42 @@ class _Forward:
             while True:
                 answer = generator.send(answer)
                 if answer is not self.answer:
-                    raise TypeError(
-                        f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...) and pop(...)"
-                    )
+                    advice = "yield only stash(...) and pop(...)"
+                    raise TypeError(f"the forward of a @skippable layer yielded {answer!r}: {advice}")
         except StopIteration as stop:
             return stop.value
         finally:
             generator.close()
 
 
-def _execute(call: str, name: str, *tensor: Tensor | None) -> Any:
+def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any:
     """Executes a ``stash`` or ``pop`` of the layer whose forward runs."""
     current: _Forward | None = getattr(_thread, "forward", None)
     if current is None:
-        raise RuntimeError(
-            f"{call}('{name}') was called outside the forward of a @skippable layer; call it in the forward of a layer that "
-            "declares the name"
-        )
-    layer = current.layer
-    declared = layer.stashable_names if tensor else layer.poppable_names
+        what = f"{call.__name__}('{name}') was called outside the forward of a @skippable layer"
+        raise RuntimeError(f"{what}; call it in the forward of a layer that declares the name")
+    declared = current.layer.stashable_names if tensor else current.layer.poppable_names
     if name not in declared:
         done = "stashed" if tensor else "popped"
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
         raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
-    run: Any = getattr(_C, call)
-    current.answer = run(layer.native_namespace(name), name, *tensor)
+    current.answer = call(current.layer.native_namespace(name), name, *tensor)
     return current.answer
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that declares the
-    name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it.
-
-    Raises:
-        TypeError: if ``tensor`` is neither ``None`` nor a plain tensor.
-        RuntimeError: if the layer does not declare the name; in a pipeline, if it stashes it twice.
-    """
+    """Stores a tensor, or ``None``, for the layer that pops the name, which ``@skippable(stash=[...])`` of the calling
+    layer must declare. Do not change the tensor in place before another stage pops it. Raises TypeError for a tensor
+    that is not plain, and RuntimeError for a name that is not declared, or in a pipeline is stashed twice."""
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
-    return _execute("stash", name, tensor)
+    return _execute(_C.stash, name, tensor)
 
 
 def pop(name: str) -> Any:
-    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage. Call it
-    in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. Raises RuntimeError if the layer does
-    not, or if the name was not stashed."""
-    return _execute("pop", name)
+    """Returns what an earlier layer stashed under a name, on the device of the layer's stage. ``@skippable(pop=[...])``
+    of the calling layer must declare the name. Raises RuntimeError otherwise, and if the name was not stashed."""
+    return _execute(_C.pop, name)
 
 
 def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
@@ -217,8 +204,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
 
 def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]]:
-    """Yields the skippable modules among a layer and its submodules, each with its name in messages. ``name`` is the
-    layer's."""
+    """Yields a layer's skippable modules, each with its name in messages. ``name`` is the layer's."""
     for path, module in layer.named_modules():
         if isinstance(module, Skippable):
             yield module.name_in_messages(f"{name}.{path}" if path else name), module
@@ -228,7 +214,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
     earlier. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
     declarations = [
-        (index, path, skip.stashes(), skip.pops())
+        (index, path, *skip.skip_keys())
         for index, (name, layer) in enumerate(module.named_children())
         for path, skip in skippables_in(layer, name)
     ]

@@ -1,11 +1,7 @@
 """Saves a training state in a file and restores it, so that training continues as if it had not stopped.
 
-    snapshot.write("latest.snapshot", snapshot.Snapshot(
-        model=snapshot.capture_model(pipe),
-        optimizer=snapshot.capture_optimizer(optimizer, pipe),
-        epoch=epoch,
-        random=torch.get_rng_state(),
-    ))
+    model, state = snapshot.capture_model(pipe), snapshot.capture_optimizer(optimizer, pipe)
+    snapshot.write("latest.snapshot", snapshot.Snapshot(model, state, epoch, random=torch.get_rng_state()))
 
     saved = snapshot.read("latest.snapshot")
     snapshot.restore_model(pipe, saved.model)
@@ -36,28 +32,16 @@ from gpipe import _C
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
-__all__ = [
-    "OptimizerState",
-    "Snapshot",
-    "capture_model",
-    "capture_optimizer",
-    "gather",
-    "own_part",
-    "read",
-    "restore_model",
-    "restore_optimizer",
-    "write",
-]
+__all__ = ["OptimizerState", "Snapshot", "capture_model", "capture_optimizer", "gather", "own_part"]
+__all__ += ["read", "restore_model", "restore_optimizer", "write"]
 
 
 class OptimizerState(TypedDict):
-    """An optimizer's options and state, under the names that LibTorch and Python share: its class, such as ``'AdamW'``, empty
-    for none; the options of each group of parameters, with the parameters' names as ``'params'``; and the state of each
-    parameter that has any, by name."""
+    """An optimizer's options and state, under the names that LibTorch and Python share."""
 
-    type: str
-    param_groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
+    type: str  # the class, such as 'AdamW'; empty for none
+    param_groups: list[dict[str, Any]]  # the options of each group, with the parameters' names as 'params'
+    state: dict[str, dict[str, Any]]  # of each parameter that has any, by name
 
 
 @dataclass
@@ -85,22 +69,14 @@ class Snapshot:
 
 def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     """Writes a snapshot to a file, atomically: the path names the previous file until the new one is on the disk.
-    Tensors may be on any device and require gradients. Of a view, only its own elements are saved.
-
-    Raises:
-        OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
-        TypeError, ValueError: if the snapshot cannot be saved.
-    """
+    Tensors may be on any device and require gradients. Of a view, only its own elements are saved. Raises OSError, also
+    while another writer writes the same path, and TypeError or ValueError if the snapshot cannot be saved."""
     _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU.
-
-    Raises:
-        OSError: if the file is missing or cannot be read.
-        ValueError: for a file that is not regular, is changed or truncated, is not a snapshot, or has a newer version.
-    """
+    """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if it
+    cannot be read, and ValueError if it is not regular, changed, truncated, not a snapshot, or of a newer version."""
     return _from_file(*_C.read_snapshot(os.fsencode(path)))
 
 
@@ -114,30 +90,22 @@ def capture_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copies captured tensors into a model's parameters and buffers, on their devices.
-
-    Raises:
-        TypeError: as :func:`capture_model`.
-        ValueError: if the names, shapes, dtypes or layouts differ, or a tensor of the model cannot be written in place.
-            The model is then unchanged.
-    """
+    """Copies captured tensors into a model's parameters and buffers, on their devices. Raises TypeError as
+    :func:`capture_model`, and ValueError if names, shapes, dtypes or layouts differ, or a tensor of the model cannot be
+    written in place. The model is then unchanged."""
     tensors = _tensors_of(model)
     for name in [*tensors, *saved]:
         ours, theirs = (_kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
         if ours != theirs:
-            raise ValueError(
-                f"the snapshot is of another model: '{name}' is {theirs} in the snapshot and {ours} in this model"
-            )
-        _check_writable(name, tensors[name])
+            what = f"'{name}' is {theirs} in the snapshot and {ours} in this model"
+            raise ValueError(f"the snapshot is of another model: {what}")
+        tensor = tensors[name]
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides)):
+            raise ValueError(f"cannot restore '{name}' of this model: its elements share memory; clone it first")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"cannot restore '{name}' of this model: it was made in inference mode; clone it first")
     model.load_state_dict(saved)
-
-
-def _check_writable(name: str, tensor: Tensor) -> None:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides)):
-        raise ValueError(f"cannot restore '{name}' of this model: some of its elements share memory; clone it first")
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"cannot restore '{name}' of this model: it was made in inference mode; clone it first")
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -188,10 +156,8 @@ def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerSt
     if len(groups) != len(state["param_groups"]):
         _refuse(f"it has {len(state['param_groups'])} groups of parameters, but this one has {len(groups)}")
     for index, (ours, group) in enumerate(zip(groups, state["param_groups"])):
-        if lacking := set(ours) - set(group["params"]):
-            _refuse(f"group {index} lacks '{min(lacking)}'")
-        if surplus := set(group["params"]) - set(ours):
-            _refuse(f"group {index} also has '{min(surplus)}'")
+        if different := set(ours) ^ set(group["params"]):
+            _refuse(f"only one of them has '{min(different)}' in group {index}")
     # LibTorch's optimizers lack these options.
     defaults = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
 
@@ -199,7 +165,7 @@ def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerSt
     restored["state"] = {}
     for index, (names, saved) in enumerate(zip(groups, state["param_groups"], strict=True)):
         group = restored["param_groups"][index]
-        options = {**{name: value for name, value in defaults.items() if name in group}, **saved}
+        options = {name: value for name, value in defaults.items() if name in group} | saved
         for name, value in group.items():
             if name not in _HOW and name not in options:
                 _refuse(f"its '{name}' of group {index} is missing")
@@ -226,8 +192,8 @@ def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
     number = _plain(value)
     if isinstance(number, (int, float)):
         return int(number) if field == "step" else number
-    what = _kind_of(value)
-    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}, neither a number nor of the parameter's shape")
+    what = f"{_kind_of(value)}, neither a number nor of the parameter's shape"
+    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}")
 
 
 def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
@@ -246,10 +212,8 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {index} in group {number} of the optimizer does not belong to the model; create the "
-                    "optimizer with the model's parameters"
-                )
+                what = f"parameter {index} in group {number} of the optimizer does not belong to the model"
+                raise ValueError(f"{what}; create the optimizer with the model's parameters")
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 

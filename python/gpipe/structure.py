@@ -1,10 +1,9 @@
 """Splits objects into tensors and structure, and rebuilds them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -15,8 +14,7 @@ from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, 
 
 
 class Structure:
-    """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of, and the classes
-    of its tensors."""
+    """An object without its tensors: the containers and ``None`` that it is made of, and the classes of its tensors."""
 
     def __init__(self, tree: TreeSpec, classes: tuple[type[Tensor] | None, ...]) -> None:
         self._tree = tree
@@ -32,7 +30,8 @@ class Structure:
         return isinstance(other, Structure) and self._classes == other._classes and self._tree == other._tree
 
     def __repr__(self) -> str:
-        return repr(tree_unflatten([cls and _Name(cls.__name__) for cls in self._classes], self._tree))
+        shown = repr(tree_unflatten([cls and f"<{cls.__name__}>" for cls in self._classes], self._tree))
+        return re.sub(r"'<(\w+)>'", r"\1", shown)
 
 
 def _as_class(tensor: Any, cls: type[Tensor]) -> Any:
@@ -125,11 +124,3 @@ class _Containers(pickle.Unpickler):
         if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
-
-
-class _Name:
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text

@@ -17,7 +17,6 @@
 #include "balance/stage_cost.h"
 #include "balance/suggest.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 
@@ -198,25 +197,14 @@ void init_profile(py::module_& module) {
            py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = Checkpoint::kExceptLast,
            py::arg("bandwidth") = 0.0, py::arg("copies") = false)
       .def("cut_bytes", &cut_bytes,
-           "Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, "
-           "skips, "
-           "lent parameters. None where the model cannot be cut, and after the last layer.")
+           "Returns the bytes that a cut after each layer sends forward per micro-batch: activation, skips, lent "
+           "parameters. None where the model cannot be cut, and after the last layer.")
       .def("table", &table, "Returns a table: a row per layer and, for a balance, its cuts and the sums per stage.",
            py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json, "Returns the profile as JSON text.")
       .def_static("from_json", from_json(&profile_from_json), py::arg("text"),
                   "Reads the text that to_json() returns. Raises ValueError, with the place and the fault.")
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
-}
-
-void init_options(py::module_& module) {
-  py::class_<Scheduling>(module, "Scheduling")
-      .def(py::init<std::string, int, std::vector<int>>())
-      .def_readonly("schedule", &Scheduling::schedule)
-      .def_readonly("placement", &Scheduling::placement);
-  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
-  py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
-  py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
 }
 
 void init_candidates(py::module_& module) {
@@ -272,7 +260,13 @@ void init_candidates(py::module_& module) {
 
 void init_balance(py::module_& module) {
   init_profile(module);
-  init_options(module);
+  py::class_<Scheduling>(module, "Scheduling")
+      .def(py::init<std::string, int, std::vector<int>>())
+      .def_readonly("schedule", &Scheduling::schedule)
+      .def_readonly("placement", &Scheduling::placement);
+  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
+  py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
+  py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
   init_candidates(module);
   module.def("profile", &measure);
   module.def("suggest", &suggest_for);

@@ -31,10 +31,8 @@ class Call : Pinned {
   ~Call();
 };
 
-/// Holds the interpreter's lock for its lifetime, on any thread, so that the thread can run Python code. A thread that
-/// asks a finished interpreter for the lock is ended, which C++ frames do not survive. So exit waits up to one second for
-/// all sections to end; a thread that asks later sleeps for the rest of the process. Errors: std::runtime_error once exit
-/// has begun.
+/// Holds the interpreter's lock for its lifetime, on any thread. Exit waits up to one second for all sections to end.
+/// Then a thread that asks for the lock sleeps for good. Errors: std::runtime_error once exit has begun.
 class Section : Pinned {
  public:
   /// What happens to a Python error that is already set on this thread.
@@ -75,8 +73,7 @@ void await_calls_at_exit();
 /// Makes forked processes start without calls to wait for.
 void reset_calls_after_fork();
 
-/// Owns a Python object. May be destroyed on any thread, with or without the interpreter's lock. After exit the object
-/// is leaked.
+/// Owns a Python object. May be destroyed on any thread, with or without the lock. After exit the object is leaked.
 using Reference = std::shared_ptr<PyObject>;
 Reference reference_to(PyObject* object);
 

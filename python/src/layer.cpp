@@ -51,13 +51,15 @@ void for_each(const py::handle& module, const char* dict_name, F f) {
   }
 }
 
+/// A function for for_each(), which adds tensors to a list.
+auto add_to(std::vector<at::Tensor>& list) {
+  return [&list](const py::handle&, const py::handle& value) {
+    if (THPVariable_Check(value.ptr())) list.push_back(THPVariable_Unpack(value.ptr()));
+  };
+}
+
 void collect(const py::handle& module, ModuleTensors& tensors) {
   const auto level = enter_module();
-  const auto add_to = [](std::vector<at::Tensor>& list) {
-    return [&list](const py::handle&, const py::handle& value) {
-      if (THPVariable_Check(value.ptr())) list.push_back(THPVariable_Unpack(value.ptr()));
-    };
-  };
   for_each(module, "_parameters", add_to(tensors.parameters));
   for_each(module, "_buffers", add_to(tensors.buffers));
   for_each(module, "_modules", [&](const py::handle&, const py::handle& child) { collect(child, tensors); });
@@ -134,9 +136,7 @@ void PythonLayer::find_places(PyObject* object, Places& places) {
   if (py::isinstance<py::dict>(buffers)) {
     place = {nullptr, reference_to(buffers.ptr()), reference_to(children.ptr()), PyDict_Size(children.ptr()), {}};
   } else {
-    for_each(module, "_buffers", [&](const py::handle&, const py::handle& buffer) {
-      if (THPVariable_Check(buffer.ptr())) place.scripted.push_back(THPVariable_Unpack(buffer.ptr()));
-    });
+    for_each(module, "_buffers", add_to(place.scripted));
   }
   place.module = reference_to(object);
   for_each(module, "_modules", [&](const py::handle&, const py::handle& child) { find_places(child.ptr(), places); });
@@ -164,12 +164,13 @@ bool PythonLayer::refresh() {
   return true;
 }
 
+std::shared_ptr<const PythonLayer::Places> PythonLayer::known_places() const {
+  MutexLock lock(mutex_);
+  return places_;
+}
+
 std::shared_ptr<const PythonLayer::Places> PythonLayer::places() const {
-  std::shared_ptr<const Places> known;
-  {
-    MutexLock lock(mutex_);
-    known = places_;
-  }
+  auto known = known_places();
   const bool fits = known && std::all_of(known->begin(), known->end(), [](const Place& place) {
                       return place.children == nullptr || PyDict_Size(place.children.get()) == place.count;
                     });
@@ -231,21 +232,15 @@ void PythonLayer::check_not_replaced() const {
 }
 
 int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  if (const int result = visit(module_.get()); result != 0) return result;
-  for (const auto& skip : skips_) {
-    if (const int result = visit(skip.module.get()); result != 0) return result;
-  }
-  std::shared_ptr<const Places> places;
-  {
-    MutexLock lock(mutex_);
-    places = places_;
-  }
-  if (!places) return 0;
-  for (const auto& place : *places) {
-    for (const auto* held : {&place.module, &place.buffers, &place.children}) {
-      if (*held == nullptr) continue;
-      if (const int result = visit(held->get()); result != 0) return result;
+  std::vector<PyObject*> held{module_.get()};
+  for (const auto& skip : skips_) held.push_back(skip.module.get());
+  if (const auto places = known_places()) {
+    for (const auto& place : *places) {
+      held.insert(held.end(), {place.module.get(), place.buffers.get(), place.children.get()});
     }
+  }
+  for (auto* object : held) {
+    if (const int result = object == nullptr ? 0 : visit(object); result != 0) return result;
   }
   return 0;
 }

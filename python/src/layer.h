@@ -80,6 +80,8 @@ class PythonLayer : public Layer {
   mutable std::shared_ptr<const Places> places_ ABSL_GUARDED_BY(mutex_);
 
   static void find_places(PyObject* module, Places& places);
+  /// What places() has found, or null.
+  std::shared_ptr<const Places> known_places() const;
   /// REQUIRES: the interpreter's lock.
   std::shared_ptr<const Places> places() const;
 };

@@ -1,7 +1,11 @@
 #include "python/src/pipeline.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -10,7 +14,6 @@
 #include "gpipe/gradients.h"
 #include "gpipe/ranks.h"
 #include "gpipe/timeline.h"
-#include "python/src/checks.h"
 #include "python/src/values.h"
 
 namespace gpipe::python {
@@ -183,14 +186,11 @@ void PythonPipeline::withdraw(const std::string& reason) {
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  if (calls_ > 0 || !pipe_ || !pipe_->idle()) return 0;
-  for (const auto& stage : stages_) {
-    if (const int result = visit(stage.get()); result != 0) return result;
-  }
-  for (const auto* layer : layers_) {
-    if (const int result = layer->traverse(visit); result != 0) return result;
-  }
-  return 0;
+  int result = 0;
+  if (calls_ > 0 || !pipe_ || !pipe_->idle()) return result;
+  for (std::size_t i = 0; result == 0 && i < stages_.size(); ++i) result = visit(stages_[i].get());
+  for (std::size_t i = 0; result == 0 && i < layers_.size(); ++i) result = layers_[i]->traverse(visit);
+  return result;
 }
 
 void PythonPipeline::clear() {
@@ -215,7 +215,33 @@ auto call_of(Result (GPipeImpl::*method)(Argument)) {
   };
 }
 
-}  // namespace
+/// Joins the processes of a group, or those that the environment describes if it is None. Time-outs are in seconds.
+std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
+                                  const std::string& interface, int replicas, bool nccl) {
+  const auto milliseconds = [](double seconds) {
+    return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+  };
+  auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
+  options.interface(interface).replicas(replicas).nccl(nccl);
+  return released([&] {
+    if (group == nullptr) return Ranks::from_environment(options, poll);
+    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
+  });
+}
+
+void init_ranks(py::module_& module) {
+  // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
+  py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
+      .def(py::init(&make_ranks))
+      .def_property_readonly("rank", &Ranks::rank)
+      .def_property_readonly("size", &Ranks::size)
+      .def_property_readonly("replica", &Ranks::replica)
+      .def_property_readonly("replicas", &Ranks::replicas)
+      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_))
+      .def("share",
+           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
+      .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
+}
 
 void init_pipeline(py::module_& module) {
   // A layer may refer to its pipeline, for example in a hook. The garbage collector needs this to find such cycles.
@@ -270,4 +296,28 @@ void init_pipeline(py::module_& module) {
              "Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.");
 }
 
+}  // namespace
 }  // namespace gpipe::python
+
+PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
+  using namespace gpipe::python;
+
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    } catch (python_error& raised) {
+      raised.restore();
+    }
+  });
+  init_ranks(module);
+  init_training(module);
+  init_schedule(module);
+  init_pipeline(module);
+  init_snapshot(module);
+  init_balance(module);
+  reset_calls_after_fork();
+  py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
+}

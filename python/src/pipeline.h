@@ -23,8 +23,7 @@ using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
 using Keys = std::vector<std::pair<Namespace, std::string>>;
 std::vector<SkipKey> to_keys(const Keys& keys);
 
-/// A pipeline of Python modules. REQUIRES, for all methods: the interpreter's lock. Errors: also the errors of layers, with a
-/// note that says where they were raised.
+/// A pipeline of Python modules. REQUIRES: the interpreter's lock. Errors: also those of layers, with notes.
 class PythonPipeline {
  public:
   /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
@@ -32,16 +31,14 @@ class PythonPipeline {
   PythonPipeline(const Objects& stages, GPipeOptions options);
   ~PythonPipeline();
 
-  /// Reads the parameters and buffers that the modules have now; later calls use them. Returns false if stages share other
-  /// parameters than before: then make a new pipeline.
+  /// Reads the modules' parameters and buffers. Returns false if stages share others than before: make a new one then.
   bool refresh();
 
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
-  /// Calls GPipe's loss(), which keeps the graph, or step(). `loss` is called with the output and the target of each
-  /// micro-batch; `kind` is that of a LossFunction. Returns a tuple (loss, output or None). Errors: as the method; errors of
-  /// `loss`.
+  /// Calls GPipe's loss(), which keeps the graph, or step(). `kind` is that of a LossFunction. Returns a tuple (loss,
+  /// output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
              std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
 
@@ -71,8 +68,7 @@ class PythonPipeline {
   }
 
   /// For the garbage collector. traverse() visits the Python objects that only this pipeline owns; none while a graph
-  /// still needs the pipeline. clear() drops them; afterwards only clear() and the destructor may be called.
-  /// See PythonLayer::traverse() for the result.
+  /// still needs the pipeline; see PythonLayer::traverse(). After clear(), call only clear() and the destructor.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
   void clear();
 
@@ -87,8 +83,7 @@ class PythonPipeline {
   GPipe pipe_{nullptr};
 };
 
-/// Makes the layers of one stage. Each item of `layers` is a tuple (name, module, skips). `skips` has a tuple
-/// (module, stashes, pops) for each skippable module that is the layer or nested in it.
+/// Makes the layers of one stage from the tuples of layers_of() in gpipe/partition.py.
 std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states);
 
 /// Makes a loss function of a Python callable that returns a tensor. REQUIRES: the interpreter's lock.
@@ -98,8 +93,6 @@ LossFunction to_loss(const pybind11::object& callable, std::int64_t kind, std::s
 void poll();
 
 void init_balance(pybind11::module_& module);
-void init_pipeline(pybind11::module_& module);
-void init_ranks(pybind11::module_& module);
 void init_schedule(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);
 void init_training(pybind11::module_& module);

@@ -20,14 +20,13 @@
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "gpipe/timeline.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 
 namespace gpipe::python {
-namespace py = pybind11;
-
 namespace {
+
+namespace py = pybind11;
 
 ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks, Checkpoint checkpoint) {
   Layout layout{static_cast<int>(placement.size()), chunks, std::move(placement)};
@@ -49,6 +48,7 @@ Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double,
   return costs;
 }
 
+/// Runs a schedule in simulated time. Errors: std::invalid_argument if it cannot run.
 Simulation simulated(const ParsedSchedule& made, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
                      std::int64_t input_bytes) {
   const auto edges = cut_edges(std::vector<std::int64_t>(made.layout.placement.size(), 1), {});
@@ -65,6 +65,7 @@ std::vector<std::tuple<std::string, std::string, bool>> rules() {
   return rules;
 }
 
+/// Returns the device of each worker, the worker of each stage, and the rank of each worker.
 std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arranged(
     const std::vector<torch::Device>& devices, std::size_t stages, const std::string& schedule, int stages_per_worker,
     const std::vector<int>& placement, std::optional<std::shared_ptr<Ranks>> ranks) {
@@ -74,15 +75,19 @@ std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arran
   return {workers.devices, workers.schedules.placement, workers.ranks};
 }
 
-void init_checks(py::module_& module) {
-  module.def("check_balance", &check_balance);
-  module.def("check_chunks", &check_chunks);
-  module.def("check_checkpoint", [](Checkpoint mode) { return mode; });
-  module.def("arrange_workers", &arranged,
-             "Returns the device of each worker, the worker of each stage, and the rank of each worker.");
+}  // namespace
+
+Checkpoint to_checkpoint(const py::handle& name) {
+  const auto modes = checkpoints();
+  const bool is_text = py::isinstance<py::str>(name);
+  if (const auto mode = modes.find(is_text ? name.cast<std::string>() : ""); mode != modes.end()) return mode->second;
+  const auto message =
+      "checkpoint must be 'always', 'except_last' or 'never', but is " + py::repr(name).cast<std::string>();
+  if (is_text) throw std::invalid_argument(message);
+  throw py::type_error(message);
 }
 
-void init_trace(py::module_& module) {
+void init_schedule(py::module_& module) {
   py::class_<Timeline, std::shared_ptr<Timeline>>(module, "Timeline",
                                                   "The actions of a pipeline's workers, measured or simulated.")
       .def(py::init<>())
@@ -93,24 +98,6 @@ void init_trace(py::module_& module) {
       .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
       .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
       .def("_repr_svg_", &to_svg);
-}
-
-}  // namespace
-
-Checkpoint to_checkpoint(const py::handle& name) {
-  const auto message = [&] {
-    return "checkpoint must be 'always', 'except_last' or 'never', but is " + py::repr(name).cast<std::string>();
-  };
-  if (!py::isinstance<py::str>(name)) throw py::type_error(message());
-  const auto modes = checkpoints();
-  const auto mode = modes.find(name.cast<std::string>());
-  if (mode == modes.end()) throw std::invalid_argument(message());
-  return mode->second;
-}
-
-void init_schedule(py::module_& module) {
-  init_checks(module);
-  init_trace(module);
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
       .def_readonly("makespan", &Simulation::makespan)
@@ -123,17 +110,18 @@ void init_schedule(py::module_& module) {
       .def_property_readonly("workers", [](const ParsedSchedule& made) { return made.schedule.size(); })
       .def_property_readonly("chunks", [](const ParsedSchedule& made) { return made.layout.micro_batches; })
       .def_property_readonly("placement", [](const ParsedSchedule& made) { return made.layout.placement; })
-      .def("simulate", &simulated, "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
+      .def("simulate", &simulated)
       .def("__str__", [](const ParsedSchedule& made) { return to_text(made.schedule); });
   module.def("schedule_rules", &rules);
   module.def("v_placement", &v_placement);
   module.def("fills_and_drains", &fills_and_drains);
-  module.def(
-      "place_stages",
-      [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {
-        return schedule_source(schedule, stages, stages_per_worker, std::move(placement)).placement;
-      },
-      "Returns the worker of each stage.");
+  module.def("place_stages", [](const std::string& schedule, int stages, int per_worker, std::vector<int> placement) {
+    return schedule_source(schedule, stages, per_worker, std::move(placement)).placement;
+  });
+  module.def("arrange_workers", &arranged);
+  module.def("check_balance", &check_balance);
+  module.def("check_chunks", &check_chunks);
+  module.def("check_checkpoint", [](Checkpoint mode) { return mode; });
 }
 
 }  // namespace gpipe::python

@@ -14,7 +14,6 @@
 
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/loss.h"
-#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 #include "skip/context.h"
@@ -89,6 +88,10 @@ LossFunction to_loss(const py::object& callable, std::int64_t kind, std::shared_
 void init_training(py::module_& module) {
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);
+  module.def("count_of_classes",
+             [](const std::optional<at::Tensor>& weight, std::int64_t ignore_index, const at::Tensor& target) {
+               return released([&] { return count_of_classes(weight.value_or(at::Tensor()), ignore_index)(target); });
+             });
 
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
   module.def("stash", [](const Namespace& ns, const std::string& name, const std::optional<at::Tensor>& tensor) {

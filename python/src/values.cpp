@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <utility>
@@ -73,21 +74,20 @@ py::object to_python(const Value& value) {
 }
 
 Value to_value(const py::handle& object) {
-  if (THPVariable_CheckExact(object.ptr())) return Value(THPVariable_Unpack(object.ptr()));
-  bool is_plain = PyTuple_CheckExact(object.ptr());
-  std::vector<at::Tensor> tensors;
-  const auto add = [&](const py::handle& tensor) { tensors.push_back(THPVariable_Unpack(tensor.ptr())); };
-  for (Py_ssize_t i = 0; is_plain && i < PyTuple_GET_SIZE(object.ptr()); ++i) {
-    const py::handle item = PyTuple_GET_ITEM(object.ptr(), i);
-    is_plain = THPVariable_CheckExact(item.ptr());
-    if (is_plain) add(item);
+  const auto is_plain = [](const py::handle& each) { return THPVariable_CheckExact(each.ptr()); };
+  const auto unpacked = [](const py::object& list) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& tensor : list) tensors.push_back(THPVariable_Unpack(tensor.ptr()));
+    return tensors;
+  };
+  if (is_plain(object)) return Value(THPVariable_Unpack(object.ptr()));
+  if (PyTuple_CheckExact(object.ptr())) {
+    const auto tuple = py::reinterpret_borrow<py::tuple>(object);
+    if (std::all_of(tuple.begin(), tuple.end(), is_plain)) return Value(unpacked(tuple));
   }
-  if (is_plain) return Value(std::move(tensors));
-  tensors.clear();
   const py::tuple parts = py::module_::import("gpipe.structure").attr("take_apart")(object);
-  for (const auto& tensor : parts[0]) add(tensor);
   const std::shared_ptr<const Structure> structure = std::make_shared<PythonStructure>(parts[1]);
-  return {structure, std::move(tensors)};
+  return {structure, unpacked(parts[0])};
 }
 
 std::string encode_structure(const Structure& structure) {

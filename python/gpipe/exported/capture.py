@@ -1,7 +1,6 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,12 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.exporter import exported, kept_whole, mode, whole_modules
+from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
 from gpipe.exported.graph import Graph, Reader, Value, same_size, with_names
 from gpipe.exported.modes import Combination, evaluation_of
-from gpipe.exported.tensors import Owned, is_inside, tensors_of_module, tensors_of_program
+
+
+class Owned(NamedTuple):
+    """A tensor of a model."""
+
+    tensor: Tensor
+    persistent: bool  # whether it is part of the model's state
 
 
 class Captured(NamedTuple):
@@ -40,48 +46,55 @@ def capture(
         with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
             programs.append(exported(module, args, kwargs))
         calls.append(called)
-    own = tensors_of_module(module)
-    training_tensors, evaluation_tensors = (tensors_of_program(program) for program in programs)
+    own = _tensors_of_module(module)
+    training_tensors, evaluation_tensors = (_tensors_of_program(program) for program in programs)
     renamed = _names_of_constants(training_tensors, evaluation_tensors, own)
     tensors = {**own, **training_tensors}
     tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
     names = _one_name_each(tensors)
-    with explained():
-        graph = with_names(Reader(programs[0]).graph, names)
-        evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
-        check_outputs(graph)
-        check_outputs(evaluation)
-        guards, more = guards_of(graph), guards_of(evaluation)
-        guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
-        combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
-        modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-        return Captured(combined, tensors, modes, whole, guards)
+    graph = with_names(Reader(programs[0]).graph, names)
+    evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
+    check_outputs(graph)
+    check_outputs(evaluation)
+    guards, more = guards_of(graph), guards_of(evaluation)
+    guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
+    combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
+    modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
+    return Captured(combined, tensors, modes, whole, guards)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
-    """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
-    cannot be converted, or was not exported in training mode with a dynamic batch."""
-    tensors = tensors_of_program(program)
-    with explained():
-        graph = with_names(Reader(program).graph, _one_name_each(tensors))
-        for value in graph.inputs:
-            if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
-                raise ValueError(
-                    f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
-                    f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
-                )
-        check_outputs(graph)
-        called = {call.path for operation in graph.operations for call in operation.call.around()}
-        return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
+    """Reads a program that was exported in training mode with a dynamic batch. Raises ValueError for other programs."""
+    tensors = _tensors_of_program(program)
+    graph = with_names(Reader(program).graph, _one_name_each(tensors))
+    for value in graph.inputs:
+        if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
+            raise ValueError(
+                f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
+                f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} per tensor"
+            )
+    check_outputs(graph)
+    called = {call.path for operation in graph.operations for call in operation.call.around()}
+    return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Raises ValueError for a NotImplementedError of a block."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise ValueError(f"cannot convert the model: {error}") from None
+def _tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
+    """Returns the tensors that an exported program uses, by name."""
+    found = {name: Owned(tensor, True) for name, tensor in program.state_dict.items()}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
+            found[spec.target] = Owned(program.constants[spec.target], False)
+    return found
+
+
+def _tensors_of_module(module: nn.Module) -> dict[str, Owned]:
+    """Returns all parameters and buffers of a module, by name. A tensor can have several names."""
+    found = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is not None:
+                found[f"{path}.{name}".lstrip(".")] = Owned(tensor, name not in each._non_persistent_buffers_set)
+    return found
 
 
 def _one_name_each(tensors: dict[str, Owned]) -> dict[str, str]:
@@ -97,16 +110,13 @@ def _names_of_constants(
     free = [name for name in training if name not in own]
     names = {}
     for name in [name for name in evaluation if name not in own]:
-        same = next((each for each in free if _equal(evaluation[name].tensor, training[each].tensor)), None)
+        ours = evaluation[name].tensor
+        theirs = {each: training[each].tensor for each in free}
+        same = next((each for each in free if ours.dtype == theirs[each].dtype and ours.equal(theirs[each])), None)
         names[name] = same or f"{name}_eval"
         if same:
             free.remove(same)
     return names
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return alike and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def examples_of(arguments: Any) -> Any:
@@ -141,15 +151,9 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
     at some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
-            raise ValueError(
-                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
-                "from"
-            )
-        if is_inside(path, whole):
-            continue
-        hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
-        hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
-        for hook in hooks:
+            raise ValueError(f"'{path}' is compiled by TorchScript; use the module that it was compiled from")
+        tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
+        for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):
             # The hooks of weight_norm and spectral_norm compute weights, which the export records.
             if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
                 raise ValueError(
@@ -159,20 +163,18 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 
 def check_outputs(graph: Graph) -> None:
-    """Raises NotImplementedError for an output that the outputs of micro-batches cannot be joined to."""
+    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
     batch = [value.example.shape[0] for value in graph.inputs if value is not None]
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
-        where = f"output {number} of {len(graph.outputs)}"
+        where = f"cannot convert the model: output {number} of {len(graph.outputs)}"
         if not isinstance(output, Value) or not output.is_tensor:
-            raise NotImplementedError(f"{where} is not a tensor; leave it out")
+            raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
         if not shape or not any(same_size(shape[0], size) for size in batch):
-            raise NotImplementedError(
-                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
-                "leave it out"
-            )
+            advice = "without the batch as dimension 0; return it per sample, or leave it out"
+            raise ValueError(f"{where} has the shape {tuple(shape)}, {advice}")
 
 
 def guards_of(graph: Graph) -> dict[str, bool]:

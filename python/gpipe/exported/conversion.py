@@ -1,7 +1,5 @@
 """Turns any module into a sequence of layers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -12,13 +10,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
-from gpipe.exported.code import ModeError, Writer
-from gpipe.exported.exporter import mode, unchanged
+from gpipe.exported.capture import Captured, Owned, capture, capture_program, examples_of
+from gpipe.exported.exporter import is_inside, mode, unchanged
 from gpipe.exported.graph import Value
-from gpipe.exported.layer import Expected, ExportedLayer, holds
+from gpipe.exported.layer import Expected, ExportedLayer, ModeError, Writer, holds
 from gpipe.exported.layers import Route, Routes, divide
-from gpipe.exported.tensors import Tree, is_inside, nearest
 from gpipe.names import OriginalNames, StateNames
 
 
@@ -53,16 +49,12 @@ def to_sequential(
         opaque: classes of submodules that cannot be exported, each of which becomes one layer. They get and return tensors
             with the batch as dimension 0.
 
-    Returns:
-        The sequence, with the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
-
-    Raises:
-        ValueError: if the module cannot be converted. The message tells which part, and why.
+    The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
+    Raises ValueError, with the part and the reason, if the module cannot be converted.
     """
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
-    with explained():
-        sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
+    sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
     if isinstance(module, nn.Module):
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
@@ -72,23 +64,20 @@ def to_sequential(
     return sequence
 
 
-def _try_one_sample(
-    module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
+def _try_one_sample(module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], *example: Any) -> None:
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
     before = first._input
     changed = [f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     first._input = before._replace(guards=changed)
-    if not _agree(module, sequence, args, kwargs):
+    if not _agree(module, sequence, *example):
         first._input = before
 
 
-def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow these,
-    calls will raise ModeError too."""
-    ours, theirs = _results(module, sequence, args, kwargs)
+def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
+    """Raises ValueError if a model and its sequence differ in their modes, except if calls raise ModeError."""
+    ours, theirs = _results(module, sequence, *example)
     if isinstance(ours, Exception):
         raise ours
     if not isinstance(theirs, ModeError) and not _equal(ours, theirs):
@@ -98,19 +87,14 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
         )
 
 
-def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
-    must return."""
-    returned = False
+def _agree(module: nn.Module, sequence: nn.Module, *example: Any) -> bool:
+    """Returns whether a model and its sequence return equal values, or in one of the modes both raise."""
+    found = []
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
-            results = _results(module, sequence, args, kwargs)
-        if all(isinstance(each, Exception) for each in results):
-            continue
-        if not _equal(*results):
-            return False
-        returned = True
-    return returned
+            found.append(_results(module, sequence, *example))
+    returned = [each for each in found if not all(isinstance(result, Exception) for result in each)]
+    return bool(returned) and all(_equal(*each) for each in returned)
 
 
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -127,11 +111,9 @@ def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, Exception) or isinstance(theirs, Exception):
-        return False
     try:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
-    except AssertionError:
+    except (AssertionError, TypeError):  # the latter for an exception
         return False
     return True
 
@@ -162,6 +144,36 @@ def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)))
 
 
+class _Tree:
+    """Makes the tree of modules that holds some of a model's tensors, and modules that are kept whole."""
+
+    def __init__(self, modes: dict[str, bool], whole: dict[str, nn.Module]) -> None:
+        self._modes = modes
+        self._places = dict(whole)
+        self.root = self.place("")
+
+    def place(self, path: str) -> nn.Module:
+        """Returns the module at a path. Makes it, or puts it there, if the tree has none."""
+        if path not in self._places:
+            self._places[path] = nn.Module()
+            self._places[path].training = self._modes.get(path, True)
+        if path:
+            outer, _, name = path.rpartition(".")
+            self.place(outer)._modules[name] = self._places[path]
+        return self._places[path]
+
+    def add(self, name: str, owned: Owned) -> None:
+        """Registers a tensor under its name."""
+        path, _, own = name.rpartition(".")
+        place = self.place(path)
+        if isinstance(owned.tensor, nn.Parameter):
+            place._parameters[own] = owned.tensor
+        else:
+            place._buffers[own] = owned.tensor
+            if not owned.persistent:
+                place._non_persistent_buffers_set.add(own)
+
+
 def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequential:
     """Returns the sequence of the layers of a model."""
     sequence = ExportedSequential()
@@ -176,14 +188,12 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
         code = Writer(each, names, inputs if first else None, model.graph.outputs if last else None).code
-        tree = Tree(model.modes, model.whole)
+        tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])
         for path in code.places:
             tree.place(path)
-        stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (expected if first else None, (returned[0], returned[1]) if last else None)
-        layer = ExportedLayer(each.name, tree.root, order, code, stashes, pops, *ends)
+        layer = ExportedLayer(each, tree.root, order, code, expected if first else None, returned if last else None)
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence
@@ -199,16 +209,17 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
-    """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
-    used belongs to the layer with the nearest name."""
+    """Returns the names of each layer's tensors. One that is not used belongs to the layer with the nearest name."""
     names = {value: name for name, value in model.graph.tensors.items()}
     users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
     layers = {id(model.tensors[name].tensor): index for name, index in users}
     owned: list[list[str]] = [[] for _ in routes]
+    paths = [route.name.split(".") for route in routes]
     for name, each in model.tensors.items():
         if is_inside(name, model.whole):
             continue
-        index = layers.setdefault(id(each.tensor), nearest(name, [route.name for route in routes]))
+        common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]
+        index = layers.setdefault(id(each.tensor), common.index(max(common)))
         owned[index].append(name)
     return owned
 

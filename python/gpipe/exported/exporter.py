@@ -1,10 +1,8 @@
-"""Calls torch.export: for any number of samples, without its output, with an error that tells the module.
+"""Calls torch.export for any number of samples, without its output, with an error that tells the module.
 
 A module that cannot be exported can be kept whole: each call of it is one operator, which only tells the shapes of the
 outputs. The layer calls the module itself.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib
@@ -26,8 +24,8 @@ from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
-from gpipe.exported.tensors import is_inside
 from gpipe.generators import GeneratorState
+
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
@@ -57,8 +55,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Exports a module in its present mode, for any number of samples. Raises ValueError, with the submodule that is the
-    cause, if that fails."""
+    """Exports a module in its present mode, for any number of samples. Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -72,21 +69,18 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             with unchanged(module), torch.enable_grad():
                 module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
-            text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
-        raise ValueError(text) from error
+            text = f" ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
+        raise ValueError(f"cannot convert the model{text}") from error
 
 
 def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Makes ``forward`` name its keyword arguments for a block, because torch.export cannot tell the shapes of those of
-    ``**kwargs``."""
-    forward = module.forward
-    signature = inspect.signature(forward)
-    parameters = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    known = {each.name for each in parameters}
-    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
-
-    named = functools.partial(forward)
-    named.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    """Makes ``forward`` name its arguments for a block: torch.export cannot tell the shapes of ``**kwargs``."""
+    signature = inspect.signature(module.forward)
+    parameters = {each.name: each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD}
+    for name in kwargs:
+        parameters.setdefault(name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+    named = functools.partial(module.forward)
+    named.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
     return patch.object(module, "forward", named)
 
 
@@ -119,22 +113,19 @@ def _first_line(error: Exception) -> str:
 def _explanation(module: nn.Module, error: Exception) -> str:
     """Tells which module cannot be captured, and why."""
     paths = {id(each): path for path, each in module.named_modules()}
-    inner = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in paths and frame.f_code.co_name == "forward":
-            inner = owner
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
+    owners = [frame.f_locals.get("self") for frame in frames]
+    inner = next((owner for owner in reversed(owners) if id(owner) in paths), None)
     reason = _first_line(error)
     if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
         reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
         reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
     if inner is None or inner is module:
-        return f"cannot convert the model ({type(module).__name__}): {reason}"
-    return (
-        f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}; to "
-        f"keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
-    )
+        return f" ({type(module).__name__}): {reason}"
+    name = type(inner).__name__
+    advice = f"to keep each such module whole as one layer, pass opaque=[{name}]"
+    return f": '{paths[id(inner)]}' ({name}) cannot be exported: {reason}; {advice}"
 
 
 @contextmanager
@@ -159,9 +150,9 @@ def nothing_lost() -> Iterator[None]:
     with suppress(ImportError):
         importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
     before = GeneratorState()
-    with patch.object(function.FunctionMeta, "__getattribute__", checked_attribute):
-        with patch.object(Tensor, "register_hook", checked_hook):
-            yield
+    checked = patch.object(function.FunctionMeta, "__getattribute__", checked_attribute)
+    with checked, patch.object(Tensor, "register_hook", checked_hook):
+        yield
     if GeneratorState() != before:
         raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
 
@@ -177,15 +168,17 @@ def _operator() -> Any:
 
 
 def _fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
-    batch = inputs[0].shape[0]
-    return [
-        inputs[0].new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)
-    ]
+    first, batch = inputs[0], inputs[0].shape[0]
+    return [first.new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)]
+
+
+def is_inside(name: str, paths: Iterable[str]) -> bool:
+    """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Returns the submodules of some classes by path, without those inside another. Raises TypeError for anything but
-    subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
+    """Returns the submodules of some classes by path, without those inside another. Raises TypeError or ValueError."""
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -205,36 +198,26 @@ def kept_whole(
     module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Makes each call of some modules one operator for a block. Runs the model once before, to learn their outputs."""
-    with ExitStack() as stack:
-        for each, outputs in _outputs(module, whole, args, kwargs).items():
-            call = functools.partial(_call, iter(outputs), type(each).__name__)
-            stack.enter_context(patch.object(each, "forward", call))
-        yield
-
-
-def _outputs(
-    module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[nn.Module, list[Any]]:
-    """Returns what each module returns, call by call."""
-    found: dict[nn.Module, list[Any]] = {each: [] for each in whole}
-    if not found:
-        return found
+    found: dict[nn.Module, list[Any]] = {each: [] for each in whole}  # the outputs of each module, call by call
 
     def record(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         for leaf in tree_leaves(output):
             if not batch or not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch[0]:
-                name = type(each).__name__
-                raise ValueError(
-                    f"an opaque module must get and return tensors with the batch as dimension 0, but {name} does not"
-                )
+                what = "an opaque module must get and return tensors with the batch as dimension 0"
+                raise ValueError(f"{what}, but {type(each).__name__} does not")
         found[each].append(output)
 
-    with ExitStack() as hooks, unchanged(module):
-        for each in found:
-            hooks.enter_context(each.register_forward_hook(record, with_kwargs=True))
-        module(*args, **kwargs)
-    return found
+    with ExitStack() as stack:
+        if found:
+            with ExitStack() as hooks, unchanged(module):
+                for each in found:
+                    hooks.enter_context(each.register_forward_hook(record, with_kwargs=True))
+                module(*args, **kwargs)
+        for each, outputs in found.items():
+            call = functools.partial(_call, iter(outputs), type(each).__name__)
+            stack.enter_context(patch.object(each, "forward", call))
+        yield
 
 
 def _call(outputs: Iterator[Any], name: str, *args: Any, **kwargs: Any) -> Any:

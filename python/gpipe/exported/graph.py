@@ -60,16 +60,15 @@ class Call(NamedTuple):
 
     def around(self) -> Iterator[Call]:
         """Yields the call, and those that it is part of, innermost first."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.outer
+        yield self
+        if self.outer is not None:
+            yield from self.outer.around()
 
 
 class Context(NamedTuple):
-    """A ``with`` statement around operations: a key that no other has, and the expression."""
+    """A ``with`` statement around operations."""
 
-    key: str
+    key: str  # that no other has
     expression: str
 
 
@@ -107,13 +106,11 @@ class Operation:
 
 @dataclass(eq=False)
 class Graph:
-    """The operations of a model in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None`` for what is
-    not a tensor."""
+    """The operations of a model in order. ``inputs`` and ``outputs`` are flattened; ``None`` is another object."""
 
     inputs: list[Value | None]
     in_spec: TreeSpec
-    outputs: list[Any]
-    """Those of the mode with more outputs. The other mode returns the first of them."""
+    outputs: list[Any]  # of the mode with more of them; the other mode returns the first ones
     out_specs: tuple[TreeSpec, TreeSpec]  # in training and in evaluation mode
     tensors: dict[str, Value]  # parameters, buffers and constants, by name
     operations: list[Operation] = field(default_factory=list)
@@ -137,9 +134,8 @@ def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
 
 def same_size(size: Any, number: Any) -> bool:
     """Returns whether two sizes are the same symbolic number."""
-    if not isinstance(size, torch.SymInt) or not isinstance(number, torch.SymInt):
-        return False
-    return size.node.shape_env is number.node.shape_env and bool(size.node.expr == number.node.expr)
+    symbolic = isinstance(size, torch.SymInt) and isinstance(number, torch.SymInt)
+    return symbolic and size.node.shape_env is number.node.shape_env and bool(size.node.expr == number.node.expr)
 
 
 def itself(value: Any) -> Any:
@@ -167,7 +163,7 @@ _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
 
 class Reader:
-    """Reads the graph of an exported program. Raises NotImplementedError for control flow that depends on data."""
+    """Reads the graph of an exported program. Raises ValueError for control flow that depends on data."""
 
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
@@ -183,8 +179,7 @@ class Reader:
             spec = specs[node.name]
             value = self._value(node)
             if spec.kind is InputKind.USER_INPUT:
-                tensor = isinstance(spec.arg, TensorArgument)
-                self.graph.inputs.append(value if tensor else None)
+                self.graph.inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
                 if isinstance(spec.arg, ConstantArgument):
                     self._values[node] = spec.arg.value
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
@@ -192,7 +187,7 @@ class Reader:
                 value.is_parameter = spec.kind is InputKind.PARAMETER
                 self.graph.tensors[spec.target] = value
             else:
-                raise NotImplementedError(f"the model holds an object that is not a tensor: '{spec.target}'")
+                raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
         outputs = self._read(program.graph_module, ())
         self.graph.outputs = [
             spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
@@ -200,7 +195,7 @@ class Reader:
         ]
         self._drop_unused_numbers()
         if not self.graph.operations:
-            raise NotImplementedError("it computes nothing")
+            raise ValueError("cannot convert the model: it computes nothing")
 
     def _value(self, node: fx.Node) -> Value:
         # Names that begin with an underscore are those of the generated code.
@@ -208,8 +203,7 @@ class Reader:
         while name in self._names:
             name += "_"
         self._names.add(name)
-        value = Value(name, node.meta.get("val"))
-        self._values[node] = value
+        value = self._values[node] = Value(name, node.meta.get("val"))
         return value
 
     def _read(self, module: fx.GraphModule, contexts: tuple[Context, ...]) -> Any:
@@ -239,12 +233,12 @@ class Reader:
             _, dtype, enabled, cache = given[:4]
             expression, args = f"torch.autocast(_device.type, {dtype}, {enabled}, {cache})", given[4:]
         else:
-            raise NotImplementedError(f"it uses torch's operator '{name}', for control flow or a function called whole")
+            what = f"torch's operator '{name}', for control flow or a function called whole"
+            raise ValueError(f"cannot convert the model: it uses {what}")
+        body: Any
         body, *args = args
-        assert isinstance(body, fx.Node)
-        inner = getattr(module, str(body.target))
-        placeholders = [each for each in inner.graph.nodes if each.op == "placeholder"]
-        for placeholder, arg in zip(placeholders, args, strict=True):
+        inner = getattr(module, body.target)
+        for placeholder, arg in zip(inner.graph.find_nodes(op="placeholder"), args, strict=True):
             self._values[placeholder] = self._arguments(arg)
         self._values[node] = self._read(inner, (*contexts, Context(node.name, expression)))
 
@@ -256,10 +250,9 @@ class Reader:
         used = set(inputs_of(self.graph.outputs))
         kept = []
         for operation in reversed(self.graph.operations):
-            if operation.result.is_number and operation.result not in used:
-                continue
-            used.update(operation.inputs())
-            kept.append(operation)
+            if not operation.result.is_number or operation.result in used:
+                used.update(operation.inputs())
+                kept.append(operation)
         self.graph.operations = kept[::-1]
 
 

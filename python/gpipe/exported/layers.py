@@ -1,7 +1,5 @@
 """Divides the operations of a model among layers, and decides how values get from layer to layer."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter
@@ -59,8 +57,10 @@ def divide(graph: Graph) -> list[Route]:
 
 def _unique(name: str, taken: set[str]) -> str:
     """Returns the name, with a number if it is taken. Then the name is taken."""
-    numbered = (f"{name}_{number}" for number in itertools.count(1))
-    found = next(each for each in itertools.chain([name], numbered) if each not in taken)
+    numbers = itertools.count(1)
+    found = name
+    while found in taken:
+        found = f"{name}_{next(numbers)}"
     taken.add(found)
     return found
 
@@ -87,40 +87,33 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
                 begun.append(index)
             elif name == "_vmap_decrement_nesting":
                 spans.append((begun.pop(), index))
-            if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
+            # What begins with aten.sym_ computes a number from the size of a tensor, not from its elements.
+            reads = any(value.is_tensor for value in inputs) and not str(operation.function).startswith("aten.sym_")
+            if operation.result.is_number and (reads or together.intersection(inputs)):
                 together.add(operation.result)
                 uses.setdefault(operation.result, []).append(index)
     spans += [(uses[value][0], uses[value][-1]) for value in together]
     return _joined(layers, [span for span in spans if span[0] < span[1]])
 
 
-def _reads_data(operation: Operation) -> bool:
-    """Returns whether an operation computes a number from the elements of a tensor, not from its size."""
-    tensors = any(value.is_tensor for value in operation.inputs())
-    return tensors and not str(operation.function).startswith("aten.sym_")
-
-
 def owners_of_memory(graph: Graph) -> dict[Value, Value]:
     """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
     owners = {value: value for value in graph.tensors.values()}
     for operation in graph.operations:
-        for viewed in _viewed_by(operation):
-            if viewed in owners:
-                owners[operation.result] = owners[viewed]
+        owners |= {operation.result: owners[viewed] for viewed in _viewed_by(operation) if viewed in owners}
     return owners
 
 
-def _viewed_by(operation: Operation) -> Iterator[Value]:
-    """Yields the values whose memory the result of an operation may share."""
+def _viewed_by(operation: Operation) -> Iterable[Value]:
+    """Returns the values whose memory the result of an operation may share."""
     if operation.function in (operator.getitem, itself):
-        yield from operation.inputs()
-    elif operation.schema is not None and any(result.alias_info is not None for result in operation.schema.returns):
-        for argument, value in operation.given():
-            if argument.alias_info is not None and isinstance(value, Value):
-                yield value
+        return operation.inputs()
+    if operation.schema is None or all(result.alias_info is None for result in operation.schema.returns):
+        return ()
+    return [each for argument, each in operation.given() if argument.alias_info and isinstance(each, Value)]
 
 
-def _changed_by(operation: Operation) -> Iterable[Value]:
+def _changed_by(operation: Operation) -> Iterator[Value]:
     """Yields the values that an operation writes to."""
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -155,13 +148,11 @@ class Routes:
     def __init__(self, graph: Graph, layers: list[Route]) -> None:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
-        self._source: dict[Value, int] = {}  # the layer that has a value first
+        self._source: dict[Value, int] = {}  # the layer that has a value first; 0 for inputs
         self._operation: dict[Value, Operation] = {}
         self._tensors = set(graph.tensors.values())
         self._owners = owners_of_memory(graph)
-        for value in graph.inputs:
-            if value is not None:
-                self._source[value] = 0
+        self._source |= dict.fromkeys(filter(None, graph.inputs), 0)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
@@ -177,8 +168,7 @@ class Routes:
 
     def _mode(self, value: Value) -> Mode | None:
         """Returns the only mode in which a value exists."""
-        operation = self._operation.get(value)
-        return None if operation is None else operation.mode
+        return self._operation[value].mode if value in self._operation else None
 
     def _needed_tensors(self, index: int) -> dict[Value, None]:
         """Returns the tensors that a layer uses and does not compute, in the order of use."""
@@ -196,8 +186,7 @@ class Routes:
         return needed
 
     def _with_own_numbers(self, index: int, needed: dict[Value, None]) -> list[Operation]:
-        """Returns the operations of a layer, after those that compute the numbers that other layers have. ``needed`` are the
-        tensors that the layer gets, to which it adds more."""
+        """Returns a layer's operations, after those for other layers' numbers, whose tensors it adds to ``needed``."""
         known: dict[Value, Any] = {}
         added: list[Operation] = []
 
@@ -210,14 +199,11 @@ class Routes:
 
         def size(number: Value) -> Value | None:
             """Returns a number as the size of a tensor that the layer gets, if there is one."""
-            if not isinstance(number.example, torch.SymInt):
-                return None
             for tensor in needed:
-                if self._mode(tensor) not in (None, self._mode(number)):
-                    continue
-                for dimension, length in enumerate(tensor.example.shape):
-                    if same_size(length, number.example):
-                        return add(torch.ops.aten.sym_size.int, (tensor, dimension), {}, number)
+                if self._mode(tensor) in (None, self._mode(number)):
+                    for dimension, length in enumerate(tensor.example.shape):
+                        if same_size(length, number.example):
+                            return add(torch.ops.aten.sym_size.int, (tensor, dimension), {}, number)
             return None
 
         def again(number: Value) -> Value:

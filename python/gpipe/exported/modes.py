@@ -1,7 +1,5 @@
 """Combines the graphs of a model in training and in evaluation mode."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -11,20 +9,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.code import check_modes
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
+from gpipe.exported.layer import check_modes
 
 
 def evaluation_of(graph: Graph) -> Graph:
     """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
     other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
     mode, or draws random numbers in another way."""
-    names = {value: name for name, value in graph.tensors.items()}
+    counters = {value for name, value in graph.tensors.items() if name.endswith("num_batches_tracked")}
     operations = []
     flags = []
     for each in graph.operations:
-        first = each.args[0] if each.args else None
-        if isinstance(first, Value) and names.get(first, "").endswith("num_batches_tracked"):
+        if counters.intersection(inputs_of(each.args[:1])):
             continue
         args, kwargs = list(each.args), dict(each.kwargs)
         arguments = [argument.name for argument in each.declared()]
@@ -90,13 +87,12 @@ class Combination:
 
     def _combined(self, ours: Operation | None, theirs: Operation | None) -> Iterator[Operation]:
         """Yields one operation for both modes, or one for each."""
-        if ours is not None and theirs is not None and self._share_arguments(ours, theirs):
-            self._same[theirs.result] = self._sources.setdefault(ours.result, ours).result
-            yield ours
-            return
         if ours is not None:
-            ours.mode = Mode(self._decider(ours.call), True)
             yield self._sources.setdefault(ours.result, ours)
+            if theirs is not None and self._share_arguments(ours, theirs):
+                self._same[theirs.result] = ours.result
+                return
+            ours.mode = Mode(self._decider(ours.call), True)
         if theirs is not None:
             theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
             theirs.mode = Mode(self._decider(theirs.call), False)
@@ -119,11 +115,10 @@ class Combination:
 
     def _leaf(self, ours: Any, theirs: Any, call: Call) -> Any:
         """Returns the argument of a call for both modes."""
-        if isinstance(ours, Value) and isinstance(theirs, Value):
-            return ours if ours is theirs else self._merged(ours, theirs, call)
-        if isinstance(ours, Value) or isinstance(theirs, Value):
-            return _choice(self._chooser(ours, theirs, call), ours, theirs)
-        return _choice(call.path, ours, theirs)
+        values = isinstance(ours, Value), isinstance(theirs, Value)
+        if all(values) and ours is not theirs:
+            return self._merged(ours, theirs, call)
+        return _choice(self._chooser(ours, theirs, call) if any(values) else call.path, ours, theirs)
 
     def _merged(self, ours: Value, theirs: Value, call: Call) -> Value:
         """Returns a value that is one value in training mode and another in evaluation mode."""
@@ -204,8 +199,7 @@ def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
 
 def _choice(path: str, ours: Any, theirs: Any) -> Any:
     """Returns what is one thing in training mode and another in evaluation mode."""
-    same = ours is theirs or (type(ours) is type(theirs) and ours == theirs)
-    return ours if same else Choice(path, ours, theirs)
+    return ours if type(ours) is type(theirs) and ours == theirs else Choice(path, ours, theirs)
 
 
 def _computed(graph: Graph) -> dict[str, list[tuple[str, str]]]:
@@ -220,16 +214,13 @@ def _computed(graph: Graph) -> dict[str, list[tuple[str, str]]]:
 def _all_arguments(operation: Operation) -> dict[str, Any]:
     """Returns the arguments of an operator by name, with defaults."""
     defaults = {each.name: each.default_value for each in operation.declared() if each.has_default_value()}
-    return {**defaults, **{argument.name: value for argument, value in operation.given()}}
+    return defaults | {argument.name: value for argument, value in operation.given()}
 
 
 def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[Operation | None, Operation | None]]:
     """Yields pairs of corresponding operations, and the others alone."""
-
-    def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
-        return [(each.call.key, each.call.path, str(each.function)) for each in operations]
-
-    matcher = SequenceMatcher(None, keys(ours), keys(theirs), autojunk=False)
+    keys = [[(each.call.key, each.call.path, str(each.function)) for each in side] for side in (ours, theirs)]
+    matcher = SequenceMatcher(None, keys[0], keys[1], autojunk=False)
     for tag, first, last, other_first, other_last in matcher.get_opcodes():
         if tag == "equal":
             yield from zip(ours[first:last], theirs[other_first:other_last])
