@@ -118,8 +118,10 @@ class GPipe(OriginalNames, TeamCalls):
         self.balance = checks.check_balance(balance, len(module))
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
-        scheduling = len(self.balance), schedule, stages_per_worker, placement
-        workers = checks.arrange_workers(devices, *scheduling, None if ranks is None else ranks._core)
+        native_ranks = None if ranks is None else ranks._core
+        workers = checks.arrange_workers(
+            devices, len(self.balance), schedule, stages_per_worker, placement, native_ranks
+        )
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
@@ -402,9 +404,10 @@ class GPipe(OriginalNames, TeamCalls):
                 raise ValueError(f"the loss has parameters, whose gradients replicas do not sum; {advice}")
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
-        call = checked(loss), kind_of(loss), chosen, self.training, method == "loss"
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
-            return pipeline.train(input, target, *call)
+            return pipeline.train(
+                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
+            )
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

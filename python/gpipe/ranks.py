@@ -74,11 +74,26 @@ class Ranks:
         multiprocessing.util.Finalize(None, _finish_all, exitpriority=100)
 
     @classmethod
-    def from_environment(cls, **options: Any) -> Ranks:
+    def from_environment(
+        cls,
+        *,
+        timeout: float | timedelta = 300.0,
+        join_timeout: float | timedelta = 1800.0,
+        interface: str = "",
+        replicas: int = 1,
+        nccl: bool = False,
+    ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
         variable that is missing or not valid, and RuntimeError if the store cannot be served or reached."""
-        return cls(_ENVIRONMENT, **options)
+        return cls(
+            _ENVIRONMENT,
+            timeout=timeout,
+            join_timeout=join_timeout,
+            interface=interface,
+            replicas=replicas,
+            nccl=nccl,
+        )
 
     def add(self, pipeline: _C.Pipeline) -> None:
         """Notes a pipeline of these processes."""

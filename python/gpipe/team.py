@@ -35,14 +35,16 @@ class TeamCalls(nn.Module):
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        kind = bytes, "bytes"
-        return self._call(_C.Pipeline.gather, lambda: (check_is(data, "data", *kind), check_text(what, "what")))
+        return self._call(
+            _C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
+        )
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
         the same calls."""
-        kind = _C.Timeline, "a gpipe.Timeline"
-        return self._call(_C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", *kind),))
+        return self._call(
+            _C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
+        )
 
     def largest(self, number: int) -> int:
         """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
@@ -58,8 +60,9 @@ class TeamCalls(nn.Module):
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
         ranks give as many numbers and get the same bits."""
-        what = "each of the numbers"
-        return self._call(_C.Pipeline.sum_over_replicas, lambda: ([check_number(each, what) for each in numbers],))
+        return self._call(
+            _C.Pipeline.sum_over_replicas, lambda: ([check_number(number, "each of the numbers") for number in numbers],)
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
@@ -87,9 +90,17 @@ class GradScaler(_GradScaler):
     are those of ``torch.amp.GradScaler``, the same on all ranks.
     """
 
-    def __init__(self, pipe: TeamCalls, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        pipe: TeamCalls,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
         device = next((device.type for device in pipe._core.devices if device.type != "cpu"), "cpu")
-        super().__init__(device, *args, **kwargs)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipe = pipe
 
     def _unscale_grads_(

@@ -198,7 +198,7 @@ class FailBackward(nn.Module):
     def forward(self, x):
         y = x.clone()
         if y.requires_grad:
-            y.register_hook(fail)
+            y.register_hook(lambda _: 1 / 0)  # unlike a raise, makes no exception object
         return y
 
 
