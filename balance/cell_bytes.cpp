@@ -7,41 +7,6 @@
 namespace gpipe {
 namespace {
 
-/// One kind of pass through the layers first..end-1, which run one after the other.
-class Pass {
- public:
-  Pass(int first, int end) : first_(first), changes_(end - first) {}
-
-  /// By how much a layer changes the stage's bytes.
-  std::int64_t& change(int layer) { return changes_[layer - first_]; }
-
-  /// Adds bytes that the pass leaves allocated, by the action that frees them. Searches linearly: there are few.
-  void hold(std::int64_t bytes, Kind until, int stage, bool until_own_backward = false) {
-    for (auto& each : held_) {
-      if (each.until != until || each.stage != stage || each.until_own_backward != until_own_backward) continue;
-      each.bytes += bytes;
-      return;
-    }
-    held_.push_back({bytes, until, stage, until_own_backward});
-  }
-
-  /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
-  void run(std::int64_t extra, std::int64_t change) {
-    peak_ = std::max({peak_, now_ + extra, now_ + change});
-    now_ += change;
-  }
-
-  std::int64_t peak() const { return peak_; }
-  const std::vector<HeldBytes>& held() const { return held_; }
-
- private:
-  const int first_;
-  std::vector<std::int64_t> changes_;
-  std::vector<HeldBytes> held_;
-  std::int64_t now_ = 0;
-  std::int64_t peak_ = 0;
-};
-
 constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
 
 }  // namespace
@@ -51,6 +16,41 @@ constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_l
 /// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the
 /// cell lives.
 class StageCost::Cell {
+  /// One kind of pass through the layers first..end-1, which run one after the other.
+  class Pass {
+   public:
+    Pass(int first, int end) : first_(first), changes_(end - first) {}
+
+    /// By how much a layer changes the stage's bytes.
+    std::int64_t& change(int layer) { return changes_[layer - first_]; }
+
+    /// Adds bytes that the pass leaves allocated, by the action that frees them. Searches linearly: there are few.
+    void hold(std::int64_t bytes, Kind until, int stage, bool until_own_backward = false) {
+      for (auto& each : held_) {
+        if (each.until != until || each.stage != stage || each.until_own_backward != until_own_backward) continue;
+        each.bytes += bytes;
+        return;
+      }
+      held_.push_back({bytes, until, stage, until_own_backward});
+    }
+
+    /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
+    void run(std::int64_t extra, std::int64_t change) {
+      peak_ = std::max({peak_, now_ + extra, now_ + change});
+      now_ += change;
+    }
+
+    std::int64_t peak() const { return peak_; }
+    const std::vector<HeldBytes>& held() const { return held_; }
+
+   private:
+    const int first_;
+    std::vector<std::int64_t> changes_;
+    std::vector<HeldBytes> held_;
+    std::int64_t now_ = 0;
+    std::int64_t peak_ = 0;
+  };
+
  public:
   Cell(const StageCost& cost, int first, int end, const std::vector<int>& ends, bool copies)
       : cost_(cost), first_(first), end_(end), ends_(ends), stage_(stage_of(first, ends)), copies_(copies) {}

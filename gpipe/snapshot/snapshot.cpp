@@ -65,14 +65,14 @@ c10::IValue to_ivalue(const json& from, const std::string& name) {
   return c10::ivalue::Tuple::create(std::move(items));
 }
 
-const json& member(const json& from, const std::string& key, json::value_t type) {
-  if (!from.is_object() || !from.contains(key)) refuse_content("it has no '" + key + "'");
-  if (from.at(key).type() != type) refuse_content("its '" + key + "' is " + from.at(key).dump());
+const json& member(const json& from, const char* key, json::value_t type) {
+  if (!from.is_object() || !from.contains(key)) refuse_content(std::string("it has no '") + key + "'");
+  if (from.at(key).type() != type) refuse_content(std::string("its '") + key + "' is " + from.at(key).dump());
   return from.at(key);
 }
 
 template <class Value>
-std::map<std::string, Value> to_map(const json& from, const std::string& key) {
+std::map<std::string, Value> to_map(const json& from, const char* key) {
   std::map<std::string, Value> map;
   for (const auto& [name, value] : member(from, key, json::value_t::object).items())
     map[name] = get<Value>(value, name);
