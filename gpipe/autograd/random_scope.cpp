@@ -39,7 +39,7 @@ void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys
     if (!is_written(arguments[i])) continue;
     if (values[i].isTensor()) note(values[i].toTensor());
     if (values[i].isTensorList()) {
-      for (const at::Tensor tensor : values[i].toTensorList()) note(tensor);
+      for (auto&& tensor : values[i].toTensorList()) note(tensor);
     }
   }
   op.redispatchBoxed(below, stack);
