@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
     return nn.Sequential(*map(convert, layers))
 
 
-def step_of(pipe: nn.Module, x: Tensor, schedule: str | None = None) -> Callable[[], None]:
+def step_of(pipe: Any, x: Tensor, schedule: str | None = None) -> Callable[[], None]:
     """Returns a function that clears the gradients and trains on the sum of the output."""
 
     def step() -> None:

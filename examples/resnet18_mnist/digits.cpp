@@ -85,6 +85,23 @@ void write(const fs::path& path, const at::Tensor& values) {
   write_file(path, bytes.append(data, data + packed.numel()));
 }
 
+// Moves each point of the path along smooth waves, as an unsteady hand does.
+void bend_path(cairo_t* cairo, Random& random) {
+  std::array<double, 4> wave{};
+  for (double& number : wave) number = random.between(0, 1);
+  auto* path = cairo_copy_path_flat(cairo);
+  cairo_new_path(cairo);
+  for (int i = 0; i < path->num_data; i += path->data[i].header.length) {
+    auto* point = &path->data[i + 1].point;
+    if (path->data[i].header.type == CAIRO_PATH_CLOSE_PATH) continue;
+    const double x = point->x, y = point->y;
+    point->x += 9 * wave[0] * std::sin(0.06 * y + 6 * wave[1]);
+    point->y += 9 * wave[2] * std::sin(0.06 * x + 6 * wave[3]);
+  }
+  cairo_append_path(cairo, path);
+  cairo_path_destroy(path);
+}
+
 at::Tensor draw_digit(Random random, int digit) {
   constexpr std::array<const char*, 3> kFonts = {"sans-serif", "serif", "monospace"};
   Drawing drawing({28, 28}, CAIRO_FORMAT_A8);
@@ -104,6 +121,7 @@ at::Tensor draw_digit(Random random, int digit) {
   cairo_scale(cairo, random.between(0.8, 1.3) * height / extents.height, height / extents.height);
   cairo_move_to(cairo, -extents.x_bearing - extents.width / 2, -extents.y_bearing - extents.height / 2);
   cairo_text_path(cairo, text.c_str());
+  bend_path(cairo, random);
   cairo_set_line_width(cairo, random.between(1, 14));
   cairo_fill_preserve(cairo);
   cairo_stroke(cairo);

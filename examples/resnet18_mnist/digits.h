@@ -35,8 +35,8 @@ void write_idx(const IdxFiles& files, const LabelledImages& set);
 
 enum class Part { kTraining, kTest };
 
-/// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, slant, rotation, size, place,
-/// thickness, brightness and noise are random. Digit i of a part does not depend on `count`.
+/// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, distortion, slant, rotation, size,
+/// place, thickness, brightness and noise are random. Digit i of a part does not depend on `count`.
 LabelledImages draw_digits(int count, std::uint64_t seed, Part part);
 
 /// Draws a confusion matrix in grey: a row per true class, a column per predicted class. The title tells the accuracy.

@@ -14,8 +14,8 @@ struct Scene {
   at::Tensor mask;  ///< the class of each pixel
 };
 
-/// Draws a random street with one car in side view: sky, buildings, other things in the colours of cars, light and
-/// noise. In about half of the scenes something stands in front of the car; it is not part of the mask.
+/// Draws a random street with one car in side view: sky, buildings, trees, other things in the colours of cars, light
+/// and noise. In about half of the scenes something stands in front of the car; it is not part of the mask.
 /// Classes of the mask: 0 background, 1 car, 2 windows, 3 wheels. Classes from `classes` on become 1.
 /// Errors: std::invalid_argument for fewer than 16 pixels per side, or more than 4 classes.
 Scene draw_scene(std::uint64_t seed, int number, Size size, int classes = 2);

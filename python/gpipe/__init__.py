@@ -19,8 +19,9 @@ if not _cores:
 _INSTALL = "run pip install . in a clone of gpipe, in an environment with this torch"
 _version_of_torch = ".".join(_torch.__version__.split(".")[:2])
 if _version_of_torch not in _cores:
-    _built = f"gpipe was built for torch {', '.join(sorted(_cores))}"
-    raise ImportError(f"{_built}, but torch {_torch.__version__} is installed; {_INSTALL}")
+    raise ImportError(
+        f"gpipe was built for torch {', '.join(sorted(_cores))}, but torch {_torch.__version__} is installed; {_INSTALL}"
+    )
 __path__.append(_cores[_version_of_torch])  # gpipe._C lies there
 try:
     from gpipe import _C
@@ -37,8 +38,27 @@ from gpipe.randomness import RandomScope, reference
 from gpipe.ranks import Ranks
 from gpipe.team import GradScaler
 
-__all__ = ["SCHEDULES", "GPipe", "GradScaler", "RandomScope", "Ranks", "Timeline", "__version__", "balance"]
-__all__ += ["batchnorm", "check_loss", "checkpoint", "data", "is_checkpointing", "is_recomputing", "models"]
-__all__ += ["reference", "reuse_cpu_memory", "skip", "snapshot", "to_sequential"]
+__all__ = [
+    "SCHEDULES",
+    "GPipe",
+    "GradScaler",
+    "RandomScope",
+    "Ranks",
+    "Timeline",
+    "__version__",
+    "balance",
+    "batchnorm",
+    "check_loss",
+    "checkpoint",
+    "data",
+    "is_checkpointing",
+    "is_recomputing",
+    "models",
+    "reference",
+    "reuse_cpu_memory",
+    "skip",
+    "snapshot",
+    "to_sequential",
+]
 
 __version__: str = _version("gpipe")

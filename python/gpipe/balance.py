@@ -29,9 +29,24 @@ from gpipe.exported.exporter import mode
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
 
-__all__ = ["Candidate", "Cluster", "ClusterPlan", "LayerProfile", "Prediction", "Profile", "SkipProfile", "Suggestion"]
-__all__ += ["TieProfile", "balance_by_size", "balance_by_time", "plan_cluster", "predict", "profile", "refine"]
-__all__ += ["suggest"]
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "ClusterPlan",
+    "LayerProfile",
+    "Prediction",
+    "Profile",
+    "SkipProfile",
+    "Suggestion",
+    "TieProfile",
+    "balance_by_size",
+    "balance_by_time",
+    "plan_cluster",
+    "predict",
+    "profile",
+    "refine",
+    "suggest",
+]
 
 Device = torch.device | int | str
 MODES = ("never", "except_last", "always")
@@ -76,7 +91,8 @@ def balance_by_time(
     """Measures a model for about ``timeout`` seconds. Returns the number of layers of each of ``partitions`` stages whose
     slowest is as fast as possible, without checkpointing. Arguments and errors as for :func:`profile`."""
     model = _checked_model(partitions, module, sample)
-    workers = partitions if (where := _device(device)).type == "cpu" else 1
+    where = _device(device)
+    workers = partitions if where.type == "cpu" else 1
     return profile(model, sample, device=where, workers=workers, seconds=timeout).balance_by_time(partitions)
 
 
@@ -124,8 +140,9 @@ def predict(
 
     Args:
         profile: costs for micro-batches of the size that ``chunks`` gives.
-        bandwidth, schedule: as for :func:`suggest`.
+        bandwidth: bytes per second between devices; 0 for transfers without delay.
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
+        schedule: the schedule of ``step``; ``None`` for a forward and its backward.
     """
     checks.check_is(profile, "profile", Profile, "a Profile, as gpipe.balance.profile() returns")
     cut = checks.check_balance(balance, len(profile.layers))

@@ -47,7 +47,8 @@ class DeferredBatchNorm(_BatchNorm):
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def commit(self) -> None:
-        """Updates the running statistics with the micro-batches since the last update. Some may have no values."""
+        """Updates the running statistics with the micro-batches since the last update. A mini-batch without values only
+        counts."""
         if self.tracked == 0:
             return
         assert self.running_mean is not None and self.running_var is not None

@@ -22,8 +22,10 @@ def refuse_tracing() -> None:
     if torch.compiler.is_exporting():
         tracers.insert(0, "torch.export")
     if tracers:
-        why = f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads"
-        raise NotImplementedError(f"{why}; trace the unpartitioned model, whose state has the same keys")
+        raise NotImplementedError(
+            f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads; trace the unpartitioned "
+            "model, whose state has the same keys"
+        )
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:
@@ -34,15 +36,16 @@ def refuse_sharded_layers(stages: nn.Module) -> None:
     if (fsdp is None and tensors is None) or not torch.distributed.is_initialized():
         return
     for name, module in stages.named_modules():
-        how = ""
         if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
             how = "FSDP"
         elif tensors is not None and any(isinstance(own, tensors.DTensor) for own in module.parameters(recurse=False)):
             how = "its parameters are DTensors"
-        if how:
-            what = f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be"
-            advice = "shard the whole pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
-            raise RuntimeError(f"{what}; {advice}")
+        else:
+            continue
+        raise RuntimeError(
+            f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be; shard the whole "
+            "pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
+        )
 
 
 def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
@@ -52,9 +55,10 @@ def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
         return
     tensors = sys.modules["torch.distributed.tensor"]
     if method == "step" or any(isinstance(parameter, tensors.DTensor) for parameter in pipe.parameters()):
-        what = f"{method}() cannot train a pipeline that is sharded by fully_shard"
-        advice = "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...)"
-        raise RuntimeError(f"{what}; call {advice}.backward()")
+        raise RuntimeError(
+            f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
+            "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
+        )
 
 
 @contextmanager

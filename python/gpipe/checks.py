@@ -35,7 +35,8 @@ def shown(value: object) -> str:
 
 
 def check_whole(value: object, name: str, bits: int = 31) -> int:
-    """Returns a value of any integer type as ``int``. Raises TypeError for others, ValueError from ``2**bits``."""
+    """Returns an integer of any integer type as ``int``. Raises TypeError for other values, and ValueError for an absolute
+    value from ``2**bits``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -81,7 +82,8 @@ def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
 
 
 def check_chunks(chunks: object, name: str = "chunks") -> int:
-    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError or ValueError for others."""
+    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError for other values, and ValueError
+    for a number that is not positive."""
     number = check_whole(int(chunks) if isinstance(chunks, float) and chunks.is_integer() else chunks, name)
     _C.check_chunks(number)
     return number
@@ -128,7 +130,8 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_balance(balance: object, layers: int) -> list[int]:
-    """Returns the balance of a model of ``layers`` layers, ``[]`` if it is empty. Raises TypeError or BalanceError."""
+    """Returns the balance of a model of ``layers`` layers, ``[]`` for an empty model. Raises TypeError for anything but
+    integers, and BalanceError for a balance that does not cut the model."""
     if balance is not None and not isinstance(balance, Iterable):
         what = "balance must be a list of the number of layers of each stage"
         raise TypeError(f"{what}, but is {shown(balance)}{_ADVICE}")

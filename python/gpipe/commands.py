@@ -40,7 +40,7 @@ def check(options: argparse.Namespace) -> tuple[str, int]:
         return json.dumps(fields, indent=2) + "\n", 0
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
-    lines += [f"{worker:6}  {peak[0]:10}  {peak[1]:10}" for worker, peak in enumerate(zip(cells, sizes))]
+    lines += [f"{worker:6}  {count:10}  {size:10}" for worker, (count, size) in enumerate(zip(cells, sizes))]
     return "\n".join(lines) + "\n", 0
 
 

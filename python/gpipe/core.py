@@ -17,7 +17,8 @@ from gpipe.ranks import Ranks
 
 
 class Core:
-    """Cuts a model into stages. Makes the C++ pipeline when first needed, and then drops the layers of other ranks."""
+    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own. Stages of
+    other ranks lose their layers when the C++ pipeline is made."""
 
     def __init__(
         self,
@@ -29,11 +30,12 @@ class Core:
         keep_memory: bool,
         ranks: Ranks | None,
     ) -> None:
-        rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
+        rank = 0 if ranks is None else ranks.rank
         self.ranks = ranks
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
+        native_ranks = None if ranks is None else ranks._core
         self._schedule = schedule
         self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
         of_stages = [self.devices[worker] for worker in self.placement]
@@ -56,8 +58,10 @@ class Core:
             if self._pipeline is not None and not replaced and self._pipeline.refresh():
                 return self._pipeline
             if self._pipeline is not None and self.ranks is not None:
-                what = "layers or shared parameters of this pipeline were replaced"
-                raise RuntimeError(f"{what}; over ranks, make a new pipeline on all ranks")
+                raise RuntimeError(
+                    "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline "
+                    "on all ranks"
+                )
             stages = [(stage, layers_of(stage)) for stage in self.stages]
             self._pipeline = _C.Pipeline(stages, self.schedule, *self._options)
             if self.ranks is not None:

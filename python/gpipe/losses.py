@@ -107,7 +107,7 @@ def _reduction_of(loss: object) -> tuple[str, Callable[[Any], float] | None] | N
         return None
     if settings["reduction"] == "sum" or "ignore_index" not in settings:
         return "sum" if settings["reduction"] == "sum" else "mean", None
-    return "mean", partial(_C.count_of_classes, settings["weight"], settings["ignore_index"])
+    return "mean", partial(_count_of_classes, settings["weight"], settings["ignore_index"])
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:
@@ -130,3 +130,10 @@ def _settings_of(loss: object) -> dict[str, Any] | None:
 def _defaults(function: Any) -> dict[str, Any]:
     """Returns the default values of a function's parameters."""
     return {name: each.default for name, each in signature(function).parameters.items()}
+
+
+def _count_of_classes(weight: Tensor | None, ignore_index: int, target: Any) -> float:
+    """Returns what a cross entropy or NLL loss divides by."""
+    if not isinstance(target, Tensor):
+        return float(len(target))
+    return _C.count_of_classes(weight, ignore_index, target)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.checks import checks_arguments, shown
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 __all__ = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
 
@@ -52,8 +52,9 @@ class _Add(nn.Module):
         super().__init__()
         self.downsample = projection
 
-    def forward(self, x: Tensor) -> Any:
-        return x + (pop("skip") if self.downsample is None else self.downsample(pop("skip")))
+    def forward(self, x: Tensor) -> Tensor:
+        skip: Tensor = pop("skip")
+        return x + (skip if self.downsample is None else self.downsample(skip))
 
 
 class _Conv(nn.Conv2d):
@@ -200,7 +201,8 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(_Conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
-def _isolated(layer: Any, namespace: Namespace) -> Any:
+def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
+    assert isinstance(layer, Skippable)
     return layer.isolate(namespace)
 
 

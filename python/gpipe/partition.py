@@ -54,8 +54,12 @@ class Partition(nn.Sequential):
     def _mark_kept(self) -> None:
         """Makes a backward through a tensor that a layer keeps an error, because its forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
-            attributes = [(module, *item) for module in self.modules() for item in vars(module).items()]
-            self._kept = [each[:2] for each in attributes if isinstance(each[2], Tensor) and each[2].grad_fn]
+            self._kept = [
+                (module, name)
+                for module in self.modules()
+                for name, value in vars(module).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
             return
         keep: Any = _Kept.apply
         for module, name in self._kept:
@@ -70,8 +74,10 @@ class Partition(nn.Sequential):
                 input = layer(input)
             except ValueError as error:
                 if "Expected more than 1 value per channel" in str(error) and hasattr(error, "add_note"):
-                    advice = "use fewer chunks for this mini-batch, or leave it out: DataLoader(..., drop_last=True)"
-                    error.add_note(f"[gpipe] a batch norm cannot train on a micro-batch of one sample; {advice}")
+                    error.add_note(
+                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this "
+                        "mini-batch, or leave it out: DataLoader(..., drop_last=True)"
+                    )
                 raise
         return input
 
@@ -117,7 +123,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
-            [(skip, *skip.skip_keys()) for _, skip in skippables_in(layer, name)],
+            [(skip, skip.stashes(), skip.pops()) for _, skip in skippables_in(layer, name)],
         )
         for name, layer in module.named_children()
     ]
@@ -153,10 +159,11 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
         for module, name, _ in _places(stage, borrowed):
             scripted = isinstance(module, torch.jit.ScriptModule)
             if scripted or id(module) in earlier:
-                why = "is compiled by TorchScript" if scripted else "itself stands in both stages"
                 raise ValueError(
                     f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
-                    f"{why}; put the layers that share it into one stage, the stages on one device, or tie two modules"
+                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
+                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
+                    "parameters of two modules"
                 )
         earlier.update(map(id, stage.modules()))
 
@@ -214,10 +221,11 @@ def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set
         if not made.intersection(own) - initialized:
             return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        where = f"layer '{name}' has a {type(module).__name__} on the meta device"
         if reset is None:
-            advice = "add that method, or make the model on the CPU"
-            raise ValueError(f"{where} without reset_parameters(), which would initialize it; {advice}")
+            raise ValueError(
+                f"layer '{name}' has a {type(module).__name__} on the meta device without reset_parameters(), which would "
+                "initialize it; add that method, or make the model on the CPU"
+            )
         kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
         versions = [tensor._version for tensor in own]
         reset()
@@ -226,8 +234,10 @@ def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set
         for tensor, version in zip(own, versions):
             written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
             if tensor in made and not written and any(tensor is each for each in _own(module)):
-                what = f"whose reset_parameters() leaves a tensor of shape {tuple(tensor.shape)} without values"
-                raise ValueError(f"{where} {what}; make it initialize all, or make the model on the CPU")
+                raise ValueError(
+                    f"layer '{name}' has a {type(module).__name__} on the meta device whose reset_parameters() leaves a tensor "
+                    f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the model on the CPU"
+                )
         initialized.update(own)
 
     layer.apply(initialize)
@@ -264,6 +274,7 @@ def verify_module(module: nn.Sequential) -> None:
     first: dict[nn.Module | None, str] = {}
     for name, layer in module._modules.items():
         if (other := first.setdefault(layer, name)) != name:
-            advice = "use a copy, because each layer belongs to one place"
-            raise ValueError(f"layers '{other}' and '{name}' are the same module; {advice}")
+            raise ValueError(
+                f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one place"
+            )
     verify_skippables(module)

@@ -84,8 +84,9 @@ class GPipe(OriginalNames, TeamCalls):
 
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, its skips do not match, or an argument has a wrong type.
-        ValueError: if ``balance`` does not cut the model, an option is out of range, or ``module`` cannot be cut: it
-            has hooks, parameters or buffers of its own, a layer in two places, or a parameter that is not initialized.
+        ValueError: if ``balance`` does not cut the model, an option is out of range, a layer stands in two places,
+            ``module`` itself has hooks, parameters or buffers, a parameter is not initialized, or stages on different
+            devices share a parameter through one module.
         IndexError: for fewer devices than workers, or a device that this process does not have.
         RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
@@ -126,7 +127,7 @@ class GPipe(OriginalNames, TeamCalls):
         self.devices = self._core.devices
         self.partitions = self._core.stages
         self.training = module.training
-        state = self.state_dict(keep_vars=True) if ranks else {}
+        state = {} if ranks is None else self.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}
         self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._warned = False
@@ -147,8 +148,13 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
         measures its layers for about ``seconds``, and cuts it into ``stages`` of equal time. Over ranks, rank 0 measures.
-        ``args``, a tuple or the only argument, and ``kwargs`` are a mini-batch. ``options`` are the constructor's.
-        Raises what it, :func:`gpipe.to_sequential` and :func:`gpipe.balance.balance_by_time` raise."""
+
+        Args:
+            args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
+            options: as for the constructor.
+
+        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
+        """
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         sample, _ = first_micro_batch(input_of(args, kwargs or {}), checks.check_chunks(options.get("chunks", 1)))
@@ -156,9 +162,11 @@ class GPipe(OriginalNames, TeamCalls):
         def measured() -> str:
             return " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds)))
 
-        ranks = ranks_of(options["group"]) if options.get("group") is not None else None
+        ranks = None if options.get("group") is None else ranks_of(options["group"])
+        if ranks is not None:
+            options["group"] = ranks
         text = measured() if ranks is None else on_rank_0(ranks, measured)
-        return cls(model, [int(layers) for layers in text.split()], **options | {"group": ranks})
+        return cls(model, [int(layers) for layers in text.split()], **options)
 
     @property
     def chunks(self) -> int:
@@ -276,8 +284,10 @@ class GPipe(OriginalNames, TeamCalls):
 
         current = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
         if any(device is None or with_index(each) != with_index(device) for each in current):
-            what = "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers"
-            raise TypeError(f"{what}; pass GPipe(..., devices=[...]) instead")
+            raise TypeError(
+                "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
+                "GPipe(..., devices=[...]) instead"
+            )
         return self
 
     @property
@@ -299,8 +309,10 @@ class GPipe(OriginalNames, TeamCalls):
         """
         with self._core.refusing():
             if others or named:
-                advice = "pass several tensors as a tuple, pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
-                raise TypeError(f"a pipeline takes one input, which its first layer gets; {advice}")
+                raise TypeError(
+                    "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
+                    "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
+                )
             refuse_tracing()
             refuse_sharded_layers(self.partitions)
             if not self.balance:
@@ -316,8 +328,11 @@ class GPipe(OriginalNames, TeamCalls):
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
             return
         self._warned = True
-        what = "forward() and backward() always run all forwards, then all backwards"
-        warnings.warn(f"{what}; only step() has schedule='{self.schedule}'", stacklevel=5)
+        warnings.warn(
+            f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
+            f"'{self.schedule}'",
+            stacklevel=5,
+        )
 
     def step(
         self,
@@ -397,11 +412,13 @@ class GPipe(OriginalNames, TeamCalls):
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._core.pipeline()
-            if self.ranks and type(scale) is GradScaler:
+            if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
-            if self.ranks and self.ranks.replicas > 1 and trains(loss):
-                advice = "make it the last layer of the model, and pass a loss without parameters"
-                raise ValueError(f"the loss has parameters, whose gradients replicas do not sum; {advice}")
+            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
+                raise ValueError(
+                    "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
+                    "pass a loss without parameters"
+                )
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():

@@ -89,6 +89,14 @@ def _generator(device: torch.device | int | str) -> torch.Generator:
     return generator
 
 
+def _get_state(device: torch.device | int | str = "cuda") -> Tensor:
+    return _generator(device).get_state()
+
+
+def _set_state(new_state: Tensor, device: torch.device | int | str = "cuda") -> None:
+    _generator(device).set_state(new_state)
+
+
 def _seed(seed: int) -> torch.Generator:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _generator("cuda").manual_seed(int(seed))
@@ -99,11 +107,9 @@ def _seed(seed: int) -> torch.Generator:
 def redirect_generators() -> None:
     """Makes PyTorch's functions for default generators apply to the scope's generators inside a scope. Called before the first
     scope: an import of the package changes nothing. torch.utils.checkpoint looks the functions up under these names."""
-    modules: list[tuple[Any, str]] = [(torch.random, "cpu"), (torch.cuda, "cuda")]
-    for module, place in modules:
-        get, set_ = module.get_rng_state, module.set_rng_state
-        module.get_rng_state = _redirect(get, lambda device=place: _generator(device).get_state())
-        module.set_rng_state = _redirect(set_, lambda new_state, device=place: _generator(device).set_state(new_state))
-    torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed"):
-        setattr(torch, name, getattr(torch.random, name))
+    cpu_get, cpu_set = functools.partial(_get_state, "cpu"), functools.partial(_set_state, device="cpu")
+    torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, cpu_get)
+    torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, cpu_set)
+    torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
+    torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_state)
+    torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_state)

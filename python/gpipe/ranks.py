@@ -41,8 +41,10 @@ class Ranks:
         nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
             The same on all ranks.
 
-    Raises TypeError if ``group`` is not a process group that this process belongs to, and ValueError for an option that
-    cannot be used.
+    Raises:
+        TypeError: if ``group`` is not a process group that this process belongs to.
+        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a wrong number of
+            replicas, or ``nccl`` where NCCL cannot be used.
 
     Attributes:
         rank: the number of this process, from 0.

@@ -100,11 +100,13 @@ class Skippable(nn.Module):
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
         return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
 
-    def skip_keys(self) -> tuple[list[tuple[_C.Namespace, str]], list[tuple[_C.Namespace, str]]]:
-        """Returns what the layer stashes and what it pops, as the extension module takes it."""
-        sides = sorted(self.stashable_names), sorted(self.poppable_names)
-        stashes, pops = ([(self.native_namespace(name), name) for name in names] for names in sides)
-        return stashes, pops
+    def stashes(self) -> list[tuple[_C.Namespace, str]]:
+        """Returns what the layer stashes, as the extension module takes it."""
+        return [(self.native_namespace(name), name) for name in sorted(self.stashable_names)]
+
+    def pops(self) -> list[tuple[_C.Namespace, str]]:
+        """Returns what the layer pops, likewise."""
+        return [(self.native_namespace(name), name) for name in sorted(self.poppable_names)]
 
     def name_in_messages(self, key: str) -> str:
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
@@ -140,8 +142,9 @@ class _Forward:
             while True:
                 answer = generator.send(answer)
                 if answer is not self.answer:
-                    advice = "yield only stash(...) and pop(...)"
-                    raise TypeError(f"the forward of a @skippable layer yielded {answer!r}: {advice}")
+                    raise TypeError(
+                        f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...) and pop(...)"
+                    )
         except StopIteration as stop:
             return stop.value
         finally:
@@ -152,8 +155,10 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
     """Executes a ``stash`` or ``pop`` of the layer whose forward runs."""
     current: _Forward | None = getattr(_thread, "forward", None)
     if current is None:
-        what = f"{call.__name__}('{name}') was called outside the forward of a @skippable layer"
-        raise RuntimeError(f"{what}; call it in the forward of a layer that declares the name")
+        raise RuntimeError(
+            f"{call.__name__}('{name}') was called outside the forward of a @skippable layer; call it in the forward of a "
+            "layer that declares the name"
+        )
     declared = current.layer.stashable_names if tensor else current.layer.poppable_names
     if name not in declared:
         done = "stashed" if tensor else "popped"
@@ -164,17 +169,22 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name, which ``@skippable(stash=[...])`` of the calling
-    layer must declare. Do not change the tensor in place before another stage pops it. Raises TypeError for a tensor
-    that is not plain, and RuntimeError for a name that is not declared, or in a pipeline is stashed twice."""
+    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that declares the
+    name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it.
+
+    Raises:
+        TypeError: if ``tensor`` is neither ``None`` nor a plain tensor.
+        RuntimeError: if the layer does not declare the name; in a pipeline, if it stashes it twice.
+    """
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
     return _execute(_C.stash, name, tensor)
 
 
 def pop(name: str) -> Any:
-    """Returns what an earlier layer stashed under a name, on the device of the layer's stage. ``@skippable(pop=[...])``
-    of the calling layer must declare the name. Raises RuntimeError otherwise, and if the name was not stashed."""
+    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage. Call it
+    in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. Raises RuntimeError if the layer does
+    not, or if the name was not stashed."""
     return _execute(_C.pop, name)
 
 
@@ -214,7 +224,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
     earlier. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
     declarations = [
-        (index, path, *skip.skip_keys())
+        (index, path, skip.stashes(), skip.pops())
         for index, (name, layer) in enumerate(module.named_children())
         for path, skip in skippables_in(layer, name)
     ]

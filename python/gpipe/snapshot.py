@@ -32,16 +32,32 @@ from gpipe import _C
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
 
-__all__ = ["OptimizerState", "Snapshot", "capture_model", "capture_optimizer", "gather", "own_part"]
-__all__ += ["read", "restore_model", "restore_optimizer", "write"]
+__all__ = [
+    "OptimizerState",
+    "Snapshot",
+    "capture_model",
+    "capture_optimizer",
+    "gather",
+    "own_part",
+    "read",
+    "restore_model",
+    "restore_optimizer",
+    "write",
+]
 
 
 class OptimizerState(TypedDict):
-    """An optimizer's options and state, under the names that LibTorch and Python share."""
+    """An optimizer's options and state, under the names that LibTorch and Python share.
 
-    type: str  # the class, such as 'AdamW'; empty for none
-    param_groups: list[dict[str, Any]]  # the options of each group, with the parameters' names as 'params'
-    state: dict[str, dict[str, Any]]  # of each parameter that has any, by name
+    Attributes:
+        type: the class, such as ``'AdamW'``; empty for none.
+        param_groups: the options of each group of parameters, with the parameters' names as ``'params'``.
+        state: the state of each parameter that has any, by name.
+    """
+
+    type: str
+    param_groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -69,8 +85,12 @@ class Snapshot:
 
 def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     """Writes a snapshot to a file, atomically: the path names the previous file until the new one is on the disk.
-    Tensors may be on any device and require gradients. Of a view, only its own elements are saved. Raises OSError, also
-    while another writer writes the same path, and TypeError or ValueError if the snapshot cannot be saved."""
+    Tensors may be on any device and require gradients. Of a view, only its own elements are saved.
+
+    Raises:
+        OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
+        TypeError, ValueError: if the snapshot cannot be saved.
+    """
     _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
 
 
@@ -97,8 +117,9 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name in [*tensors, *saved]:
         ours, theirs = (_kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
         if ours != theirs:
-            what = f"'{name}' is {theirs} in the snapshot and {ours} in this model"
-            raise ValueError(f"the snapshot is of another model: {what}")
+            raise ValueError(
+                f"the snapshot is of another model: '{name}' is {theirs} in the snapshot and {ours} in this model"
+            )
         tensor = tensors[name]
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides)):
@@ -156,8 +177,10 @@ def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerSt
     if len(groups) != len(state["param_groups"]):
         _refuse(f"it has {len(state['param_groups'])} groups of parameters, but this one has {len(groups)}")
     for index, (ours, group) in enumerate(zip(groups, state["param_groups"])):
-        if different := set(ours) ^ set(group["params"]):
-            _refuse(f"only one of them has '{min(different)}' in group {index}")
+        if lacking := set(ours) - set(group["params"]):
+            _refuse(f"group {index} lacks '{min(lacking)}'")
+        if surplus := set(group["params"]) - set(ours):
+            _refuse(f"group {index} also has '{min(surplus)}'")
     # LibTorch's optimizers lack these options.
     defaults = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
 
@@ -192,8 +215,8 @@ def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
     number = _plain(value)
     if isinstance(number, (int, float)):
         return int(number) if field == "step" else number
-    what = f"{_kind_of(value)}, neither a number nor of the parameter's shape"
-    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}")
+    what = _kind_of(value)
+    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}, neither a number nor of the parameter's shape")
 
 
 def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
@@ -212,8 +235,10 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                what = f"parameter {index} in group {number} of the optimizer does not belong to the model"
-                raise ValueError(f"{what}; create the optimizer with the model's parameters")
+                raise ValueError(
+                    f"parameter {index} in group {number} of the optimizer does not belong to the model; create the "
+                    "optimizer with the model's parameters"
+                )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 

@@ -3,7 +3,6 @@
 import functools
 import io
 import pickle
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -30,8 +29,7 @@ class Structure:
         return isinstance(other, Structure) and self._classes == other._classes and self._tree == other._tree
 
     def __repr__(self) -> str:
-        shown = repr(tree_unflatten([cls and f"<{cls.__name__}>" for cls in self._classes], self._tree))
-        return re.sub(r"'<(\w+)>'", r"\1", shown)
+        return repr(tree_unflatten([cls and _Name(cls.__name__) for cls in self._classes], self._tree))
 
 
 def _as_class(tensor: Any, cls: type[Tensor]) -> Any:
@@ -124,3 +122,11 @@ class _Containers(pickle.Unpickler):
         if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
+
+
+class _Name:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text

@@ -111,6 +111,8 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     [
         (lambda state: state.update(type="SGD"), "it is of class SGD, but this one is of class AdamW"),
         (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, but this one has 2"),
+        (lambda state: state["param_groups"][0]["params"].pop(0), "group 0 lacks '3.weight'"),
+        (lambda state: state["param_groups"][0]["params"].append("9.weight"), "group 0 also has '9.weight'"),
         (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is torch.float32 of shape \(3,\)"),
         (lambda state: state["state"].update({"1.running_mean": {}}), "it has the state of '1.running_mean'"),
     ],

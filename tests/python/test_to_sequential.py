@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import pickle
 import random
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import gpipe
 from gpipe import to_sequential
 from gpipe.balance import balance_by_time, suggest
+from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
 
 
@@ -199,7 +201,7 @@ def test_inputs_and_outputs_are_trees():
         assert type(output) is Pair and output.rest[0] is None
         torch.testing.assert_close(output.sum, expected.sum)
         torch.testing.assert_close(output.rest[1], expected.rest[1])
-    with pytest.raises(TypeError, match=r"another structure of the input: expected \(\(..., ...\), \{'mask': ...\}\), but got"):
+    with pytest.raises(TypeError, match=r"another structure of the input: expected \(\(..., ...\), \{'mask': ...\}\), but got .*; see"):
         sequence((x, x))
     by_name = to_sequential(model, x=x, factor=x, mask=mask)  # one tensor is two inputs
     assert torch.equal(by_name({"mask": mask, "factor": x + 1, "x": x}).sum, model(x, x + 1, mask=mask).sum)
@@ -281,6 +283,11 @@ def test_copies_and_pickles():
     assert torch.equal(twice(batch()), sequence(batch()))
 
 
+class OfTwoStages(gpipe.GPipe):
+    def __init__(self, module, balance):
+        super().__init__(module, balance)
+
+
 def test_balances_and_pipelines_of_modules():
     net = make_net()
     assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
@@ -290,6 +297,7 @@ def test_balances_and_pipelines_of_modules():
     pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
     assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
     assert pipe(batch()).shape == (6, 3)
+    assert OfTwoStages.from_module(net, batch(), stages=2, seconds=0).chunks == 1
 
 
 def counts_through_a_view(self, x):
@@ -323,6 +331,13 @@ def test_constants_among_the_inputs_stay():
     assert torch.equal(sequence((batch(), None)), batch() * 2)
     with pytest.raises(ValueError, match="input 1 was a constant when the model was converted; give None, not 3"):
         sequence((batch(), 3))
+
+
+def test_what_is_equal_in_both_modes_is_no_choice(monkeypatch):
+    monkeypatch.setattr(Combination, "_chooser", None)
+    sequence = to_sequential(Returns(lambda x: x.masked_fill(x > 0, math.nan) + torch.tensor([math.nan])), batch())
+    assert len(list(sequence.buffers())) == 1
+    assert not any("training" in layer._code.text for layer in sequence)
 
 
 class Outputs(NamedTuple):
@@ -484,7 +499,7 @@ def convert(function):
         (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
-        (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "is compiled by TorchScript; use"),
+        (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "the model: '' is compiled by TorchScript; use"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
     ],
 )
@@ -504,7 +519,7 @@ def test_what_cannot_be_converted(call, error, message, capfd):
 @pytest.mark.parametrize(
     ("function", "wrong", "message"),
     [
-        (lambda x: x / x.shape[1], batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \('batch', 4\)"),
+        (lambda x: x / x.shape[1], batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \('batch', 4\); only"),
         (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), "samples with .*, but a micro-batch has 3:"),
         (lambda x: x * (3 if x.shape[0] % 2 == 0 else 2), batch(5), "samples with .*, but a micro-batch has 5:"),
     ],

@@ -89,9 +89,9 @@ def test_inputs_without_tensors_are_refused():
 
 
 def test_results_of_different_structure_are_an_error():
-    parts = iter([lambda x: Pair(x, x), lambda x: {"a": [x, None]}])
+    parts = iter([lambda x: Pair(x, x), lambda x: {"<a>": [x, None]}])
     pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
-    with pytest.raises(RuntimeError, match=r"Pair\(first=Tensor, second=Tensor\) for .* {'a': \[Tensor, None\]}"):
+    with pytest.raises(RuntimeError, match=r"Pair\(first=Tensor, second=Tensor\) for .* {'<a>': \[Tensor, None\]}"):
         pipe(torch.zeros(4))
 
 

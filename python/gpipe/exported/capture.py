@@ -64,7 +64,8 @@ def capture(
 
 
 def capture_program(program: ExportedProgram) -> Captured:
-    """Reads a program that was exported in training mode with a dynamic batch. Raises ValueError for other programs."""
+    """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
+    cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors = _tensors_of_program(program)
     graph = with_names(Reader(program).graph, _one_name_each(tensors))
     for value in graph.inputs:
@@ -110,13 +111,16 @@ def _names_of_constants(
     free = [name for name in training if name not in own]
     names = {}
     for name in [name for name in evaluation if name not in own]:
-        ours = evaluation[name].tensor
-        theirs = {each: training[each].tensor for each in free}
-        same = next((each for each in free if ours.dtype == theirs[each].dtype and ours.equal(theirs[each])), None)
+        same = next((each for each in free if _equal(evaluation[name].tensor, training[each].tensor)), None)
         names[name] = same or f"{name}_eval"
         if same:
             free.remove(same)
     return names
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    return alike and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def examples_of(arguments: Any) -> Any:
@@ -151,7 +155,10 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
     at some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
-            raise ValueError(f"'{path}' is compiled by TorchScript; use the module that it was compiled from")
+            raise ValueError(
+                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
+                "from"
+            )
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
         for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):
             # The hooks of weight_norm and spectral_norm compute weights, which the export records.
@@ -173,8 +180,10 @@ def check_outputs(graph: Graph) -> None:
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
         if not shape or not any(same_size(shape[0], size) for size in batch):
-            advice = "without the batch as dimension 0; return it per sample, or leave it out"
-            raise ValueError(f"{where} has the shape {tuple(shape)}, {advice}")
+            raise ValueError(
+                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
+                "leave it out"
+            )
 
 
 def guards_of(graph: Graph) -> dict[str, bool]:

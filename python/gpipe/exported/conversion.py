@@ -64,20 +64,23 @@ def to_sequential(
     return sequence
 
 
-def _try_one_sample(module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], *example: Any) -> None:
+def _try_one_sample(
+    module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
     before = first._input
     changed = [f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     first._input = before._replace(guards=changed)
-    if not _agree(module, sequence, *example):
+    if not _agree(module, sequence, args, kwargs):
         first._input = before
 
 
-def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
-    """Raises ValueError if a model and its sequence differ in their modes, except if calls raise ModeError."""
-    ours, theirs = _results(module, sequence, *example)
+def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow these,
+    calls will raise ModeError too."""
+    ours, theirs = _results(module, sequence, args, kwargs)
     if isinstance(ours, Exception):
         raise ours
     if not isinstance(theirs, ModeError) and not _equal(ours, theirs):
@@ -87,14 +90,19 @@ def _compare(module: nn.Module, sequence: nn.Module, *example: Any) -> None:
         )
 
 
-def _agree(module: nn.Module, sequence: nn.Module, *example: Any) -> bool:
-    """Returns whether a model and its sequence return equal values, or in one of the modes both raise."""
-    found = []
+def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
+    must return."""
+    returned = False
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
-            found.append(_results(module, sequence, *example))
-    returned = [each for each in found if not all(isinstance(result, Exception) for result in each)]
-    return bool(returned) and all(_equal(*each) for each in returned)
+            results = _results(module, sequence, args, kwargs)
+        if all(isinstance(each, Exception) for each in results):
+            continue
+        if not _equal(*results):
+            return False
+        returned = True
+    return returned
 
 
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -193,7 +201,8 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
             tree.add(name, model.tensors[name])
         for path in code.places:
             tree.place(path)
-        layer = ExportedLayer(each, tree.root, order, code, expected if first else None, returned if last else None)
+        ends = expected if first else None, (returned[0], returned[1]) if last else None
+        layer = ExportedLayer(each, tree.root, order, code, *ends)
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence
@@ -209,7 +218,8 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
-    """Returns the names of each layer's tensors. One that is not used belongs to the layer with the nearest name."""
+    """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
+    used belongs to the layer with the nearest name."""
     names = {value: name for name, value in model.graph.tensors.items()}
     users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
     layers = {id(model.tensors[name].tensor): index for name, index in users}

@@ -69,8 +69,8 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             with unchanged(module), torch.enable_grad():
                 module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
-            text = f" ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
-        raise ValueError(f"cannot convert the model{text}") from error
+            text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
+        raise ValueError(text) from error
 
 
 def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -122,10 +122,11 @@ def _explanation(module: nn.Module, error: Exception) -> str:
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
         reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
     if inner is None or inner is module:
-        return f" ({type(module).__name__}): {reason}"
-    name = type(inner).__name__
-    advice = f"to keep each such module whole as one layer, pass opaque=[{name}]"
-    return f": '{paths[id(inner)]}' ({name}) cannot be exported: {reason}; {advice}"
+        return f"cannot convert the model ({type(module).__name__}): {reason}"
+    return (
+        f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}; to "
+        f"keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
+    )
 
 
 @contextmanager
@@ -178,7 +179,8 @@ def is_inside(name: str, paths: Iterable[str]) -> bool:
 
 
 def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Returns the submodules of some classes by path, without those inside another. Raises TypeError or ValueError."""
+    """Returns the submodules of some classes by path, without those inside another. Raises TypeError for anything but
+    subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -204,8 +206,10 @@ def kept_whole(
         batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         for leaf in tree_leaves(output):
             if not batch or not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch[0]:
-                what = "an opaque module must get and return tensors with the batch as dimension 0"
-                raise ValueError(f"{what}, but {type(each).__name__} does not")
+                name = type(each).__name__
+                raise ValueError(
+                    f"an opaque module must get and return tensors with the batch as dimension 0, but {name} does not"
+                )
         found[each].append(output)
 
     with ExitStack() as stack:

@@ -106,7 +106,8 @@ class Operation:
 
 @dataclass(eq=False)
 class Graph:
-    """The operations of a model in order. ``inputs`` and ``outputs`` are flattened; ``None`` is another object."""
+    """The operations of a model in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None`` for what is
+    not a tensor."""
 
     inputs: list[Value | None]
     in_spec: TreeSpec
@@ -233,8 +234,9 @@ class Reader:
             _, dtype, enabled, cache = given[:4]
             expression, args = f"torch.autocast(_device.type, {dtype}, {enabled}, {cache})", given[4:]
         else:
-            what = f"torch's operator '{name}', for control flow or a function called whole"
-            raise ValueError(f"cannot convert the model: it uses {what}")
+            raise ValueError(
+                f"cannot convert the model: it uses torch's operator '{name}', for control flow or a function called whole"
+            )
         body: Any
         body, *args = args
         inner = getattr(module, body.target)

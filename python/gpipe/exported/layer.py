@@ -29,8 +29,10 @@ class ModeError(RuntimeError):
 def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
     """Computes ``aten.batch_norm``. Raises ValueError in training mode for one value per channel, without a variance."""
     if training and input.numel() == input.shape[1]:
-        what = f"a micro-batch has the shape {tuple(input.shape)}; give it more samples by fewer chunks"
-        raise ValueError(f"batch norm needs more than one value per channel in training mode, but {what}")
+        raise ValueError(
+            f"batch norm needs more than one value per channel in training mode, but a micro-batch has the shape "
+            f"{tuple(input.shape)}; give it more samples by fewer chunks"
+        )
     output: Tensor = torch.ops.aten.batch_norm.default(input, weight, bias, mean, variance, training, *more)
     return output
 
@@ -39,8 +41,10 @@ def check_modes(path: str, training: bool, other: str, other_training: bool) -> 
     """Raises ModeError unless two modules are in the same mode."""
     if training != other_training:
         names = " and ".join(f"'{each}'" if each else "the model" for each in (path, other))
-        why = "one uses what the other computes in one mode only; call train() or eval() on both"
-        raise ModeError(f"{names} are in different modes, but {why}")
+        raise ModeError(
+            f"{names} are in different modes, but one uses what the other computes in one mode only; call train() or "
+            "eval() on both"
+        )
 
 
 class Code(NamedTuple):
@@ -51,14 +55,15 @@ class Code(NamedTuple):
     places: list[str]  # paths of the modules that have tensors, or whose mode counts: ``_place0``, ``_place1``, ...
 
 
-def load(code: Code, name: str) -> Any:
+def load(code: Code, name: str) -> Callable[..., Any]:
     """Returns the function. ``name`` is the layer's, for tracebacks."""
     file = f"<layer '{name}'>"
     linecache.cache[file] = len(code.text), None, code.text.splitlines(keepends=True), file
     scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
     scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
     exec(compile(code.text, file, "exec"), scope)
-    return scope["forward"]
+    function: Callable[..., Any] = scope["forward"]
+    return function
 
 
 class Writer:
@@ -180,16 +185,21 @@ class Expected(NamedTuple):
     def flattened(self, input: Any) -> list[Any]:
         """Returns the flattened input. Raises TypeError if its structure is another, and ValueError for other shapes."""
         leaves, found = tree_flatten(_in_order_of(self.example, input))
-        if found != (expected := tree_structure(self.example)):
-            what = f"expected {_shown(expected)}, but got {_shown(found)}"
-            raise TypeError(f"the model was converted for another structure of the input: {what}")
+        expected = tree_structure(self.example)
+        if found != expected:
+            raise TypeError(
+                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
+                f"{_shown(found)}; see gpipe.to_sequential"
+            )
         for number, (leaf, shape) in enumerate(zip(leaves, self.shapes)):
             if shape is None and leaf is not None:
                 raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
             if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
                 given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                what = f"the model was converted for {('batch', *shape)}"
-                raise ValueError(f"input {number} has the shape {given}, but {what}")
+                raise ValueError(
+                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
+                    "dimension 0 may differ"
+                )
         samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
         for guard in self.guards:
             if not holds(guard, samples):
@@ -204,7 +214,13 @@ class ExportedLayer(ConvertedLayer):
     """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it."""
 
     def __init__(
-        self, route: Route, model: nn.Module, order: list[str], code: Code, input: Expected | None, output: Any
+        self,
+        route: Route,
+        model: nn.Module,
+        order: list[str],
+        code: Code,
+        input: Expected | None,
+        output: tuple[Any, Any] | None,
     ) -> None:
         super().__init__()
         self.name = route.name
@@ -220,6 +236,7 @@ class ExportedLayer(ConvertedLayer):
         modules = dict(self.model.named_modules())
         self._run = load(self._code, self.name)
         self.__dict__["_places"] = [modules[path] for path in self._code.places]
+        self._output_specs = self._output and list(map(tree_structure, self._output))
 
     def name_in_messages(self, key: str) -> str:
         return self.name
@@ -228,9 +245,9 @@ class ExportedLayer(ConvertedLayer):
         if self._input is not None:
             input = self._input.flattened(input)
         output = self._run(self._places, self._pop, self._stash, input)
-        if self._output is None:
+        if self._output_specs is None:
             return output
-        spec = tree_structure(self._output[0 if self.model.training else 1])
+        spec = self._output_specs[0 if self.model.training else 1]
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
@@ -243,7 +260,8 @@ class ExportedLayer(ConvertedLayer):
         return f"ExportedLayer({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_run", "_places")}  # of _prepare()
+        made = ("_run", "_places", "_output_specs")  # by _prepare()
+        return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

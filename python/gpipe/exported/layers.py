@@ -100,7 +100,9 @@ def owners_of_memory(graph: Graph) -> dict[Value, Value]:
     """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
     owners = {value: value for value in graph.tensors.values()}
     for operation in graph.operations:
-        owners |= {operation.result: owners[viewed] for viewed in _viewed_by(operation) if viewed in owners}
+        for viewed in _viewed_by(operation):
+            if viewed in owners:
+                owners[operation.result] = owners[viewed]
     return owners
 
 
@@ -186,7 +188,8 @@ class Routes:
         return needed
 
     def _with_own_numbers(self, index: int, needed: dict[Value, None]) -> list[Operation]:
-        """Returns a layer's operations, after those for other layers' numbers, whose tensors it adds to ``needed``."""
+        """Returns the operations of a layer, after those that compute the numbers that other layers have. ``needed`` are the
+        tensors that the layer gets, to which it adds more."""
         known: dict[Value, Any] = {}
         added: list[Operation] = []
 

@@ -1,5 +1,6 @@
 """Combines the graphs of a model in training and in evaluation mode."""
 
+import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -115,10 +116,11 @@ class Combination:
 
     def _leaf(self, ours: Any, theirs: Any, call: Call) -> Any:
         """Returns the argument of a call for both modes."""
-        values = isinstance(ours, Value), isinstance(theirs, Value)
-        if all(values) and ours is not theirs:
-            return self._merged(ours, theirs, call)
-        return _choice(self._chooser(ours, theirs, call) if any(values) else call.path, ours, theirs)
+        if isinstance(ours, Value) and isinstance(theirs, Value):
+            return ours if ours is theirs else self._merged(ours, theirs, call)
+        if isinstance(ours, Value) or isinstance(theirs, Value):
+            return _choice(self._chooser(ours, theirs, call), ours, theirs)
+        return _choice(call.path, ours, theirs)
 
     def _merged(self, ours: Value, theirs: Value, call: Call) -> Value:
         """Returns a value that is one value in training mode and another in evaluation mode."""
@@ -199,7 +201,9 @@ def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
 
 def _choice(path: str, ours: Any, theirs: Any) -> Any:
     """Returns what is one thing in training mode and another in evaluation mode."""
-    return ours if type(ours) is type(theirs) and ours == theirs else Choice(path, ours, theirs)
+    same = ours is theirs or (type(ours) is type(theirs) and ours == theirs)
+    both_nan = all(isinstance(each, float) and math.isnan(each) for each in (ours, theirs))
+    return ours if same or both_nan else Choice(path, ours, theirs)
 
 
 def _computed(graph: Graph) -> dict[str, list[tuple[str, str]]]:
