@@ -198,8 +198,7 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
     throw invalid(
         "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
         "devices per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d "
-        "cells "
-        "(devices x micro-batches); change the samples or the profiles",
+        "cells (devices x micro-batches); change the samples or the profiles",
         devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells);
   }
   std::vector<std::pair<Candidate, std::string>> plans;

@@ -80,8 +80,7 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 [[noreturn]] void refuse(int partitions) {
   throw invalid(
       "[balance] %d stages would separate layers that share a buffer or parameter; use fewer stages, or give each "
-      "layer "
-      "its own",
+      "layer its own",
       partitions);
 }
 

@@ -39,7 +39,9 @@ struct Watched {
   std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();  ///< of the steps that the pipeline traces
 };
 
-/// The times that the marks of a trace tell.
+enum : std::size_t { kForward, kStored, kRecompute, kBackward, kInputGradient };
+
+/// The times that the marks of a trace tell, in that order.
 constexpr std::array kTimes = {&LayerProfile::forward, &LayerProfile::stored, &LayerProfile::recompute,
                                &LayerProfile::backward, &LayerProfile::input_gradient};
 
@@ -47,9 +49,9 @@ constexpr std::array kTimes = {&LayerProfile::forward, &LayerProfile::stored, &L
 using Times = std::vector<std::array<std::vector<double>, kTimes.size()>>;
 
 std::size_t index_of(const LayerTrace::Part& part, Kind action) {
-  if (part.kind == Kind::F) return part.graph ? 0 : 1;
-  if (part.kind == Kind::R) return 2;
-  return action == Kind::I ? 4 : 3;
+  if (part.kind == Kind::F) return part.graph ? kForward : kStored;
+  if (part.kind == Kind::R) return kRecompute;
+  return action == Kind::I ? kInputGradient : kBackward;
 }
 
 /// All forwards, then the I of each micro-batch and the W of the one before it. The last micro-batch comes first.

@@ -28,7 +28,8 @@ using CountFunction = std::function<double(const Value& target)>;
 
 /// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
 /// per micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the
-/// last does. Tensors that it uses get gradients, but not with replicas. REQUIRES: does not write to the target.
+/// last does. Tensors that it uses and that require grad get gradients, but not with replicas. REQUIRES: does not write
+/// to the target.
 struct LossFunction : std::function<at::Tensor(const Value& output, const Value& target)> {
   using std::function<at::Tensor(const Value&, const Value&)>::function;
 

@@ -33,7 +33,8 @@ struct GPipeOptions {
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);
   /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(), once
-  /// per number of micro-batches while the result is cached. W's aside, an R comes directly before its B or I.
+  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
+  /// stage's actions, W's aside.
   TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <utility>
 
 #include "gpipe/schedule/program.h"
@@ -43,8 +44,8 @@ struct Timeline {
 
 /// Returns, by stage and kind of action, the spans that other workers overlapped most: they show how long an action
 /// takes while the others are busy. A span's overlap is the time that other workers were busy during it, summed over
-/// workers and divided by its duration; it is at least 0.9 of the largest. Pointers are into the timeline, in its
-/// order.
+/// workers and divided by its duration. Returns only spans with at least 0.9 of the largest overlap. The pointers are
+/// into the timeline, in its order.
 std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
 /// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: one track per worker,

@@ -69,7 +69,8 @@ class Inventory {
   std::vector<std::pair<std::size_t, std::uint64_t>> values_;
 };
 
-/// Returns what all ranks must have in common: versions, options, edges, and layers, in the first replica with values.
+/// Returns what all ranks must have in common: versions, options, edges, and layers. Other replicas than the first need
+/// not have its values, because they take them.
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
                      const Inventory& inventory, const GPipeOptions& options);
 

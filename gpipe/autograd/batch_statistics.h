@@ -20,7 +20,8 @@ void register_batch_norm(torch::Library& library);
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
 /// still normalised by its own statistics. Instance norm likewise: its running statistics are means over samples.
 ///
-/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae, 1979).
+/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
+/// Algorithm for Computing Sample Variances, 1979).
 ///
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {

@@ -1,6 +1,7 @@
 #include "gpipe/autograd/boundary.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <limits>

@@ -41,7 +41,8 @@ class Cell {
   /// R. Runs the layers with the inputs and buffers of F. The backward, or the cell's destructor, restores the present
   /// buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up
   /// the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing.
-  /// Errors: as forward(), StoredInputs::take(), NeededGradients::check(); std::runtime_error if layers make one.
+  /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
+  /// parameters in an F without graph.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds

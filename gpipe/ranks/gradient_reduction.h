@@ -22,8 +22,8 @@ std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t 
 /// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its
 /// own, because Gloo's transfers cannot be polled. Sums stages from last to first, and the buckets of each in order.
 /// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their
-/// sums of a bucket after it has sent its own of the next one. So the bits are always the same, and a rank sends 2 (R -
-/// 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
+/// sums of a bucket after it has sent its own of the next one. So the bits are always the same, and a rank sends
+/// 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
 ///
 /// Serves one backward. Thread safety: send() on one thread at a time per stage. Invariant: all replicas sum the
 /// buckets in the same order, so a wait for a sum always ends.

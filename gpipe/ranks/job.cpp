@@ -135,10 +135,14 @@ void Job::connect() {
     throw;
   }
   if (!board_->failure().empty()) close();
-  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) {
-    auto& line = lifelines_.emplace_back(Lifeline{r, {}, {}, {}});
-    const auto transfer = connections_->receive(r, kLifelineTag, std::span(&line.received, 1));
-    line.thread = std::thread([this, r, transfer] { watch(r, *transfer); });
+  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) lifelines_.push_back({r, {}, {}, {}});
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  for (auto& each : lifelines_) {
+    transfers.push_back(connections_->receive(each.rank, kLifelineTag, std::span(&each.received, 1)));
+  }
+  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
+    lifelines_[i].thread =
+        std::thread([this, rank = lifelines_[i].rank, transfer = transfers[i]] { watch(rank, *transfer); });
   }
 }
 

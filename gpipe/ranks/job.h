@@ -2,6 +2,8 @@
 
 #include <sys/types.h>
 
+#include <atomic>
+
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/failure_board.h"

@@ -20,7 +20,7 @@ std::string await_value(c10d::Store& store, const std::string& key, std::chrono:
 /// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
 /// its store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of
 /// earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their
-/// numbers.
+/// numbers, or if rank 0 does not come.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll);
 
@@ -33,8 +33,8 @@ using Manifest = std::vector<std::pair<std::string, std::string>>;
 void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,
                      const std::function<void()>& poll);
 
-/// Runs `wait` on another thread and calls `poll` on this one every 50 ms meanwhile. Passes its exception to `on_stop`,
-/// which must make `wait` end soon, and throws it at the end. Without `poll`, runs `wait` here.
+/// Runs `wait` on another thread and calls `poll` on this one every 50 ms meanwhile. Passes an exception of `poll` to
+/// `on_stop`, which must make `wait` end soon, and throws it at the end. Without `poll`, runs `wait` here.
 void while_polling(const std::function<void()>& poll, absl::FunctionRef<void()> wait,
                    absl::FunctionRef<void(const std::exception&)> on_stop);
 

@@ -118,7 +118,8 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
   if (rank < 0 || rank >= size) refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
-  const auto [timeout, join_timeout] = std::pair(options_.timeout().count(), options_.join_timeout().count());
+  const auto timeout = options_.timeout().count();
+  const auto join_timeout = options_.join_timeout().count();
   require(timeout > 0 && join_timeout > 0,
           "[gpipe] the time-outs of the ranks must be positive, but are %d ms and %d ms", timeout, join_timeout);
   // A store can serve several jobs, one after the other.

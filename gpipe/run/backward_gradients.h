@@ -8,7 +8,8 @@ namespace gpipe {
 /// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
 std::string describe_trained(const std::vector<ParameterSinks>& stages);
 
-/// The gradients of one backward: of outputs, which enter it, and, summed over replicas, of inputs and parameters.
+/// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it.
+/// Sums the latter over micro-batches and replicas.
 ///
 /// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker runs.
 class BackwardGradients {
@@ -16,7 +17,8 @@ class BackwardGradients {
   /// `sinks`: per stage. `pipeline` and `sinks` must outlive this.
   BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches);
 
-  /// Sets the outputs' gradients, per micro-batch; streams may still compute them. `share`: of the samples.
+  /// Sets the gradients of the outputs, per micro-batch, which the caller's streams may still compute. `share`: this
+  /// replica's part of the samples.
   void set_outputs(std::vector<Gradients> gradients, double share);
   /// Returns the gradients of a micro-batch's outputs, once. The last stage's stream waits for them.
   Gradients outputs(int micro_batch);

@@ -34,8 +34,16 @@ Value clone_of(const Value& value) {
 std::int64_t samples_of(const Parcel& target) { return target.tensors.front().size(0); }
 
 double epsilon_of(at::ScalarType type) {
-  const int bits = type == at::kDouble ? 52 : type == at::kHalf ? 10 : type == at::kBFloat16 ? 7 : 23;
-  return std::ldexp(1.0, -bits);
+  switch (type) {
+    case at::kDouble:
+      return std::ldexp(1.0, -52);
+    case at::kHalf:
+      return std::ldexp(1.0, -10);
+    case at::kBFloat16:
+      return std::ldexp(1.0, -7);
+    default:
+      return std::ldexp(1.0, -23);
+  }
 }
 
 }  // namespace

@@ -39,6 +39,10 @@ class Executor::Run {
       if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches, spins);
       if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches, spins);
     }
+    if (!timed) return;
+    for (int w = 0; w < program.workers(); ++w) {
+      if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
+    }
   }
 
   /// Runs the worker's actions, on its thread. Does not throw.

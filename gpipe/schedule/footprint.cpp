@@ -148,7 +148,7 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   }
   std::map<int, Step> steps;
   for (Span& span : timeline.spans) {
-    require(span.action.stage < std::ssize(stages),
+    require(span.action.stage >= 0 && span.action.stage < std::ssize(stages),
             "the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
             span.action.stage, stages.size());
     steps.try_emplace(span.step, stages).first->second.add(span);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "gpipe/timeline.h"
 
 namespace gpipe {

@@ -21,8 +21,8 @@ std::map<std::string, Checkpoint> checkpoints() {
 }
 
 std::string to_string(Checkpoint checkpoint) {
-  const auto modes = checkpoints();
-  return std::ranges::find(modes, checkpoint, [](auto& mode) { return mode.second; })->first;
+  if (checkpoint == Checkpoint::kNever) return "never";
+  return checkpoint == Checkpoint::kAlways ? "always" : "except_last";
 }
 
 bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 #include <typeinfo>
 #include <unordered_map>
 
@@ -63,44 +64,68 @@ void check_same_kind(const std::string& name, const std::string& saved, const st
   }
 }
 
-// The fields of an optimizer's classes, for both capture and restore: `field(name, value)` is called for every member
-// that the class has, and `field(name, tensor, needed)` for a tensor of a parameter's state. `needed` says whether the
-// state must have the tensor, which can depend on an option.
+// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
+// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
+// tensor, which can depend on an option.
 
-#define GPIPE_FIELD(name, ...) \
-  if constexpr (requires { of.name(); }) field(#name, of.name() __VA_OPT__(, ) __VA_ARGS__)
+template <class Class, class... Classes>
+concept OneOf = (std::is_same_v<Class, Classes> || ...);
 
-template <class Options, class Field>
-void each_option(Options& of, Field field) {
-  GPIPE_FIELD(lr);
-  GPIPE_FIELD(lr_decay);
-  GPIPE_FIELD(weight_decay);
-  GPIPE_FIELD(initial_accumulator_value);
-  GPIPE_FIELD(eps);
-  GPIPE_FIELD(betas);
-  GPIPE_FIELD(amsgrad);
-  GPIPE_FIELD(alpha);
-  GPIPE_FIELD(momentum);
-  GPIPE_FIELD(centered);
-  GPIPE_FIELD(dampening);
-  GPIPE_FIELD(nesterov);
+void each_field(optim::AdagradOptions& of, auto field) {
+  field("lr", of.lr());
+  field("lr_decay", of.lr_decay());
+  field("weight_decay", of.weight_decay());
+  field("initial_accumulator_value", of.initial_accumulator_value());
+  field("eps", of.eps());
 }
 
-template <class State, class Options, class Field>
-void each_field(State& of, const Options& with, Field field) {
-  GPIPE_FIELD(step);
-  GPIPE_FIELD(sum, true);
-  GPIPE_FIELD(exp_avg, true);
-  GPIPE_FIELD(exp_avg_sq, true);
-  GPIPE_FIELD(square_avg, true);
-  if constexpr (requires { with.amsgrad(); }) GPIPE_FIELD(max_exp_avg_sq, with.amsgrad());
-  if constexpr (requires { with.centered(); }) GPIPE_FIELD(grad_avg, with.centered());
-  if constexpr (requires { with.momentum(); }) {
-    GPIPE_FIELD(momentum_buffer, std::is_same_v<State, optim::SGDParamState> || with.momentum() > 0);
-  }
+void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, auto field) {
+  field("step", of.step());
+  field("sum", of.sum(), true);
 }
 
-#undef GPIPE_FIELD
+void each_field(OneOf<optim::AdamOptions, optim::AdamWOptions> auto& of, auto field) {
+  field("lr", of.lr());
+  field("betas", of.betas());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("amsgrad", of.amsgrad());
+}
+
+void each_field(OneOf<optim::AdamParamState, optim::AdamWParamState> auto& of, const auto& with, auto field) {
+  field("step", of.step());
+  field("exp_avg", of.exp_avg(), true);
+  field("exp_avg_sq", of.exp_avg_sq(), true);
+  field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
+}
+
+void each_field(optim::RMSpropOptions& of, auto field) {
+  field("lr", of.lr());
+  field("alpha", of.alpha());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("momentum", of.momentum());
+  field("centered", of.centered());
+}
+
+void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, auto field) {
+  field("step", of.step());
+  field("square_avg", of.square_avg(), true);
+  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
+  field("grad_avg", of.grad_avg(), with.centered());
+}
+
+void each_field(optim::SGDOptions& of, auto field) {
+  field("lr", of.lr());
+  field("momentum", of.momentum());
+  field("dampening", of.dampening());
+  field("weight_decay", of.weight_decay());
+  field("nesterov", of.nesterov());
+}
+
+void each_field(optim::SGDParamState& of, const optim::SGDOptions&, auto field) {
+  field("momentum_buffer", of.momentum_buffer(), true);
+}
 
 [[noreturn]] void refuse_optimizer(const std::string& what) {
   throw std::invalid_argument("the snapshot is of another optimizer: " + what);
@@ -253,7 +278,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
       auto& to = captured.param_groups.emplace_back();
       to.params = names[g];
       auto options = static_cast<const Options&>(group.options());
-      each_option(options, Capture{to.options});
+      each_field(options, Capture{to.options});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
@@ -277,7 +302,7 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
     for (std::size_t g = 0; g < names.size(); ++g) {
       const auto& group = optimizer.param_groups()[g];
       options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
-      each_option(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = saved.state.find(names[g][i]);
         if (found == saved.state.end()) continue;

@@ -192,17 +192,18 @@ void write_safetensors(const std::filesystem::path& path, const Safetensors& con
 }
 
 Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
+  std::uint64_t left = size;
   const auto read = [&](void* to, std::uint64_t bytes) {
-    if (bytes > size || !from.read(static_cast<char*>(to), static_cast<std::streamsize>(bytes))) {
+    if (bytes > left || !from.read(static_cast<char*>(to), static_cast<std::streamsize>(bytes))) {
       refuse("the file is truncated");
     }
-    return size -= bytes;
+    left -= bytes;
   };
   std::uint64_t header_size = 0;
-  const auto rest = read(&header_size, sizeof header_size);
-  if (header_size > std::min(kMaxHeader, rest)) refuse("the file is truncated, or not a safetensors file");
+  read(&header_size, sizeof header_size);
+  if (header_size > std::min(kMaxHeader, left)) refuse("the file is truncated, or not a safetensors file");
   std::string text(header_size, '\0');
-  const auto size_of_tensors = read(text.data(), text.size());
+  read(text.data(), text.size());
   const auto header = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!header.is_object()) refuse("the file is not a safetensors file");
   const auto metadata = header.value("__metadata__", json::object());
@@ -220,7 +221,7 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   checksum.add(text.data(), text.size());
   Safetensors content;
   content.training = metadata_text("training");
-  for (const auto& entry : entries_of(header, size_of_tensors)) {
+  for (const auto& entry : entries_of(header, left)) {
     auto tensor = at::empty(entry.shape, entry.type);
     read(tensor.data_ptr(), tensor.nbytes());
     checksum.add(tensor.data_ptr(), tensor.nbytes());

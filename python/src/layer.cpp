@@ -234,7 +234,8 @@ void PythonLayer::check_not_replaced() const {
 int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   std::vector<PyObject*> held{module_.get()};
   for (const auto& skip : skips_) held.push_back(skip.module.get());
-  if (const auto places = known_places()) {
+  const auto places = known_places();  // keeps them until they have been visited
+  if (places) {
     for (const auto& place : *places) {
       held.insert(held.end(), {place.module.get(), place.buffers.get(), place.children.get()});
     }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -111,10 +112,13 @@ void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
   } catch (python_error& raised) {
     if (raised.type == nullptr) return;
     raised.restore();
-    const py::error_already_set exception;  // makes the exception, where C code has only set its type and arguments
-    add_note(exception.value(), info);
-    Py_XSETREF(raised.type, exception.type().inc_ref().ptr());
-    Py_XSETREF(raised.value, exception.value().inc_ref().ptr());
+    try {
+      const py::error_already_set exception;  // makes the exception, where C code has only set its type and arguments
+      add_note(exception.value(), info);
+      Py_XSETREF(raised.type, exception.type().inc_ref().ptr());
+      Py_XSETREF(raised.value, exception.value().inc_ref().ptr());
+    } catch (const std::runtime_error&) {  // from pybind11, where making the exception raises another: `raised` stays
+    }
   } catch (const std::exception&) {
     // As at the end of a call. In a backward, PyTorch's engine would turn all exceptions into one type.
     py::detail::try_translate_exceptions();
