@@ -82,8 +82,9 @@ def test_hooks_of_pipeline_stages_layers_and_parameters_run():
     pipe.partitions[1].register_forward_pre_hook(lambda module, args: seen.append("before 1"))
     pipe[3].register_forward_hook(lambda module, args, output: seen.append("after 3"))
     pipe[0].weight.register_hook(lambda gradient: seen.append("gradient"))
+    pipe[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
     pipe(torch.rand(4, 3)).sum().backward()
-    assert seen == ["before 1", "after 3"] * 2 + ["pipe", "gradient"]
+    assert seen == ["before 1", "after 3"] * 2 + ["pipe", "gradient", "accumulated"]
 
 
 def test_dtypes_change_and_the_present_device_stays():

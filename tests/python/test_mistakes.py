@@ -80,12 +80,15 @@ MISTAKES = [
     (lambda: changed(nn.Module.compile), TypeError, r"\(Sequential\) has a forward of its own"),
     (lambda: gpipe.GPipe(DoublesItsResult(LAYER), [1]), TypeError, r"\(DoublesItsResult\) has a forward of its own"),
     (lambda: changed(nn.Module.register_forward_pre_hook, loss), ValueError, "model itself, .*, has a forward pre hook"),
+    (lambda: changed(nn.Module.register_full_backward_hook, loss), ValueError, "has a backward hook"),
+    (lambda: changed(nn.Module.register_load_state_dict_pre_hook, loss), ValueError, "has a load state dict pre hook"),
     (lambda: changed(nn.Module.register_state_dict_post_hook, loss), ValueError, "has a state dict hook, which"),
     (lambda: changed(nn.Module.register_parameter, "scale", nn.Parameter(X)), ValueError, r"a parameter \('scale'\)"),
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
+    (lambda: pipe()(input_ids=X), TypeError, r"one input.*, or as a dict"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
@@ -104,6 +107,7 @@ MISTAKES = [
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
+    (lambda: models.unet(upsampling="nearest"), ValueError, "upsampling"),
     (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
@@ -196,10 +200,14 @@ def fail(gradient):
 
 
 class FailBackward(nn.Module):
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
     def forward(self, x):
         y = x.clone()
         if y.requires_grad:
-            y.register_hook(lambda _: 1 / 0)  # unlike a raise, makes no exception object
+            y.register_hook(self.hook)
         return y
 
 
@@ -219,20 +227,24 @@ class UseForeign(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "layer, error, place",
+    "layer, error, text, place",
     [
-        (Fail(), ValueError, "forward of micro-batch 0 on stage 1, layer '1'"),
-        (FailBackward(), ZeroDivisionError, "backward of micro-batch 1 on stage 1"),
-        (FailLater(), LookupError, "recompute of micro-batch 1 on stage 1, layer '1'"),
-        (UseForeign(), ValueError, "recompute of micro-batch 1 on stage 1"),
+        (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
+        (FailBackward(fail), ZeroDivisionError, "from the backward", "backward of micro-batch 1 on stage 1"),
+        # Unlike a raise, this makes no exception object.
+        (FailBackward(lambda _: 1 / 0), ZeroDivisionError, "division by zero", "backward of micro-batch 1 on stage 1"),
+        (FailLater(), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
+        (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
     ],
 )
-def test_an_error_gets_a_note_of_its_place(layer, error, place):
+def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), layer), [1, 1], chunks=2, checkpoint="always")
     for _ in range(2):
-        with pytest.raises(error) as raised:
+        with pytest.raises(error, match=text) as raised:
             pipe(torch.zeros(4, 1)).sum().backward()
-        assert notes(raised.value)[-1].startswith(f"[gpipe] in the {place}")
+        (note,) = notes(raised.value)
+        assert note.startswith(f"[gpipe] in the {place}")
+        assert "forward" in [entry.name for entry in raised.traceback] or not isinstance(layer, Fail)
         assert pipe[0].weight.grad is None
 
 

@@ -49,6 +49,8 @@ def test_names_and_states_are_those_of_the_unpartitioned_model(make):
     changed = scaled(state)
     other.load_state_dict(changed)
     assert all(torch.equal(value, changed[key]) for key, value in other.state_dict().items())
+    other.load_state_dict({f"partitions.1.{name}": value for name, value in state.items()})  # as torchgpipe saves it
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
     assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in state]
     nested = nn.ModuleDict({"pipe": pipe})
     assert list(nested.state_dict()) == [f"pipe.{key}" for key in state]

@@ -65,8 +65,9 @@ def misuse(ranks):
     ):
         with pytest.raises(error, match=message):
             gpipe.GPipe(**{"module": make_model(), "balance": [4, 4], "group": ranks} | arguments)
-    with pytest.raises(ValueError, match="must be positive"):
-        gpipe.Ranks(dist.group.WORLD, timeout=-1)
+    for timeout in (-1, float("inf")):
+        with pytest.raises(ValueError, match="must be positive and below"):
+            gpipe.Ranks(dist.group.WORLD, timeout=timeout)
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
     if ranks.rank:
         pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))

@@ -222,9 +222,16 @@ def names_and_refusals(ranks):
     optimizer = torch.optim.SGD(dict.fromkeys(p for layer in pipe for p in layer.parameters()), lr=0.1)
     with pytest.raises(ValueError if ranks.rank else RuntimeError, match="'2.matrix', which another rank trains as"):
         save(pipe, optimizer, "")
-    # A parameter that is no longer shared.
+    # A parameter that is no longer shared: its borrower replaces it, then its owner.
+    former = pipe[-1].weight if ranks.rank else None
     if ranks.rank:
-        pipe[-1].weight = nn.Parameter(pipe[-1].weight.detach().clone())
+        pipe[-1].weight = nn.Parameter(former.detach().clone())
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(*batch_of("cpu"), F.cross_entropy)
+    if ranks.rank:
+        pipe[-1].weight = former
+    else:
+        pipe[0].weight = nn.Parameter(pipe[0].weight.detach().clone())
     with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
         pipe.step(*batch_of("cpu"), F.cross_entropy)
     return names, every_name, list(pipe.state_dict())

@@ -118,9 +118,9 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     ],
 )
 def test_a_refused_restore_leaves_the_optimizer_unchanged(change, message):
-    pipe, optimizer = trained(amsgrad=True)
-    before, changed = (snapshot.capture_optimizer(optimizer, pipe) for _ in range(2))
-    changed["param_groups"][0]["lr"] = 0.5
+    (pipe, optimizer), (other, otherwise) = trained(lr=0.5, amsgrad=True), trained(amsgrad=True)
+    before = snapshot.capture_optimizer(optimizer, pipe)
+    changed = snapshot.capture_optimizer(otherwise, other)
     change(changed)
     with pytest.raises(ValueError, match=message):
         snapshot.restore_optimizer(optimizer, pipe, changed)
@@ -147,6 +147,7 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         (without, "'3.weight' is missing in the snapshot"),
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
+        (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
         (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):

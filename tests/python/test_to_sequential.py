@@ -477,6 +477,12 @@ def net_with_a_hook():
     return net
 
 
+def net_with_a_scripted_layer():
+    net = make_net()
+    net.drop = torch.jit.script(nn.Linear(4, 4))
+    return net
+
+
 def convert(function):
     return to_sequential(Returns(function), batch().requires_grad_())
 
@@ -500,6 +506,7 @@ def convert(function):
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
         (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "the model: '' is compiled by TorchScript; use"),
+        (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import random
 import time
 
@@ -161,6 +162,30 @@ def test_gradients_are_those_without_a_checkpoint(call, mode):
     for each in (plain, call):
         modules.forward = lambda x, each=each: each(*modules, x)
         results.append(training_step(modules, x))
+    assert all(map(torch.equal, *results))
+
+
+class Checkpoints(nn.Module):
+    """A block with dropout before, in and after a part that `call` may checkpoint."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.linear, self.call = nn.Linear(8, 8), call
+
+    def block(self, x):
+        return nn.functional.dropout(self.linear(nn.functional.dropout(x, 0.3)).tanh(), 0.3)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.call(self.block, nn.functional.dropout(x, 0.3)), 0.3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_checkpoint_repeat_their_draws(reentrant):
+    results = []
+    for call in (lambda block, x: block(x), functools.partial(checkpoint, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Checkpoints(call), Checkpoints(call), nn.Linear(8, 8))
+        results.append(training_step(gpipe.GPipe(model, [2, 2], chunks=3), torch.rand(6, 8)))
     assert all(map(torch.equal, *results))
 
 
