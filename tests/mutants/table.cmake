@@ -127,6 +127,6 @@ mutant(isolates_every_name gpipe_tests skip/skippable.cpp
 mutant(reads_damaged_files gpipe_tests gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
-       "prediction.bytes[w] += kept[w];" "" Predict.*:Search.*)
+       "prediction.bytes[w] += kept[w];" "(void)w;" Predict.*:Search.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
        "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)
