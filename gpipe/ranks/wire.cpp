@@ -96,6 +96,7 @@ void WireSender::await_deliveries() {
     }
     try {
       sent.transfer->wait(limit_);
+      sent = {};
       MutexLock lock(mutex_);
       --undelivered_;
     } catch (...) {

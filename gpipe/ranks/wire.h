@@ -61,7 +61,7 @@ class WireSender {
   /// ConnectionError, also of an earlier message.
   void send(LastLayout& last, std::uint64_t label, Outgoing message);
 
-  /// Waits until all messages are delivered. Errors: as send(); TimeoutError.
+  /// Waits until all messages are delivered and their owners released. Errors: as send(); TimeoutError.
   void drain(std::chrono::milliseconds limit);
 
   /// Nothing more will be sent. The wire's thread ends when all is delivered.
