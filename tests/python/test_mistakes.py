@@ -1,5 +1,7 @@
 """Mistakes that a new user may make, and errors of layers: each answer says what was wrong, where, and what to do."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
 FOUR = [1] * 4
 LAYER = nn.Linear(3, 3)
+needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 MOVE = "denied to move parameters and buffers"
 
 
@@ -237,6 +240,7 @@ class UseForeign(nn.Module):
         (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
     ],
 )
+@needs_notes
 def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), layer), [1, 1], chunks=2, checkpoint="always")
     for _ in range(2):
@@ -248,6 +252,7 @@ def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
         assert pipe[0].weight.grad is None
 
 
+@needs_notes
 def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_an_error_of_the_loss_is_raised_unchanged_and_leaves_no_gradients():
     with pytest.raises(KeyError) as raised:
         pipe.step(*batch(), loss)
     assert raised.value is error and gradients(pipe) == [None] * 6
-    assert notes(error)[-1] == "[gpipe] in the recompute of micro-batch 0 on stage 1, layer 'loss'"
+    if sys.version_info >= (3, 11):  # exceptions have notes
+        assert notes(error)[-1] == "[gpipe] in the recompute of micro-batch 0 on stage 1, layer 'loss'"
 
 
 def test_the_first_step_chooses_a_schedule():
