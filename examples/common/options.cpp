@@ -143,6 +143,9 @@ std::vector<torch::Device> place(const PipelineOptions& options) {
                                            devices.size(), " for ", workers, " workers"));
 }
 
+// In one write, because ranks may share a terminal.
+static void print_error(const std::string& text) { std::cerr << absl::StrCat("error: ", text, "\n"); }
+
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   std::signal(SIGXFSZ, SIG_IGN);  // so that writing too large a file is an error
   app.failure_message(
@@ -151,16 +154,16 @@ int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>
     app.parse(argc, argv);
     const int code = run();
     if (std::cout.flush()) return code;
-    std::cerr << "error: cannot write to standard output" << std::endl;
+    print_error("cannot write to standard output");
   } catch (const CLI::ParseError& error) {
     return app.exit(error);
   } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << std::endl;
+    print_error(error.what_without_backtrace());
   } catch (const std::system_error& error) {
     const bool thread = error.code() == std::errc::resource_unavailable_try_again;
-    std::cerr << "error: " << (thread ? "cannot start a thread: " : "") << error.what() << std::endl;
+    print_error(absl::StrCat(thread ? "cannot start a thread: " : "", error.what()));
   } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << std::endl;
+    print_error(error.what());
   }
   return 1;
 }
