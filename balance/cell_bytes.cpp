@@ -11,7 +11,7 @@ constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_l
 
 }  // namespace
 
-/// Counts what the passes of one cell allocate. The profile's blocks are those of an unpartitioned pipeline. A cut
+/// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut
 /// changes when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
 /// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the
 /// cell lives.

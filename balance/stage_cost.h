@@ -67,7 +67,7 @@ class StageCost {
   /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all
   /// timings. Other schedules usually need less; those that split backwards can need more.
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
-  /// bytes() of the stage of a balance that has most. Errors: those of ends().
+  /// The largest bytes() of a stage of the balance. Errors: as ends().
   std::int64_t most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   /// Bytes of the gradients of the stage's parameters.
   std::int64_t gradients(int first, int end) const { return sums_[end].gradients - sums_[first].gradients; }

@@ -91,8 +91,7 @@ class Ranks {
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const { return part(samples, replica()); }
   /// The same for any replica. REQUIRES: 0 <= replica < replicas().
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples, int replica) const;
-  /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown if the environment describes a job of
-  /// another size.
+  /// This rank's number on its host: LOCAL_RANK, or 0. Unknown if the environment describes a job of another size.
   std::optional<int> local_rank() const { return local_rank_; }
   const RanksOptions& options() const { return options_; }
   const ListenAt& listen_at() const { return listen_at_; }

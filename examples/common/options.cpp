@@ -38,6 +38,9 @@ void read_layers(PipelineOptions& options, bool stages_are_given) {
   options.stages = stages;
 }
 
+// Prints in one write, because ranks may share a terminal.
+void print_error(const std::string& text) { std::cerr << absl::StrCat("error: ", text, "\n"); }
+
 }  // namespace
 
 CLI::Validator in_range(double low, double high) {
@@ -142,9 +145,6 @@ std::vector<torch::Device> place(const PipelineOptions& options) {
   throw std::invalid_argument(absl::StrCat("--devices must be one per worker, or one for all, but there are ",
                                            devices.size(), " for ", workers, " workers"));
 }
-
-// In one write, because ranks may share a terminal.
-static void print_error(const std::string& text) { std::cerr << absl::StrCat("error: ", text, "\n"); }
 
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
   std::signal(SIGXFSZ, SIG_IGN);  // so that writing too large a file is an error

@@ -110,7 +110,7 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
                                  const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
                                  const std::vector<bool>& here);
 
-/// Moves the stages' layers to their devices, each shared parameter to that of the first stage here that has it.
+/// Moves the stages' layers to their devices. A shared parameter goes to the device of the first stage here that has it.
 void move_to_devices(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

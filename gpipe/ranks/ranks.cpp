@@ -32,7 +32,7 @@ int number_in(const char* name, int least, int most) {
   return number;
 }
 
-/// The number of this process among those of its host, unless the environment describes a job of another size.
+/// This process's number on its host, unless the environment describes a job of another size.
 std::optional<int> local_rank_in(int size) {
   if (variable("LOCAL_RANK").empty()) return 0;
   if (variable("WORLD_SIZE") != std::to_string(size)) return std::nullopt;

@@ -45,8 +45,8 @@ class Team {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// The ranks that share a value: those of a replica, those with the same stages (counterparts), or all. Outputs have
-  /// wires of their own, which keep the last layout.
+  /// The ranks that share a value: the ranks of a replica, the ranks with the same stages (counterparts), or all.
+  /// Outputs have wires of their own, which keep the last layout.
   enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.

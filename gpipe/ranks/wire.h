@@ -42,7 +42,7 @@ struct LastLayout {
   bool is_small() const;
 };
 
-/// The tags of a wire: for headers with small tensors, for tensors of the last layout, and for those of a new layout.
+/// A wire's tags: for headers with small tensors, for tensors of the last layout, and for tensors of a new layout.
 inline constexpr int kTagsPerWire = 3;
 
 /// The end of a wire that sends. A wire carries messages from one worker to another on another rank, in order.

@@ -33,7 +33,7 @@ ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`; if
 /// that is empty, where the rule places them. A file's lines imply its placement. A schedule from a file without any R
-/// gets the recomputes of the checkpoint mode. Errors: those of read_schedule() and the rule; std::invalid_argument for
+/// gets the recomputes of the checkpoint mode. Errors: as read_schedule() and the rule; std::invalid_argument for
 /// a file for another number of stages or another placement, stages_per_worker together with a placement or a file, or
 /// a schedule that does not fit the placement.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
