@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/replay.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {

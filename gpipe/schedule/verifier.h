@@ -1,6 +1,7 @@
 #pragma once
 
-#include "gpipe/schedule/program.h"
+#include "absl/functional/function_ref.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 
@@ -26,6 +27,28 @@ void verify(const Layout& layout);
 /// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction. Takes time
 /// linear in the number of actions and exchanges. Errors: as Program::make.
 Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
+
+/// A worker that cannot continue: its current action, and the edge that it waits to take.
+struct Blocked {
+  int worker = 0;
+  Action action;
+  int edge = 0;
+};
+
+struct Replay {
+  /// Per worker, in list order: the actions that ran, with step 0.
+  std::vector<std::vector<Span>> spans;
+  /// The workers that did not reach the end of their lists, ascending. Empty unless the schedule deadlocks.
+  std::vector<Blocked> blocked;
+};
+
+/// Executes a schedule by the executor's rules in simulated time, without threads. Deterministic.
+///
+/// `seconds` returns the duration of an action. `latencies` and `sending` are as Costs::edges and Costs::sending.
+/// REQUIRES: the schedule satisfies rules 1 to 3 of verify().
+Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
+              absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
+              const std::vector<double>& sending = {});
 
 /// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.
 int peak_cells(const std::vector<Action>& list);

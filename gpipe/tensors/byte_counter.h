@@ -9,7 +9,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
-#include "gpipe/runtime/action_runner.h"
+#include "gpipe/runtime/executor.h"
 
 namespace gpipe {
 

@@ -41,10 +41,10 @@ mutant(drains_in_ascending_order core_tests gpipe/schedule/schedules.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
 mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
-mutant(replay_takes_what_is_absent core_tests gpipe/schedule/replay.cpp "if (arrival == kAbsent) return false;" ""
+mutant(replay_takes_what_is_absent core_tests gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" ""
        Verifier.*)
-mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "start + channel.latency" "start" Simulator.*)
-mutant(replay_sends_all_at_once core_tests gpipe/schedule/replay.cpp "start + channel.sending" "start" Simulator.*)
+mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + channel.latency" "start" Simulator.*)
+mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + channel.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
        "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp

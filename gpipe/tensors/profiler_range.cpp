@@ -1,17 +1,18 @@
-#include "gpipe/runtime/nvtx.h"
+#include "gpipe/tensors/profiler_range.h"
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#endif
 
 namespace gpipe {
 namespace {
 
+#ifdef NVTX_VERSION
 // Null unless a tool listens.
 nvtxDomainHandle_t domain() {
   static const auto made = nvtxDomainCreateA("gpipe");
   return made;
 }
-
-}  // namespace
 
 bool nvtx_listens() { return domain() != nullptr; }
 
@@ -25,5 +26,24 @@ void nvtx_push(const std::string& name) {
 }
 
 void nvtx_pop() { nvtxDomainRangePop(domain()); }
+#else
+bool nvtx_listens() { return false; }
+void nvtx_push(const std::string&) {}
+void nvtx_pop() {}
+#endif
+
+}  // namespace
+
+ProfilerRange::ProfilerRange(absl::FunctionRef<std::string()> name)
+    : range_(at::RecordScope::USER_SCOPE), nvtx_(nvtx_listens()) {
+  if (!range_.isActive() && !nvtx_) return;
+  const auto text = name();
+  if (range_.isActive()) range_.before(text);
+  if (nvtx_) nvtx_push(text);
+}
+
+ProfilerRange::~ProfilerRange() {
+  if (nvtx_) nvtx_pop();
+}
 
 }  // namespace gpipe
