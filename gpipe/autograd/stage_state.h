@@ -5,7 +5,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/tensors/version_watch.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
