@@ -15,9 +15,9 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/schedule/action.h"
 #include "gpipe/tensors/byte_counter.h"
-#include "gpipe/tensors/version_watch.h"
+#include "gpipe/tensors/parcel.h"
 #include "gpipe/timeline.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe {
 

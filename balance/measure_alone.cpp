@@ -18,7 +18,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/micro_batch.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe {
 namespace {

@@ -18,7 +18,6 @@
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "skip/skippable.h"
 
 namespace gpipe {
 namespace {

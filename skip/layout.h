@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe {
 

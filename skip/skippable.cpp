@@ -6,7 +6,6 @@
 #include <set>
 #include <stdexcept>
 
-#include "skip/context.h"
 
 namespace gpipe {
 namespace {

@@ -2,12 +2,41 @@
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
-#include "skip/namespace.h"
-
 namespace gpipe {
+
+/// Distinguishes skips of the same name. The default constructor makes a new namespace; a copy equals its original.
+/// Construction and comparison are thread-safe.
+class Namespace {
+ public:
+  Namespace();
+
+  friend auto operator<=>(const Namespace&, const Namespace&) = default;
+
+  /// The namespace of names that are not isolated.
+  static Namespace global() { return Namespace(0); }
+
+  std::uint64_t id() const { return id_; }
+
+ private:
+  explicit Namespace(std::uint64_t id) : id_(id) {}
+
+  std::uint64_t id_;
+};
+
+/// Identifies a skip by its namespace and name.
+struct SkipKey {
+  Namespace ns = Namespace::global();
+  std::string name;
+
+  friend auto operator<=>(const SkipKey&, const SkipKey&) = default;
+};
+
+/// Returns "'name'", or "'name' (namespace 3)" for an isolated name.
+std::string to_string(const SkipKey& key);
 
 /// Mixin for a layer that stashes tensors for a later layer or pops tensors of an earlier one:
 ///
@@ -62,5 +91,33 @@ class Skippable {
 
 /// The same for a module and its submodules: isolates every Skippable among them.
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
+
+/// Implements stash() and pop() for the calling thread. A pipeline sets a context for each cell. Outside a pipeline
+/// each thread has a default context, so that skippable layers also work in a plain Sequential.
+///
+/// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
+/// forward does not affect the next one. Its pop() throws std::runtime_error if nothing is stashed under the key.
+class SkipContext {
+ public:
+  virtual ~SkipContext() = default;
+
+  virtual void stash(const SkipKey& key, at::Tensor tensor) = 0;
+  virtual at::Tensor pop(const SkipKey& key) = 0;
+
+  /// Returns the calling thread's context.
+  static SkipContext& current();
+};
+
+/// Makes a context current on this thread for a scope. Scopes nest.
+/// REQUIRES: the context outlives the guard; the guard is destroyed on the thread that created it.
+class SkipContextGuard {
+ public:
+  explicit SkipContextGuard(SkipContext& context);
+  ~SkipContextGuard();
+  SkipContextGuard(const SkipContextGuard&) = delete;
+
+ private:
+  SkipContext* const previous_;
+};
 
 }  // namespace gpipe

@@ -11,7 +11,7 @@
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/schedules.h"
-#include "gpipe/tensors/sample_hash.h"
+#include "gpipe/tensors/transfer.h"
 #include "gpipe/version.h"
 
 namespace gpipe {

@@ -11,7 +11,6 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/alias_check.h"
 #include "gpipe/tensors/profiler_range.h"
 #include "gpipe/tensors/transfer.h"
 

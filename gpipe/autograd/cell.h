@@ -9,8 +9,6 @@
 
 namespace gpipe {
 
-class AliasCheck;
-
 /// How to run a forward.
 struct ForwardMode {
   bool grad = false;       ///< prepare for a backward

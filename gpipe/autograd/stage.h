@@ -10,7 +10,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe {
 

@@ -4,45 +4,36 @@
 
 #include <algorithm>
 #include <exception>
+#include <mutex>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
 
 thread_local StageState* watching = nullptr;
 
-// Calls functions, and keeps the first error.
-class FirstError {
- public:
-  void catch_from(absl::FunctionRef<void()> call) {
-    try {
-      call();
-    } catch (...) {
-      if (!error_) error_ = std::current_exception();
-    }
+// Calls `call`. Keeps its exception in `error`, unless that has an earlier one.
+void keep_first(std::exception_ptr& error, absl::FunctionRef<void()> call) {
+  try {
+    call();
+  } catch (...) {
+    if (!error) error = std::current_exception();
   }
-  void rethrow() const {
-    if (error_) std::rethrow_exception(error_);
-  }
+}
 
- private:
-  std::exception_ptr error_;
-};
+// The tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
+const void* memory_of(const at::Tensor& tensor) {
+  if (tensor.is_sparse()) return memory_of(tensor._values());
+  if (tensor.is_sparse_csr()) return memory_of(tensor.values());
+  if (!tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
 
-// Disables Python dispatch modes for its lifetime: one of them may have thrown the error that is being handled.
-class WithoutModes {
- public:
-  WithoutModes() : modes_(ModeStack::get_state()) { ModeStack::set_state({}); }
-  ~WithoutModes() { ModeStack::set_state(std::move(modes_)); }
-  WithoutModes(const WithoutModes&) = delete;
-  WithoutModes& operator=(const WithoutModes&) = delete;
-
- private:
-  using ModeStack = c10::impl::TorchDispatchModeTLS;
-  ModeStack modes_;
-};
+bool is_strided(const at::Tensor& tensor) { return tensor.layout() == at::kStrided && !tensor.is_nested(); }
 
 [[noreturn]] void refuse_write(const std::string& what) {
   throw_error("a layer wrote to ", what, ", which run concurrently; put the layers that share it into one stage");
@@ -59,53 +50,108 @@ std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
 
 }  // namespace
 
-StateItem StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
-  StateItem item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = VersionWatch(tensor)};
+at::Tensor StageState::Item::read() const {
+  if (tensor.defined()) return copy_of(tensor);
+  auto source = generator;
+  std::lock_guard<std::mutex> lock(source.mutex());
+  return source.get_state();
+}
+
+void StageState::Item::write(const at::Tensor& value) const {
+  if (!tensor.defined()) {
+    auto target = generator;
+    std::lock_guard<std::mutex> lock(target.mutex());
+    return target.set_state(value);
+  }
+  use_on_current_stream(value);
+  // Whether a layer has assigned to Tensor.data or resized the tensor.
+  const bool is_other = is_strided(tensor) && (memory_of(tensor) != memory_of(alias) ||
+                                               tensor.sizes() != value.sizes() || tensor.strides() != value.strides());
+  is_other ? tensor.set_data(copy_of(value)) : overwrite(tensor, value);
+}
+
+std::shared_ptr<StageState::Value> StageState::Item::hold() {
+  auto value = now.lock();
+  if (!value) now = value = std::make_shared<Value>();
+  return value;
+}
+
+void StageState::Item::keep() const {
+  if (const auto value = now.lock(); value && !value->copy.defined()) value->copy = read();
+}
+
+void StageState::Item::change() {
+  has_changed = true;
+  keep();
+  now.reset();
+}
+
+bool StageState::Item::note_unseen() {
+  const bool has_moved = alias.defined() && memory_of(alias) != memory_of(tensor);
+  if (!version.changed() && !has_moved) return false;
+  const auto value = now.lock();
+  const bool is_needed = value && !value->copy.defined();
+  if (is_needed && has_moved) value->copy = alias;
+  if (has_moved) alias = tensor.variable_data();
+  has_changed = true;
+  version = VersionWatch(tensor);
+  now.reset();
+  return is_needed && !has_moved;
+}
+
+void StageState::Item::put(const std::shared_ptr<Value>& value) {
+  if (!value->copy.defined()) {
+    throw_error(
+        "a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
+        "recomputed; change it after the backward");
+  }
+  write(value->copy);
+  now = value;
+  if (alias.defined()) alias = tensor.variable_data();
+}
+
+std::shared_ptr<StageState::Item> StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
+  Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = VersionWatch(tensor)};
   for (const auto& [buffer, what] : forbidden_) {
     if (buffer.is_same(tensor)) item.forbidden = what;
   }
   item.copied_early = is_buffer && is_strided(tensor) && !is_large(tensor) && item.forbidden.empty();
   if (tensor.has_storage()) item.alias = tensor.variable_data();
-  return item;
+  return std::make_shared<Item>(std::move(item));
 }
 
-// The first `buffers` of the tensors are buffers.
+// Makes items of the tensors, and an index of all items. The first `buffers` of the tensors are buffers.
 void StageState::track(std::vector<at::Tensor> tensors, std::size_t buffers) {
-  if (are_same(tensors, *tensors_)) return;
-  absl::flat_hash_map<const c10::TensorImpl*, StateItem> known;
-  for (auto& item : items_) known.try_emplace(item.tensor.unsafeGetTensorImpl(), std::move(item));
+  const auto has_moved = [](const auto& item) { return item->memory != memory_of(item->tensor); };
+  if (are_same(tensors, tensors_) && std::ranges::none_of(items_, has_moved)) return;
+  absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<Item>> known;
+  for (auto& item : items_) known.emplace(item->tensor.unsafeGetTensorImpl(), std::move(item));
   items_.clear();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     auto found = known.extract(tensors[i].unsafeGetTensorImpl());
     items_.push_back(found.empty() ? make_item(tensors[i], i < buffers) : std::move(found.mapped()));
   }
   for (auto& [tensor, item] : known) {
-    if (!item.now.expired()) items_.push_back(std::move(item));
+    if (item.use_count() > 1) items_.push_back(std::move(item));
   }
-  renew_index();
-  tensors_ = std::make_shared<const std::vector<at::Tensor>>(std::move(tensors));
-}
-
-void StageState::renew_index() {
+  tensors_ = std::move(tensors);
   index_.clear();
-  for (std::size_t i = 0; i < items_.size(); ++i) {
-    auto& item = items_[i];
-    item.memory = memory_of(item.tensor);
-    index_[item.tensor.unsafeGetTensorImpl()].push_back(i);
-    if (item.memory != nullptr) index_[item.memory].push_back(i);
+  for (const auto& item : items_) {
+    item->memory = memory_of(item->tensor);
+    index_[item->tensor.unsafeGetTensorImpl()].push_back(item.get());
+    if (item->memory != nullptr) index_[item->memory].push_back(item.get());
   }
 }
 
 // Calls f(item) for the item of a tensor, and for each item whose tensor shares its memory.
 template <typename F>
 void StageState::for_each_of_memory(const at::Tensor& tensor, F f) {
-  const auto* memory = memory_of(tensor);
-  if (const auto found = index_.find(memory); found != index_.end()) {
-    for (const auto i : found->second) f(items_[i]);
-  }
-  if (const auto found = index_.find(tensor.unsafeGetTensorImpl()); found != index_.end()) {
-    for (const auto i : found->second) {
-      if (memory == nullptr || items_[i].memory != memory) f(items_[i]);
+  const void* const memory = memory_of(tensor);
+  for (const void* const key : {memory, static_cast<const void*>(tensor.unsafeGetTensorImpl())}) {
+    const auto found = index_.find(key);
+    if (found == index_.end()) continue;
+    for (auto* item : found->second) {
+      if (key == memory || memory == nullptr || item->memory != memory) f(*item);  // each once
     }
   }
 }
@@ -123,23 +169,15 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   const auto buffers = tensors.size();
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
-  moment.tensors_ = tensors_;
-  const auto has_moved = [](const StateItem& item) { return item.memory != memory_of(item.tensor); };
-  if (std::ranges::any_of(items_, has_moved)) renew_index();
-  for (std::size_t i = 0; i < tensors_->size(); ++i) {
-    auto& item = items_[i];
-    item.note_unseen();
-    moment.values_.push_back(item.hold());
-    if (item.copied_early) item.keep();
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const auto& item = items_[i];
+    item->note_unseen();
+    moment.values_.emplace_back(item, item->hold());
+    if (item->copied_early) item->keep();
   }
-  for (auto& item : generators_) moment.values_.push_back(item.hold());
+  for (const auto& item : generators_) moment.values_.emplace_back(item, item->hold());
+  moment.generators_ = generators_.size();
   return moment;
-}
-
-StateItem* StageState::find(const at::Tensor& tensor, std::size_t guess) {
-  if (guess < items_.size() && items_[guess].tensor.is_same(tensor)) return &items_[guess];
-  const auto found = std::ranges::find_if(items_, [&](const auto& item) { return item.tensor.is_same(tensor); });
-  return found == items_.end() ? nullptr : &*found;
 }
 
 bool StageState::has_new_modules(const Stage& stage, const Moment& moment) const {
@@ -153,30 +191,37 @@ bool StageState::has_new_modules(const Stage& stage, const Moment& moment) const
 }
 
 void StageState::put_back(const Stage& stage, const Moment& moment) {
-  FirstError error;
+  std::exception_ptr error;
   stage.locked([&] {
     for (const auto& buffers : moment.buffers_) {
-      if (buffers.put_back) error.catch_from(buffers.put_back);
+      if (buffers.put_back) keep_first(error, buffers.put_back);
     }
   });
-  error.rethrow();
+  if (error) std::rethrow_exception(error);
 }
 
 void StageState::restore(const Stage& stage, const Moment& moment) {
-  FirstError error;
-  error.catch_from([&] { put_back(stage, moment); });
-  error.catch_from([&] { restore_values(moment); });
-  error.rethrow();
+  std::exception_ptr error;
+  keep_first(error, [&] { put_back(stage, moment); });
+  keep_first(error, [&] { restore_values(moment); });
+  if (error) std::rethrow_exception(error);
 }
 
 void StageState::restore_after_backward(const Stage& stage, const Moment& moment) {
+  const auto has_changed = [&](const at::Tensor& buffer) {
+    return std::ranges::any_of(moment.values_, [&](const auto& held) {
+      const auto& [item, value] = held;
+      if (!item->tensor.is_same(buffer) || item->now.lock() == value) return false;
+      return !value->copy.defined() || !value->copy.equal(buffer);
+    });
+  };
   std::string owner;  // of a replaced buffer that had another value in the forward
   stage.locked([&] {
     for (std::size_t i = 0; i < stage.layers.size(); ++i) {
       const auto now = stage.layers[i]->buffers().tensors;
       if (are_same(now, moment.buffers_[i].tensors)) continue;
       for (const auto& tensor : moment.buffers_[i].tensors) {
-        if (index_of(tensor, now) == now.size() && !has_value(tensor, moment)) owner = stage.layers[i]->name();
+        if (index_of(tensor, now) == now.size() && has_changed(tensor)) owner = stage.layers[i]->name();
       }
     }
   });
@@ -186,75 +231,56 @@ void StageState::restore_after_backward(const Stage& stage, const Moment& moment
               "' that its forwards write to; write to it in place in both, or use checkpoint='never'");
 }
 
-// Whether a tensor, one of the moment's, has the value that it had then.
-bool StageState::has_value(const at::Tensor& tensor, const Moment& moment) {
-  const auto i = index_of(tensor, *moment.tensors_);
-  if (i == moment.tensors_->size()) return true;
-  const auto* item = find(tensor, i);
-  const auto& value = moment.values_[i];
-  return item == nullptr || item->now.lock() == value || (value->copy.defined() && value->copy.equal(tensor));
-}
-
 void StageState::restore_values(const Moment& moment) {
-  std::vector<std::pair<StateItem*, std::shared_ptr<StateValue>>> changed;
-  const auto add = [&](StateItem& item, const std::shared_ptr<StateValue>& value) {
-    if (item.now.lock() != value) changed.emplace_back(&item, value);
+  std::vector<std::pair<Item*, std::shared_ptr<Value>>> changed;
+  const auto add = [&](const std::shared_ptr<Item>& item, const std::shared_ptr<Value>& value) {
+    if (item->now.lock() != value) changed.emplace_back(item.get(), value);
   };
-  const auto& tensors = *moment.tensors_;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto* item = find(tensors[i], i);
-    if (item == nullptr) continue;
+  for (const auto& [item, value] : moment.values_) {
     item->note_unseen();
-    if (std::exchange(item->is_written_back, false)) continue;
-    add(*item, moment.values_[i]);
+    if (!std::exchange(item->is_written_back, false)) add(item, value);
   }
-  for (std::size_t i = 0; i < generators_.size(); ++i) {
-    const auto at = tensors.size() + i;
-    add(generators_[i], at < moment.values_.size() ? moment.values_[at] : generators_[i].first);
-  }
+  for (auto i = moment.generators_; i < generators_.size(); ++i) add(generators_[i], generators_[i]->first);
   // All present values first, because writing one tensor changes the others of its memory.
   for (const auto& each : changed) each.first->keep();
-  FirstError error;
-  for (const auto& each : changed) error.catch_from([&] { each.first->put(each.second); });
-  error.rethrow();
+  std::exception_ptr error;
+  for (const auto& each : changed) keep_first(error, [&] { each.first->put(each.second); });
+  if (error) std::rethrow_exception(error);
 }
 
 void StageState::restore_after_error(const Stage& stage, const Moment& moment) noexcept {
-  const WithoutModes without_modes;
-  try {
-    restore(stage, moment);
-  } catch (...) {
-  }
+  // Disables Python dispatch modes: one of them may have thrown the error that is being handled.
+  using ModeStack = c10::impl::TorchDispatchModeTLS;
+  const absl::Cleanup enable_modes = [modes = ModeStack::get_state()] { ModeStack::set_state(modes); };
+  ModeStack::set_state({});
+  std::exception_ptr ignored;
+  keep_first(ignored, [&] { restore(stage, moment); });
 }
 
 void StageState::check(const Stage& stage, bool needed) {
-  for (auto& item : items_) {
-    const bool is_changed = item.version.changed();
-    const bool is_gone = item.note_unseen();
-    if (item.copied_early) item.change();
+  for (const auto& item : items_) {
+    const bool is_changed = item->version.changed();
+    const bool is_gone = item->note_unseen();
+    if (item->copied_early) item->change();
     if (!is_changed) continue;
-    if (!item.forbidden.empty()) refuse_write(item.forbidden);
-    item.copied_early = true;
+    if (!item->forbidden.empty()) refuse_write(item->forbidden);
+    item->copied_early = true;
     if (!is_gone || !needed) continue;
-    throw_error("a tensor of ", owner_of(item.tensor, stage),
+    throw_error("a tensor of ", owner_of(item->tensor, stage),
                 " was changed for the first time by code that PyTorch does not see, so its forward cannot be "
                 "recomputed; repeat the call: from now on the stage stores copies of the tensor");
   }
 }
 
-void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
-  forbidden_.emplace_back(buffer, std::move(what));
-}
-
 bool StageState::may_change(const at::Tensor& buffer) const {
-  return std::ranges::none_of(items_, [&](const StateItem& item) {
-    return item.tensor.is_same(buffer) && !item.copied_early && !item.has_changed;
+  return std::ranges::none_of(items_, [&](const auto& item) {
+    return item->tensor.is_same(buffer) && !item->copied_early && !item->has_changed;
   });
 }
 
 bool StageState::must_copy(const at::Tensor& leaving) {
   bool result = false;
-  for_each_of_memory(leaving, [&](StateItem& item) {
+  for_each_of_memory(leaving, [&](Item& item) {
     if (item.is_buffer || item.has_changed) result = true;
     item.has_left = true;
   });
@@ -272,20 +298,22 @@ StageState::Scope::~Scope() {
 }
 
 // Call before a backward writes to a tensor. Replaces the forward's value by the present one.
-void StageState::return_to_present(StateItem& item) {
+void StageState::return_to_present(Item& item) {
   if (present_ == nullptr || item.is_written_back) return;
-  const auto at = index_of(item.tensor, *present_->tensors_);
-  if (at == present_->tensors_->size()) return;
-  item.is_written_back = true;
-  if (item.now.lock() == present_->values_[at]) return;
-  item.keep();
-  item.put(present_->values_[at]);  // calls before_write() again
+  for (const auto& [held, value] : present_->values_) {
+    if (held.get() != &item) continue;
+    item.is_written_back = true;
+    if (item.now.lock() == value) return;
+    item.keep();
+    item.put(value);  // calls before_write() again
+    return;
+  }
 }
 
 bool StageState::before_write(const at::Tensor& tensor) {
   if (watching == nullptr || !tensor.defined()) return false;
   bool found = false;
-  watching->for_each_of_memory(tensor, [&](StateItem& item) {
+  watching->for_each_of_memory(tensor, [&](Item& item) {
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
     const bool is_first = !item.has_changed;
     watching->return_to_present(item);
@@ -302,18 +330,18 @@ bool StageState::before_write(const at::Tensor& tensor) {
 
 void StageState::after_write(const at::Tensor& tensor) {
   if (watching == nullptr) return;
-  watching->for_each_of_memory(tensor, [](StateItem& item) { item.version = VersionWatch(item.tensor); });
+  watching->for_each_of_memory(tensor, [](Item& item) { item.version = VersionWatch(item.tensor); });
 }
 
 void StageState::before_draw(const at::Generator& generator) {
   if (watching == nullptr) return;
   auto& generators = watching->generators_;
-  auto found = std::ranges::find(generators, generator, &StateItem::generator);
-  if (found == generators.end()) {
-    found = generators.insert(found, StateItem{.tensor = {}, .generator = generator});
-    found->first = std::make_shared<StateValue>(StateValue{found->read()});
+  for (const auto& item : generators) {
+    if (item->generator == generator) return item->change();
   }
-  found->change();
+  auto& item = *generators.emplace_back(std::make_shared<Item>(Item{.tensor = {}, .generator = generator}));
+  item.first = item.hold();
+  item.change();
 }
 
 }  // namespace gpipe

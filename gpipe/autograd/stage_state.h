@@ -5,52 +5,11 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/tensors/version_watch.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
 struct Stage;
-
-/// One value of a tensor or generator. The copy is defined if the value may be gone.
-struct StateValue {
-  at::Tensor copy;
-};
-/// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it.
-struct StateItem {
-  at::Tensor tensor;
-  at::Generator generator;  // instead of a tensor
-  bool is_buffer = false;
-  std::string forbidden = {};  // the name of a buffer that no layer may write to
-  bool copied_early = false;
-  bool has_changed = false;
-  bool has_left = false;                        // a tensor of this memory has left the stage without a copy
-  bool is_written_back = false;                 // a backward has written to the present value
-  const void* memory = nullptr;                 // under which the index has it
-  at::Tensor alias = {};                        // keeps the memory if a layer assigns to Tensor.data
-  VersionWatch version;                         // of the tensor, as last seen
-  std::weak_ptr<StateValue> now = {};           // of the Moments that hold the present value
-  std::shared_ptr<StateValue> first = nullptr;  // of a generator: before its first draw
-
-  at::Tensor read() const;
-  /// The present value, for a Moment.
-  std::shared_ptr<StateValue> hold();
-  /// Copies the present value if a Moment needs it.
-  void keep() const;
-  /// Call before the value changes.
-  void change();
-  /// Notes a change without change(). Returns whether a Moment needs a value that is gone.
-  bool note_unseen();
-  /// Gives it an earlier value. Does not advance the version counter. Errors: std::runtime_error if that is gone.
-  void put(const std::shared_ptr<StateValue>& value);
-
- private:
-  void write(const at::Tensor& value) const;
-};
-
-/// The tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
-const void* memory_of(const at::Tensor& tensor);
-
-bool is_strided(const at::Tensor& tensor);
 
 /// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own. Gives
 /// a recompute the values that its forward read, and undoes a failed call.
@@ -60,13 +19,47 @@ bool is_strided(const at::Tensor& tensor);
 ///
 /// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
 class StageState {
+  /// One value of a tensor or generator. The copy is defined if the value may be gone.
+  struct Value {
+    at::Tensor copy;
+  };
+  /// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it.
+  struct Item {
+    at::Tensor tensor;
+    at::Generator generator;  // instead of a tensor
+    bool is_buffer = false;
+    std::string forbidden = {};  // the name of a buffer that no layer may write to
+    bool copied_early = false;
+    bool has_changed = false;
+    bool has_left = false;                   // a tensor of this memory has left the stage without a copy
+    bool is_written_back = false;            // a backward has written to the present value
+    const void* memory = nullptr;            // under which the index has it
+    at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
+    VersionWatch version;                    // of the tensor, as last seen
+    std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
+    std::shared_ptr<Value> first = nullptr;  // of a generator: before its first draw
+
+    at::Tensor read() const;
+    void write(const at::Tensor& value) const;
+    /// The present value, for a Moment.
+    std::shared_ptr<Value> hold();
+    /// Copies the present value if a Moment needs it.
+    void keep() const;
+    /// Call before the value changes.
+    void change();
+    /// Notes a change without change(). Returns whether a Moment needs a value that is gone.
+    bool note_unseen();
+    /// Gives it an earlier value. Does not advance the version counter. Errors: std::runtime_error if that is gone.
+    void put(const std::shared_ptr<Value>& value);
+  };
+
  public:
   /// The state at one time.
   class Moment {
     friend StageState;
-    std::vector<Layer::Buffers> buffers_;  // per layer
-    std::shared_ptr<const std::vector<at::Tensor>> tensors_;
-    std::vector<std::shared_ptr<StateValue>> values_;  // per tensor, then per generator
+    std::vector<Layer::Buffers> buffers_;                                           // per layer
+    std::vector<std::pair<std::shared_ptr<Item>, std::shared_ptr<Value>>> values_;  // of tensors, then of generators
+    std::size_t generators_ = 0;                                                    // their number
   };
   /// `parameters`: the stage's own.
   Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters);
@@ -90,7 +83,7 @@ class StageState {
   void check(const Stage& stage, bool needed);
 
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
-  void forbid_writes(const at::Tensor& buffer, std::string what);
+  void forbid_writes(const at::Tensor& buffer, std::string what) { forbidden_.emplace_back(buffer, std::move(what)); }
 
   /// Whether a buffer is small, or was changed before.
   bool may_change(const at::Tensor& buffer) const;
@@ -122,19 +115,16 @@ class StageState {
 
  private:
   void track(std::vector<at::Tensor> tensors, std::size_t buffers);
-  StateItem make_item(const at::Tensor& tensor, bool is_buffer) const;
-  StateItem* find(const at::Tensor& tensor, std::size_t guess);
+  std::shared_ptr<Item> make_item(const at::Tensor& tensor, bool is_buffer) const;
   void restore_values(const Moment& moment);
-  bool has_value(const at::Tensor& tensor, const Moment& moment);
-  void return_to_present(StateItem& item);
-  void renew_index();
+  void return_to_present(Item& item);
   template <typename F>
   void for_each_of_memory(const at::Tensor& tensor, F f);
 
-  std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
-  std::vector<StateItem> items_;  // of tensors_, then of earlier ones that a Moment needs
-  absl::flat_hash_map<const void*, std::vector<std::size_t>> index_;  // of items_, by tensor and by its memory
-  std::vector<StateItem> generators_;
+  std::vector<at::Tensor> tensors_;                             // of the layers, at the last hold()
+  std::vector<std::shared_ptr<Item>> items_;                    // of tensors_, then of earlier ones that a Moment has
+  absl::flat_hash_map<const void*, std::vector<Item*>> index_;  // of items_, by tensor and by its memory
+  std::vector<std::shared_ptr<Item>> generators_;
   std::vector<std::pair<at::Tensor, std::string>> forbidden_;
   const Moment* present_ = nullptr;  // of the Scope
 };

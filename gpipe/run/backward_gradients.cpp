@@ -1,7 +1,6 @@
 #include "gpipe/run/backward_gradients.h"
 
 #include "absl/strings/str_cat.h"
-#include "gpipe/tensors/sample_hash.h"
 
 namespace gpipe {
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/alias_check.h"
 
 namespace gpipe {
 namespace {

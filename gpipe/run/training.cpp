@@ -26,7 +26,6 @@
 #include "gpipe/run/mini_batch.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
-#include "gpipe/tensors/sample_hash.h"
 
 namespace gpipe {
 namespace {

@@ -1,13 +1,45 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
 
 #include "gpipe/tensors/value.h"
-#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
+
+/// A tensor's version counter; 0 for undefined and inference tensors, which have none.
+inline std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
+}
+
+/// Notes a tensor's version counter without keeping its memory.
+class VersionWatch {
+ public:
+  VersionWatch() = default;
+  explicit VersionWatch(const at::Tensor& tensor) : noted_(version_of(tensor)) {
+    if (tensor.defined() && !tensor.is_inference()) counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+  }
+  /// Whether the tensor, or another one with the same counter, has been changed in place since.
+  bool changed() const { return counter_.enabled() && counter_.current_version() != noted_; }
+  /// Makes the counter what it was.
+  void put_back() {
+    if (changed()) counter_.set_version(noted_);
+  }
+
+ private:
+  c10::VariableVersion counter_;  // none for undefined and inference tensors
+  std::uint32_t noted_ = 0;
+};
+
+/// A weak reference to a tensor, which prevents another tensor from getting the same address.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 /// Identifies the memory of a tensor that crosses a cut.
 struct AliasGroup {
@@ -52,5 +84,36 @@ struct Parcel {
 };
 
 using Gradients = std::vector<at::Tensor>;
+
+/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common views,
+/// such as slices of rows or columns. Returns true where an exact answer would take too long.
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
+/// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell.
+/// Autograd misses them, because a tensor that crosses a cut is detached, and may be a copy. Used by one thread.
+class AliasCheck {
+ public:
+  /// Adds an input: the tensor that the layers get, and its parcel's alias group.
+  void enters(const at::Tensor& tensor, const AliasGroup& group);
+
+  /// Call after each layer. Errors: std::runtime_error, which names the layer, when an input was changed whose memory
+  /// another input of this stage or a later one shares.
+  void check(int stage, const std::string& layer) const;
+
+  /// Sets the alias groups of the tensors that leave the cell. `stages[k]` receives out[k].
+  void leaves(std::vector<Parcel>& out, const std::vector<int>& stages) const;
+
+ private:
+  struct Entering {
+    at::Tensor tensor;
+    VersionWatch version;
+    AliasGroup group;
+    bool watched;
+  };
+  std::vector<Entering> entering_;
+};
+
+/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are found.
+std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -88,5 +89,9 @@ void overwrite(const at::Tensor& to, const at::Tensor& from);
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
 /// already on the device and undefined tensors are not replaced.
 void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
+
+/// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values
+/// almost always have another hash. Returns 0 if a tensor's values are not in plain memory of the host.
+std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors);
 
 }  // namespace gpipe

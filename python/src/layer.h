@@ -12,7 +12,7 @@
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
 #include "python/src/interpreter.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe::python {
 

@@ -12,7 +12,7 @@
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
 #include "python/src/layer.h"
-#include "skip/namespace.h"
+#include "skip/skippable.h"
 
 namespace gpipe::python {
 

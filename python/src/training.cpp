@@ -16,9 +16,8 @@
 #include "gpipe/loss.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 #include "skip/layout.h"
-#include "skip/namespace.h"
 
 namespace gpipe::python {
 namespace {

@@ -5,7 +5,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/run/micro_batch.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 #include "skip/layout.h"
 
 namespace gpipe {

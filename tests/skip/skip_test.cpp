@@ -1,4 +1,4 @@
-#include "skip/context.h"
+#include "skip/skippable.h"
 #include "skip/layout.h"
 #include "tests/gpipe/helpers.h"
 

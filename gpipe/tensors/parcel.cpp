@@ -1,4 +1,4 @@
-#include "gpipe/tensors/alias_check.h"
+#include "gpipe/tensors/parcel.h"
 
 #include <ATen/MemoryOverlap.h>
 
