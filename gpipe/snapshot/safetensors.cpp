@@ -14,8 +14,6 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "gpipe/snapshot/atomic_file.h"
-
 namespace gpipe {
 namespace {
 
@@ -186,9 +184,7 @@ void write_safetensors(const Safetensors& content, const ByteSink& sink) {
 }
 
 void write_safetensors(const std::filesystem::path& path, const Safetensors& content) {
-  AtomicFile file(path);
-  write_safetensors(content, [&](const void* data, std::size_t size) { file.write(data, size); });
-  file.commit();
+  replace_file(path, [&](const ByteSink& sink) { write_safetensors(content, sink); });
 }
 
 Safetensors read_safetensors(std::istream& from, std::uint64_t size) {

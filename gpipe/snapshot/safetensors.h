@@ -3,6 +3,7 @@
 #include <functional>
 #include <istream>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/snapshot.h"
 
 namespace gpipe {
@@ -21,11 +22,20 @@ struct Safetensors {
 
 using ByteSink = std::function<void(const void* data, std::size_t size)>;
 
+/// Replaces a file atomically by the bytes that `write` passes to its argument: the path always names a complete file.
+/// The bytes go to a temporary file, the path with ".tmp" appended, which is flushed to the disk and renamed. Then the
+/// folder is flushed. A failure before the rename, including a power cut, leaves the previous file unchanged.
+///
+/// Overwrites a temporary file left by a killed process, and removes its own after an error. Errors: those of `write`;
+/// std::system_error with the path and the reason; operation_would_block for another writer of the path, in this
+/// process or another. After an error the path names the previous file, unless only flushing the folder failed.
+void replace_file(const std::filesystem::path& path, absl::FunctionRef<void(const ByteSink& sink)> write);
+
 /// Passes the bytes of the file to `sink`, in order. Equal contents give equal bytes. Errors: std::runtime_error for a
 /// tensor that is undefined, not dense or of a dtype that the format lacks, and for text that is not UTF-8.
 void write_safetensors(const Safetensors& content, const ByteSink& sink);
 
-/// Replaces the file atomically; see AtomicFile. Errors: as above; std::system_error.
+/// Replaces the file. Errors: as above, and those of replace_file().
 void write_safetensors(const std::filesystem::path& path, const Safetensors& content);
 
 /// Reads `size` bytes. Allocates no more than that for tensors. Errors: std::runtime_error for bytes that are not of

@@ -1,4 +1,4 @@
-#include "gpipe/snapshot/atomic_file.h"
+#include "gpipe/snapshot/safetensors.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {
@@ -52,40 +52,42 @@ TEST(Snapshot, WeightsAreReadAlone) {
   EXPECT_THAT(error_of([&] { read_weights(folder / "missing"); }), HasSubstr("missing': No such file"));
 }
 
-TEST(AtomicFile, KeepsThePreviousFileUntilCommit) {
+TEST(ReplaceFile, KeepsThePreviousFileUntilAllIsWritten) {
   const TemporaryDirectory folder;
   const auto path = folder / "file";
   write_bytes(path, "old");
-  {
-    AtomicFile abandoned(path);
-    abandoned.write("new", 3);
-  }
+  const auto abandon = [](const ByteSink& sink) {
+    sink("new", 3);
+    throw std::runtime_error("abandoned");
+  };
+  EXPECT_EQ(error_of([&] { replace_file(path, abandon); }), "abandoned");
   EXPECT_EQ(bytes_of(path), "old");
   EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 
   write_bytes(folder / "file.tmp", "left by a killed writer");
-  AtomicFile file(path);
-  file.write("n", 1);
-  file.write("ew", 2);
-  EXPECT_EQ(bytes_of(path), "old");
-  file.commit();
+  replace_file(path, [&](const ByteSink& sink) {
+    sink("n", 1);
+    sink("ew", 2);
+    EXPECT_EQ(bytes_of(path), "old");
+  });
   EXPECT_EQ(bytes_of(path), "new");
   EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 }
 
-TEST(AtomicFile, RefusesASecondWriter) {
+TEST(ReplaceFile, RefusesASecondWriter) {
   const TemporaryDirectory folder;
   const auto path = folder / "file";
-  AtomicFile first(path);
-  first.write("first", 5);
-  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("another writer"));
-  first.commit();
+  const auto write_nothing = [](const ByteSink&) {};
+  replace_file(path, [&](const ByteSink& sink) {
+    sink("first", 5);
+    EXPECT_THAT(error_of([&] { replace_file(path, write_nothing); }), HasSubstr("another writer"));
+  });
   EXPECT_EQ(bytes_of(path), "first");
-  AtomicFile(path).commit();
+  replace_file(path, write_nothing);
   EXPECT_EQ(bytes_of(path), "");
 }
 
-TEST(AtomicFile, ErrorsNameThePathAndTheReason) {
+TEST(ReplaceFile, ErrorsNameThePathAndTheReason) {
   const TemporaryDirectory folder;
   EXPECT_THAT(error_of([&] { write_snapshot(folder / "absent" / "latest", {}); }),
               AllOf(HasSubstr("absent/latest"), HasSubstr("No such file")));
