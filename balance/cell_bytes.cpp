@@ -122,7 +122,7 @@ class StageCost::Cell {
       forward_.change(block.freed_by) -= bytes;
     }
     // Without a graph the block lives until its last use.
-    const int last_use = std::max(block.reaches, block.popped_by);
+    const int last_use = std::max(block.reaches, block.read_by);
     if (last_use == block.layer) return;
     stored_.change(block.layer) += bytes;
     if (inside(last_use)) {
@@ -130,7 +130,7 @@ class StageCost::Cell {
     } else if (last_use == cost_.layers_) {
       stored_.hold(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
     } else {
-      const int receiver = stage_of(block.reaches >= end_ ? end_ : block.popped_by, ends_);
+      const int receiver = stage_of(block.reaches >= end_ ? end_ : block.read_by, ends_);
       const bool copied = copies_ || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
       stored_.hold(bytes, copied ? Kind::F : saved ? until : Kind::R, receiver);
     }
@@ -214,7 +214,7 @@ class StageCost::Cell {
 bool StageCost::copies_inputs(int first, int end) const {
   if (profile_.layers[first].changes_input) return true;
   return std::any_of(profile_.skips.begin(), profile_.skips.end(), [&](const auto& skip) {
-    return skip.changed && skip.from < first && skip.to >= first && skip.to < end;
+    return skip.changed && skip.from < first && is_read(skip, first, end);
   });
 }
 

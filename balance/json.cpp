@@ -19,7 +19,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kVersion = 4;
+constexpr int kVersion = 5;
 // Limits far above real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
@@ -36,8 +36,8 @@ constexpr int kDepth = 8;
 GPIPE_VISIT(LayerProfile, name, forward, stored, recompute, backward, input_gradient, weight_gradient, parameters,
             gradients, late_gradients, optimizer, buffers, output, saved, forward_extra, stored_extra, backward_extra,
             input_gradient_extra, last_backward_extra, last_input_gradient_extra, changes_input, shares_with)
-GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, popped_by)
-GPIPE_VISIT(SkipProfile, name, from, to, bytes, changed)
+GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, read_by)
+GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed)
 GPIPE_VISIT(TieProfile, name, layers, bytes)
 GPIPE_VISIT(Profile, samples, device, workers, intraop_threads, input_requires_grad, layers, blocks, skips, ties)
 GPIPE_VISIT(LinkSpeed, bandwidth, latency)
@@ -173,6 +173,15 @@ class Reader {
   std::int64_t bytes_ = 0;  ///< sum of all sizes read
 };
 
+/// Refuses a list of layers that is empty or not ascending, or names one outside of first..layers-1.
+void check_layers(const Reader& reader, const std::string& path, const std::vector<int>& listed, int first, int layers) {
+  if (listed.empty()) reader.refuse(path + " is empty");
+  for (std::size_t i = 0; i < listed.size(); ++i) {
+    reader.check_range(absl::StrFormat("%s/%d", path, i), listed[i], first, layers - 1);
+    first = listed[i] + 1;
+  }
+}
+
 void check(const Reader& reader, const Profile& profile) {
   const auto layers = static_cast<int>(profile.layers.size());
   if (layers == 0) reader.refuse("/layers is empty");
@@ -191,23 +200,16 @@ void check(const Reader& reader, const Profile& profile) {
     reader.check_range(path + "layer", block.layer, 0, layers - 1);
     reader.check_range(path + "freed_by", block.freed_by, HeldBytes::kNeverFreed, layers - 1);
     reader.check_range(path + "reaches", block.reaches, block.layer, layers);
-    reader.check_range(path + "popped_by", block.popped_by, -1, layers - 1);
+    reader.check_range(path + "read_by", block.read_by, -1, layers - 1);
   }
   for (std::size_t i = 0; i < profile.skips.size(); ++i) {
     const auto& skip = profile.skips[i];
     const auto path = absl::StrFormat("/skips/%d/", i);
     reader.check_range(path + "from", skip.from, 0, layers - 1);
-    reader.check_range(path + "to", skip.to, skip.from, layers - 1);
+    check_layers(reader, path + "readers", skip.readers, skip.from, layers);
   }
   for (std::size_t i = 0; i < profile.ties.size(); ++i) {
-    const auto path = absl::StrFormat("/ties/%d/layers", i);
-    if (profile.ties[i].layers.empty()) reader.refuse(path + " is empty");
-    int least = 0;
-    for (std::size_t j = 0; j < profile.ties[i].layers.size(); ++j) {
-      const int layer = profile.ties[i].layers[j];
-      reader.check_range(absl::StrFormat("%s/%d", path, j), layer, least, layers - 1);
-      least = layer + 1;
-    }
+    check_layers(reader, absl::StrFormat("/ties/%d/layers", i), profile.ties[i].layers, 0, layers);
   }
 }
 

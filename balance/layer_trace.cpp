@@ -45,20 +45,22 @@ struct PartBegins : torch::autograd::Node {
   const LayerTrace::Part part;
 };
 
-/// Reports the skips that a layer pops.
-class PopReporter : public SkipContext {
+/// Reports the skips that a layer reads.
+class ReadReporter : public SkipContext {
  public:
-  PopReporter(LayerTrace& trace, int layer, int micro_batch)
+  ReadReporter(LayerTrace& trace, int layer, int micro_batch)
       : outer_(SkipContext::current()), trace_(trace), layer_(layer), micro_batch_(micro_batch) {}
 
   void stash(const SkipKey& key, at::Tensor tensor) override { outer_.stash(key, std::move(tensor)); }
-  at::Tensor pop(const SkipKey& key) override {
-    auto tensor = outer_.pop(key);
-    trace_.pops(layer_, micro_batch_, key, tensor);
+  at::Tensor pop(const SkipKey& key) override { return report(key, outer_.pop(key)); }
+  at::Tensor peek(const SkipKey& key) override { return report(key, outer_.peek(key)); }
+
+ private:
+  at::Tensor report(const SkipKey& key, at::Tensor tensor) {
+    trace_.reads(layer_, micro_batch_, key, tensor);
     return tensor;
   }
 
- private:
   SkipContext& outer_;
   LayerTrace& trace_;
   const int layer_;
@@ -76,7 +78,7 @@ class WatchedLayer : public LayerDecorator {
     const int micro_batch = recompute ? 0 : forwards_++;
     trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
     if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
-    PopReporter context(*trace_, index_, micro_batch);
+    ReadReporter context(*trace_, index_, micro_batch);
     SkipContextGuard guard(context);
     auto output = layer().forward(std::move(input));
     if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
@@ -141,11 +143,11 @@ void LayerTrace::reaches(int layer, int micro_batch, const std::vector<at::Tenso
   if (layer > 0) output_bytes_[layer - 1] = bytes;
 }
 
-void LayerTrace::pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip) {
+void LayerTrace::reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip) {
   MutexLock lock(mutex_);
   if (micro_batch != 0) return;
   skips_[key] = {bytes_of(skip), VersionWatch(skip)};
-  if (auto* allocation = find(skip)) allocation->popped_by = std::max(allocation->popped_by, layer);
+  if (auto* allocation = find(skip)) allocation->read_by = std::max(allocation->read_by, layer);
 }
 
 void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients) {
@@ -305,7 +307,7 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
     const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
     bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, allocation.reaches,
-           allocation.popped_by}] += size;
+           allocation.read_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
@@ -317,8 +319,8 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
   }
   for (const auto& [key, size] : bytes) {
     if (size == 0) continue;
-    const auto [born, layer, until, freed_by, reaches, popped_by] = key;
-    profile.blocks.push_back({size, born, layer, until, freed_by, reaches, popped_by});
+    const auto [born, layer, until, freed_by, reaches, read_by] = key;
+    profile.blocks.push_back({size, born, layer, until, freed_by, reaches, read_by});
   }
 }
 

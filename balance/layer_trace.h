@@ -69,14 +69,14 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
-  // input of `layer`, or the model's output if that is the number of layers. pops(): a layer pops a skip.
+  // input of `layer`, or the model's output if that is the number of layers. reads(): a layer reads a skip.
   void begins(const Part& part);
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
-  void pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
+  void reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
   /// The gradients of a layer's outputs, at the beginning of its part of a backward.
   void passes_back(int layer, const std::vector<at::Tensor>& gradients);
 
-  /// A skip as it was popped.
+  /// A skip as it was read.
   struct Skip {
     std::int64_t bytes = 0;
     bool changed = false;  ///< in place, since then
@@ -88,7 +88,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     Part born;
     std::int64_t bytes = 0;
     int reaches = 0;
-    int popped_by = -1;
+    int read_by = -1;
     enum class End { kNone, kPart, kCaller } end = End::kNone;
     Part freed_by = {};
     double born_at = 0;      ///< in seconds, on the clock of timelines

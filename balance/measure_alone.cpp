@@ -58,7 +58,7 @@ struct AddOnes : Node {
   std::vector<std::pair<std::vector<std::int64_t>, at::TensorOptions>> stashed;
 };
 
-/// Skips between their stash and their pop.
+/// Skips between their stash and their last reader.
 using Skips = std::map<SkipKey, at::Tensor>;
 
 class LoneContext : public SkipContext {
@@ -70,11 +70,12 @@ class LoneContext : public SkipContext {
     if (leaving_ != nullptr) (*leaving_)[key] = tensor.defined() ? tensor.detach() : tensor;
     if (tensor.defined() && tensor.requires_grad()) stashed.push_back(std::move(tensor));
   }
-  at::Tensor pop(const SkipKey& key) override {
-    if (const auto own = own_.extract(key)) return own.mapped();
+  at::Tensor pop(const SkipKey& key) override { return peek(key); }
+  at::Tensor peek(const SkipKey& key) override {
+    if (const auto own = own_.find(key); own != own_.end()) return own->second;
     const auto found = entering_.find(key);
     if (found == entering_.end())
-      throw std::runtime_error("[profile] skip " + to_string(key) + " is popped but no earlier layer stashed it");
+      throw std::runtime_error("[profile] skip " + to_string(key) + " is read but no earlier layer stashed it");
     if (!found->second.defined()) return {};
     auto tensor = found->second.clone();
     if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {
@@ -91,11 +92,11 @@ class LoneContext : public SkipContext {
   Skips own_;
 };
 
-/// Runs one layer as a model of its own. It pops copies of the entering skips, whose gradients are discarded. Its
+/// Runs one layer as a model of its own. It reads copies of the entering skips, whose gradients are discarded. Its
 /// stashed tensors receive a gradient of ones in the backward.
 class LoneLayer : public LayerDecorator {
  public:
-  /// Pops from `entering`, and stashes to `leaving` unless that is null. Both must outlive it.
+  /// Reads from `entering`, and stashes to `leaving` unless that is null. Both must outlive it.
   LoneLayer(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving)
       : LayerDecorator(std::move(layer)),
         entering_(entering),
@@ -126,7 +127,7 @@ class LoneLayer : public LayerDecorator {
 
 // Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
 // unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory
-// of its own, kept for the backward of the layer that pops it.
+// of its own, kept for the backward of its last reader.
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
@@ -146,11 +147,14 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
     whole.blocks.push_back(block);
   }
   for (const auto& link : links) {
-    if (link.to != index || link.from == index) continue;
+    const auto readers = distinct_readers(link);
+    if (link.from == index || !std::ranges::binary_search(readers, index)) continue;
     const auto& skip = skips.at(link.key);
     const auto bytes = bytes_of(skip);
-    whole.skips.push_back({link.key.name, link.from, link.to, bytes});
-    whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
+    if (index == readers.back()) {
+      whole.skips.push_back({link.key.name, link.from, readers, bytes});
+      whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
+    }
     if (skip.defined() && skip.is_floating_point()) {
       for (const auto born : {Kind::B, Kind::I})
         whole.blocks.push_back({bytes, born, index, Kind::B, link.from, index});
@@ -214,7 +218,7 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
     Skips leaving;
     value = alone(named[i].name, sample_size, [&] { return make(&leaving).front()->forward(std::move(value)); });
     for (const auto& link : links) {
-      if (link.to == i) skips.erase(link.key);
+      if (link.readers.back() == i) skips.erase(link.key);
     }
     skips.merge(leaving);
     restore.check();

@@ -301,7 +301,7 @@ class Measurement {
     auto skips = whole.trace->skips();
     for (const auto& link : skip_links(named_)) {
       const auto& [bytes, changed] = skips[link.key];
-      profile.skips.push_back({link.key.name, link.from, link.to, bytes, changed});
+      profile.skips.push_back({link.key.name, link.from, distinct_readers(link), bytes, changed});
     }
   }
 

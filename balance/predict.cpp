@@ -50,12 +50,12 @@ const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
 }
 
 Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
+  auto [edges, bytes] = stage_.edges(balance, source_.placement);
   Workload work{.layout = {static_cast<int>(balance.size()), options_.chunks, source_.placement},
-                .edges = stage_.edges(balance),
+                .edges = std::move(edges),
                 .costs = stage_.costs(balance, options_),
                 .checkpoint = options_.checkpoint};
   if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
-  const auto bytes = stage_.bytes_of_edges(balance);
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
     const auto& edge = work.edges[e];
     const auto link =
@@ -100,7 +100,7 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
 
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   auto work = workload(balance);
-  const auto bytes = stage_.bytes_of_edges(balance);
+  const auto bytes = stage_.edges(balance, source_.placement).bytes;
   std::int64_t crossing = 0;
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
     if (crosses(work.edges[e])) crossing += options_.chunks * bytes[e];

@@ -64,8 +64,8 @@ struct Block {
   /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns
   /// it.
   int reaches = 0;
-  /// The last layer that pops the memory as a skip; -1 for none.
-  int popped_by = -1;
+  /// The last layer that reads the memory as a skip; -1 for none.
+  int read_by = -1;
 
   friend bool operator==(const Block&, const Block&) = default;
 };
@@ -74,9 +74,9 @@ struct Block {
 struct SkipProfile {
   std::string name;
   int from = 0;  ///< index of the layer that stashes it
-  int to = 0;    ///< index of the layer that pops it
+  std::vector<int> readers = {};  ///< indices of the layers that pop it or peek at it, ascending
   std::int64_t bytes = 0;
-  bool changed = false;  ///< in place, after it was popped
+  bool changed = false;  ///< in place, after it was read
 
   friend bool operator==(const SkipProfile&, const SkipProfile&) = default;
 };

@@ -29,9 +29,14 @@ double all_bytes(const Profile& profile) {
          layer.last_backward_extra, layer.last_input_gradient_extra});
   }
   for (const auto& block : profile.blocks) add({block.bytes});
-  for (const auto& skip : profile.skips) add({skip.bytes});
+  for (const auto& skip : profile.skips) add({static_cast<std::int64_t>(skip.readers.size()) * skip.bytes});
   for (const auto& tie : profile.ties) add({static_cast<std::int64_t>(tie.layers.size()) * tie.bytes});
   return sum;
+}
+
+/// How many of these ascending layers come at or after `first`.
+std::int64_t readers_from(const std::vector<int>& layers, int first) {
+  return layers.end() - std::lower_bound(layers.begin(), layers.end(), first);
 }
 
 double share_recomputed(const RunOptions& options) {
@@ -40,6 +45,10 @@ double share_recomputed(const RunOptions& options) {
 }
 
 }  // namespace
+
+bool is_read(const SkipProfile& skip, int first, int end) {
+  return readers_from(skip.readers, first) > readers_from(skip.readers, end);
+}
 
 int stage_of(int layer, const std::vector<int>& ends) {
   return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
@@ -189,7 +198,7 @@ std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& option
 std::int64_t StageCost::bytes_in(int first, int end) const {
   std::int64_t bytes = first > 0 ? profile_.layers[first - 1].output : 0;
   for (const auto& skip : profile_.skips) {
-    if (skip.from < first && skip.to >= first && skip.to < end) bytes += skip.bytes;
+    if (skip.from < first && is_read(skip, first, end)) bytes += skip.bytes;
   }
   return bytes + bytes_borrowed(first, end);
 }
@@ -203,15 +212,15 @@ std::int64_t StageCost::bytes_borrowed(int first, int end) const {
   return bytes;
 }
 
+// As if each later layer were in a stage of its own.
 std::int64_t StageCost::bytes_out(int first, int end) const {
   std::int64_t bytes = end < layers_ ? profile_.layers[end - 1].output : 0;
   for (const auto& skip : profile_.skips) {
-    if (skip.from >= first && skip.from < end && skip.to >= end) bytes += skip.bytes;
+    if (skip.from >= first && skip.from < end) bytes += skip.bytes * readers_from(skip.readers, end);
   }
-  // As if each later layer were in a stage of its own.
   for (const auto& [name, layers, size] : profile_.ties) {
     if (layers.front() < first || layers.front() >= end) continue;
-    bytes += size * (layers.end() - std::lower_bound(layers.begin(), layers.end(), end));
+    bytes += size * readers_from(layers, end);
   }
   return bytes;
 }
@@ -229,14 +238,20 @@ void StageCost::for_each_loan(const std::vector<int>& ends,
   }
 }
 
-std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) const {
+StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
+                                       const std::vector<int>& placement) const {
+  const auto ends = this->ends(balance);
   std::vector<LayerLink> links;
-  for (const auto& skip : profile_.skips) links.push_back({skip.from, skip.to, skip.name});
-  auto edges = cut_edges(balance, links);
-  for_each_loan(ends(balance), [&](const TieProfile& tie, int from, int to) {
-    edges.push_back({from, to, "parameter " + tie.name});
+  for (const auto& skip : profile_.skips) links.push_back({skip.from, skip.readers, skip.name});
+  std::vector<int> cut_links;
+  SizedEdges sized{cut_edges(balance, links, placement, &cut_links), {}};
+  for (std::size_t s = 0; s + 1 < ends.size(); ++s) sized.bytes.push_back(profile_.layers[ends[s] - 1].output);
+  for (const int link : cut_links) sized.bytes.push_back(profile_.skips[link].bytes);
+  for_each_loan(ends, [&](const TieProfile& tie, int from, int to) {
+    sized.edges.push_back({from, to, "parameter " + tie.name});
+    sized.bytes.push_back(tie.bytes);
   });
-  return edges;
+  return sized;
 }
 
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
@@ -247,17 +262,6 @@ std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const
         absl::StrJoin(balance, ", "), layers_);
   }
   return ends;
-}
-
-std::vector<std::int64_t> StageCost::bytes_of_edges(const std::vector<std::int64_t>& balance) const {
-  const auto ends = this->ends(balance);
-  std::vector<std::int64_t> bytes;
-  for (std::size_t s = 0; s + 1 < ends.size(); ++s) bytes.push_back(profile_.layers[ends[s] - 1].output);
-  for (const auto& skip : profile_.skips) {
-    if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) bytes.push_back(skip.bytes);
-  }
-  for_each_loan(ends, [&](const TieProfile& tie, int, int) { bytes.push_back(tie.bytes); });
-  return bytes;
 }
 
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {

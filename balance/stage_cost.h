@@ -34,6 +34,9 @@ struct RunOptions {
 /// The stage of a layer. `ends` is as StageCost::ends() returns it.
 int stage_of(int layer, const std::vector<int>& ends);
 
+/// Whether one of the layers first..end-1 reads a skip.
+bool is_read(const SkipProfile& skip, int first, int end);
+
 /// Costs of stages of a profiled model, for any range of layers. The profile must outlive this object.
 class StageCost {
  public:
@@ -85,9 +88,12 @@ class StageCost {
   // Inputs of the simulator for a balance.
   /// Without costs of edges, which depend on the placement.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
-  std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
-  /// Bytes per edge for one micro-batch.
-  std::vector<std::int64_t> bytes_of_edges(const std::vector<std::int64_t>& balance) const;
+  /// The edges between stages on these workers, and the bytes of each for one micro-batch.
+  struct SizedEdges {
+    std::vector<Edge> edges;
+    std::vector<std::int64_t> bytes;
+  };
+  SizedEdges edges(const std::vector<std::int64_t>& balance, const std::vector<int>& placement) const;
 
  private:
   /// Whether a balance covers the model and cuts it only where allowed.

@@ -1,14 +1,14 @@
 #include "skip/layout.h"
 
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <utility>
 
-
 namespace gpipe {
 namespace {
 
-/// One end of a skip: a layer's stash or pop.
+/// One end of a skip: a layer's stash, pop or peek.
 struct End {
   SkipKey key;
   int layer = 0;
@@ -51,27 +51,43 @@ std::map<SkipKey, const End*> index(const std::vector<End>& ends, const std::str
 
 }  // namespace
 
+std::vector<int> distinct_readers(const SkipLink& skip) {
+  auto readers = skip.readers;
+  readers.erase(std::unique(readers.begin(), readers.end()), readers.end());
+  return readers;
+}
+
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations) {
   const auto all_stashes = find_ends(declarations, &SkipDeclaration::stashes);
   const auto all_pops = find_ends(declarations, &SkipDeclaration::pops);
+  const auto all_peeks = find_ends(declarations, &SkipDeclaration::peeks);
   std::vector<std::string> faults;
   const auto stashes = index(all_stashes, "stashes", faults);
   const auto pops = index(all_pops, "pops", faults);
 
+  std::map<SkipKey, std::vector<int>> readers;
+  const auto add = [&](const End& reader, const std::string& verb) {
+    readers[reader.key].push_back(reader.layer);
+    const auto stash = stashes.find(reader.key);
+    if (stash != stashes.end() && in_order(*stash->second, reader)) return;
+    faults.push_back(to_string(reader) + " " + verb + " " + to_string(reader.key) + ", which no earlier layer stashes" +
+                     (stash == stashes.end() ? "" : ": " + to_string(*stash->second) + " does"));
+  };
+  for (const auto& peek : all_peeks) {
+    add(peek, "peeks at");
+    const auto pop = pops.find(peek.key);
+    if (pop == pops.end() || in_order(peek, *pop->second)) continue;
+    faults.push_back(to_string(peek) + " peeks at " + to_string(peek.key) + ", which " + to_string(*pop->second) +
+                     " has popped: let the last reader pop it");
+  }
+  for (const auto& pop : all_pops) add(pop, "pops");
+
   std::vector<SkipLink> links;
   for (const auto& stash : all_stashes) {
-    const auto pop = pops.find(stash.key);
-    if (pop == pops.end()) {
-      faults.push_back(to_string(stash) + " stashes " + to_string(stash.key) + ", which no layer pops");
-    } else {
-      links.push_back({stash.key, stash.layer, pop->second->layer});
-    }
-  }
-  for (const auto& pop : all_pops) {
-    const auto stash = stashes.find(pop.key);
-    if (stash != stashes.end() && in_order(*stash->second, pop)) continue;
-    faults.push_back(to_string(pop) + " pops " + to_string(pop.key) + ", which no earlier layer stashes" +
-                     (stash == stashes.end() ? "" : ": " + to_string(*stash->second) + " does"));
+    auto& read_by = readers[stash.key];
+    std::ranges::sort(read_by);
+    if (read_by.empty()) faults.push_back(to_string(stash) + " stashes " + to_string(stash.key) + ", which no layer pops");
+    links.push_back({stash.key, stash.layer, std::move(read_by)});
   }
   if (faults.empty()) return links;
 
@@ -85,7 +101,7 @@ std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int inde
   for (const auto& module : layer.module->named_modules(layer.name)) {
     const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
     if (skippable == nullptr) continue;
-    declarations.push_back({index, module.key(), skippable->stashes(), skippable->pops()});
+    declarations.push_back({index, module.key(), skippable->stashes(), skippable->pops(), skippable->peeks()});
   }
   return declarations;
 }

@@ -10,12 +10,16 @@
 
 namespace gpipe {
 
-/// One skip of a model: the indices of the layers that stash and pop it (from <= to).
+/// One skip of a model: the index of the layer that stashes it, and for each module that reads it the index of its layer,
+/// ascending (from <= readers).
 struct SkipLink {
   SkipKey key;
   int from = 0;
-  int to = 0;
+  std::vector<int> readers;
 };
+
+/// The layers that read a skip, each once.
+std::vector<int> distinct_readers(const SkipLink& skip);
 
 /// A layer, and its name for messages.
 struct NamedLayer {
@@ -29,12 +33,13 @@ struct SkipDeclaration {
   std::string path;  ///< the layer's name, then the names of nested modules: "layer.child"
   std::vector<SkipKey> stashes;
   std::vector<SkipKey> pops;
+  std::vector<SkipKey> peeks;
 };
 
-/// Pairs the stashes and pops of a model. The declarations are in the order in which the modules run. If one end of a
-/// skip is nested in the module that has the other end, their order is not checked: that module decides it.
+/// Matches the stashes of a model with their readers. The declarations are in the order in which the modules run. If one
+/// end of a skip is nested in the module that has another end, their order is not checked: that module decides it.
 /// Returns the skips in the order of their stashes. Errors: std::invalid_argument that lists every fault with layer and
-/// name: a name stashed or popped twice, popped without or before its stash, or stashed and never popped.
+/// name: a name stashed or popped twice, read without or before its stash or after its pop, or stashed and never read.
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
 
 /// The skips that a layer declares, and those of Skippable modules nested in it. `index` is the layer's.

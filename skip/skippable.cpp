@@ -6,7 +6,6 @@
 #include <set>
 #include <stdexcept>
 
-
 namespace gpipe {
 namespace {
 
@@ -21,9 +20,17 @@ class ThreadContext : public SkipContext {
   void stash(const SkipKey& key, at::Tensor tensor) override { tensors_.insert_or_assign(key, std::move(tensor)); }
 
   at::Tensor pop(const SkipKey& key) override {
-    auto node = tensors_.extract(key);
-    if (node.empty()) throw std::runtime_error("skip " + to_string(key) + " was popped before it was stashed");
-    return std::move(node.mapped());
+    auto tensor = peek(key);
+    tensors_.erase(key);
+    return tensor;
+  }
+
+  at::Tensor peek(const SkipKey& key) override {
+    const auto found = tensors_.find(key);
+    if (found == tensors_.end()) {
+      throw std::runtime_error("skip " + to_string(key) + " was read before it was stashed");
+    }
+    return found->second;
   }
 
  private:
@@ -82,15 +89,16 @@ SkipContextGuard::SkipContextGuard(SkipContext& context) : previous_(std::exchan
 
 SkipContextGuard::~SkipContextGuard() { guarded = previous_; }
 
-Skippable::Skippable(Names names) : stashes_(to_keys(names.stash)), pops_(to_keys(names.pop)) {
+Skippable::Skippable(Names names)
+    : stashes_(to_keys(names.stash)), pops_(to_keys(names.pop)), peeks_(to_keys(names.peek)) {
   std::set<std::string> seen;
-  for (const auto* keys : {&stashes_, &pops_}) {
+  for (const auto* keys : {&stashes_, &pops_, &peeks_}) {
     for (const auto& key : *keys) {
       if (key.name.empty())
         throw std::invalid_argument("a Skippable layer declares an empty name; give every skip a name");
       if (!seen.insert(key.name).second) {
         throw std::invalid_argument("a Skippable layer declares '" + key.name +
-                                    "' more than once; declare each name once, to stash or to pop");
+                                    "' more than once; declare each name once, to stash, pop or peek");
       }
     }
   }
@@ -114,16 +122,24 @@ torch::Tensor Skippable::pop(const std::string& name) {
   return SkipContext::current().pop(*key);
 }
 
+torch::Tensor Skippable::peek(const std::string& name) {
+  const auto* key = find(peeks_, name);
+  if (key == nullptr) throw undeclared("peeked at", name, peeks_);
+  return SkipContext::current().peek(*key);
+}
+
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only) {
   const auto skippables = skippables_in(module);
   for (const auto& name : only) {
-    const auto declares = [&](const Skippable* s) { return find(s->stashes_, name) || find(s->pops_, name); };
+    const auto declares = [&](const Skippable* s) {
+      return find(s->stashes_, name) || find(s->pops_, name) || find(s->peeks_, name);
+    };
     if (std::ranges::none_of(skippables, declares)) {
       throw std::invalid_argument("no layer to isolate declares '" + name + "'");
     }
   }
   for (auto* skippable : skippables) {
-    for (auto* keys : {&skippable->stashes_, &skippable->pops_}) {
+    for (auto* keys : {&skippable->stashes_, &skippable->pops_, &skippable->peeks_}) {
       for (auto& key : *keys) {
         if (only.empty() || std::ranges::find(only, key.name) != only.end()) key.ns = ns;
       }

@@ -196,13 +196,22 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
 }
 
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
-                                 const std::vector<bool>& here) {
+                                 const std::vector<int>& placement, const std::vector<SkipLink>& skips,
+                                 const std::vector<Loan>& loans, const std::vector<bool>& here) {
   std::vector<LayerLink> links;
-  for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
+  for (const auto& skip : skips) links.push_back({skip.from, skip.readers, skip.key.name});
   std::vector<int> cut_links;
-  auto edges = cut_edges(balance, links, &cut_links);
-  for (auto& stage : stages) stage.receivers = {stage.index + 1};
+  auto edges = cut_edges(balance, links, placement, &cut_links);
+  for (auto& stage : stages) {
+    stage.receivers = {stage.index + 1};
+    for (const auto& skip : skips) {
+      const auto is_here = [&](int layer) {
+        return layer >= stage.first_layer && layer < stage.first_layer + balance[stage.index];
+      };
+      const auto readers = std::ranges::count_if(skip.readers, is_here);
+      if (readers > 0) stage.skip_readers[skip.key] = static_cast<int>(readers);
+    }
+  }
   for (std::size_t i = 0; i < cut_links.size(); ++i) {
     const auto& edge = edges[edges.size() - cut_links.size() + i];
     stages[edge.from].skips_out.push_back(skips[cut_links[i]].key);

@@ -107,8 +107,8 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
 /// Returns the edges between the stages, and sets each stage's skips and receivers, and the borrowed and lent parameters of
 /// those of this rank, in the order of the edges.
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
-                                 const std::vector<bool>& here);
+                                 const std::vector<int>& placement, const std::vector<SkipLink>& skips,
+                                 const std::vector<Loan>& loans, const std::vector<bool>& here);
 
 /// Moves the stages' layers to their devices. A shared parameter goes to the device of the first stage here that has it.
 void move_to_devices(const std::vector<Stage>& stages);

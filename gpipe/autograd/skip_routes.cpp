@@ -7,11 +7,6 @@
 namespace gpipe {
 namespace {
 
-// Searches linearly, because a stage has few skips.
-std::size_t place_in(const std::vector<SkipKey>& keys, const SkipKey& key) {
-  return std::ranges::find(keys, key) - keys.begin();
-}
-
 [[noreturn]] void fail(const SkipKey& key, const std::string& what) { throw_error("skip ", to_string(key), " ", what); }
 
 [[noreturn]] void fail_twice(const SkipKey& key, const std::string& what) {
@@ -19,7 +14,7 @@ std::size_t place_in(const std::vector<SkipKey>& keys, const SkipKey& key) {
 }
 
 [[noreturn]] void fail_changed(const SkipKey& key, const std::string& layer) {
-  fail(key, "was changed in place " + layer + " between its stash and its pop; stash a clone instead");
+  fail(key, "was changed in place " + layer + " between its stash and its last reader; stash a clone instead");
 }
 
 [[noreturn]] void fail_unused(const SkipKey& key, const std::string& what) {
@@ -30,41 +25,53 @@ std::size_t place_in(const std::vector<SkipKey>& keys, const SkipKey& key) {
 
 SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
     : stage_(stage), leaving_(stage.skips_out.size()) {
-  for (const auto& tensor : entering) entering_.push_back({tensor, VersionWatch(tensor)});
+  for (std::size_t k = 0; k < entering.size(); ++k) {
+    const auto& key = stage.skips_in[k];
+    send(key, entering[k]);
+    const VersionWatch version(entering[k]);
+    present_.emplace(key, Present{std::move(entering[k]), version, stage.skip_readers.at(key)});
+  }
+}
+
+bool SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
+  bool sent = false;
+  for (std::size_t k = 0; k < leaving_.size(); ++k) {
+    if (stage_.skips_out[k] != key) continue;
+    auto& [version, root, parcel] = leaving_[k];
+    if (!parcel.tensors.empty()) fail_twice(key, "stashed");
+    root = leave(tensor);
+    version = VersionWatch(tensor);
+    parcel.add_leaving(tensor);
+    sent = true;
+  }
+  return sent;
 }
 
 void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
-  const auto k = place_in(stage_.skips_out, key);
-  if (k == leaving_.size()) {
-    if (!inside_.emplace(key, std::move(tensor)).second) fail_twice(key, "stashed");
-    return;
-  }
-  auto& leaving = leaving_[k];
-  if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
-  leaving.root = leave(tensor);
-  leaving.version = VersionWatch(tensor);
-  leaving.parcel.add_leaving(tensor);
-  leaving.tensor = std::move(tensor);
+  const bool sent = send(key, tensor);
+  const auto readers = stage_.skip_readers.find(key);
+  if (readers == stage_.skip_readers.end()) return;
+  const auto version = sent ? VersionWatch(tensor) : VersionWatch();
+  if (!present_.emplace(key, Present{std::move(tensor), version, readers->second}).second) fail_twice(key, "stashed");
 }
 
 at::Tensor SkipRoutes::pop(const SkipKey& key) {
-  const auto k = place_in(stage_.skips_in, key);
-  if (k == entering_.size()) {
-    auto node = inside_.extract(key);
-    if (node.empty()) fail(key, "was popped before it was stashed");
-    return std::move(node.mapped());
+  const auto found = present_.find(key);
+  if (found == present_.end()) {
+    const bool was_read = std::ranges::find(stage_.skips_in, key) != stage_.skips_in.end();
+    if (was_read) fail_twice(key, "read");
+    fail(key, "was read before it was stashed");
   }
-  auto& [tensor, version, popped] = entering_[k];
-  if (popped) fail_twice(key, "popped");
-  popped = true;
-  if (version.changed()) fail_changed(key, "by the layer that pops it,");
-  return std::move(tensor);
+  auto& [tensor, version, readers] = found->second;
+  if (version.changed()) fail_changed(key, "by the layer that reads it,");
+  if (--readers > 0) return tensor;
+  return std::move(present_.extract(found).mapped().tensor);
 }
 
 void SkipRoutes::check_unchanged(const std::string& layer) const {
   const auto by_layer = "by layer '" + layer + "'";
-  for (std::size_t k = 0; k < entering_.size(); ++k) {
-    if (!entering_[k].popped && entering_[k].version.changed()) fail_changed(stage_.skips_in[k], by_layer);
+  for (const auto& [key, skip] : present_) {
+    if (skip.version.changed()) fail_changed(key, by_layer);
   }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (leaving_[k].version.changed()) fail_changed(stage_.skips_out[k], by_layer);
@@ -72,13 +79,10 @@ void SkipRoutes::check_unchanged(const std::string& layer) const {
 }
 
 void SkipRoutes::check_all_used() const {
-  for (std::size_t k = 0; k < entering_.size(); ++k) {
-    if (!entering_[k].popped) fail_unused(stage_.skips_in[k], "popped");
-  }
+  if (!present_.empty()) fail_unused(present_.begin()->first, "read");
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (leaving_[k].parcel.tensors.empty()) fail_unused(stage_.skips_out[k], "stashed");
   }
-  if (!inside_.empty()) fail_unused(inside_.begin()->first, "popped");
 }
 
 }  // namespace gpipe

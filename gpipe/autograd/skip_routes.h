@@ -9,26 +9,26 @@
 
 namespace gpipe {
 
-/// Connects stash() and pop() during one run of a cell's layers: with the skips that leave and enter the stage, and with
-/// each other for a skip inside the stage. Used by one thread.
+/// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A skip
+/// that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
 class SkipRoutes : public SkipContext {
  public:
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
   SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering);
 
-  /// Errors of both: std::runtime_error for a second stash or pop, a pop before the stash, or a change between them.
+  /// Errors of all: std::runtime_error for a second stash or read, a read before the stash, or a change between them.
   void stash(const SkipKey& key, at::Tensor tensor) override;
   at::Tensor pop(const SkipKey& key) override;
+  at::Tensor peek(const SkipKey& key) override { return pop(key); }  // the number of readers tells which is the last
 
   /// Call after each layer. Errors: std::runtime_error, which names the layer, if it changed another stage's skip.
   void check_unchanged(const std::string& layer) const;
 
-  /// Call after the last layer. Errors: std::runtime_error for a declared skip that was not stashed or popped.
+  /// Call after the last layer. Errors: std::runtime_error for a declared skip that was not stashed or read.
   void check_all_used() const;
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    at::Tensor tensor;  ///< as the layer stashed it
     VersionWatch version;
     torch::autograd::Edge root;
     Parcel parcel;  ///< empty until the skip is stashed
@@ -36,16 +36,19 @@ class SkipRoutes : public SkipContext {
   std::vector<Leaving>& leaving() { return leaving_; }
 
  private:
-  struct Entering {
+  /// A skip that layers of the stage have yet to read.
+  struct Present {
     at::Tensor tensor;
-    VersionWatch version;
-    bool popped = false;
+    VersionWatch version;  // none for a skip of this stage
+    int readers;
   };
 
+  /// Sends a tensor to the workers' next stages that read it. Returns whether there are any.
+  bool send(const SkipKey& key, const at::Tensor& tensor);
+
   const Stage& stage_;
-  std::vector<Entering> entering_;
+  std::map<SkipKey, Present> present_;
   std::vector<Leaving> leaving_;
-  std::map<SkipKey, at::Tensor> inside_;
 };
 
 }  // namespace gpipe

@@ -23,9 +23,12 @@ struct Stage {
   RunLayers run_layers;  ///< runs the layers for a language binding; empty: Layer::forward() of each
   c10::Device device = c10::kCPU;
 
-  /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first).
+  /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first). A skip
+  /// that goes to several workers leaves several times; one that goes on to a later stage of the worker is in both.
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
+  /// How many of its modules read each skip.
+  std::map<SkipKey, int> skip_readers;
   /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their edges
   /// come behind those of the skips, in this order.
   std::vector<std::size_t> borrowed;

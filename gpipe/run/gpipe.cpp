@@ -73,7 +73,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   const auto loans = find_loans(inventory.parameters());
   check_loans(loans, stages, here);
   forbid_writes_to_shared_buffers(inventory.buffers(), stages);
-  auto edges = connect_stages(stages, balance_, match_skips(inventory.skips()), loans, here);
+  auto edges = connect_stages(stages, balance_, workers.schedules.placement, match_skips(inventory.skips()), loans, here);
   absl::flat_hash_map<const void*, std::string> first_names;
   parameter_names_ = state_names(inventory.parameters(), first_names);
   buffer_names_ = state_names(inventory.buffers(), first_names);

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <set>
+#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
@@ -65,7 +68,7 @@ void check_chunks(std::int64_t chunks) {
 }
 
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
-                            std::vector<int>* cut_links) {
+                            const std::vector<int>& placement, std::vector<int>* cut_links) {
   const auto ends = stage_ends(balance);
   const int layers = ends.empty() ? 0 : ends.back();
   const auto stage_of = [&](int layer) {
@@ -78,11 +81,17 @@ std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std:
   std::vector<Edge> edges;
   for (int stage = 1; stage < std::ssize(ends); ++stage) edges.push_back({stage - 1, stage, "activation"});
   for (std::size_t i = 0; i < links.size(); ++i) {
-    const int from = stage_of(links[i].from);
-    const int to = stage_of(links[i].to);
-    if (from == to) continue;
-    edges.push_back({from, to, "skip " + links[i].name});
-    if (cut_links != nullptr) cut_links->push_back(static_cast<int>(i));
+    const int origin = stage_of(links[i].from);
+    std::set<int> readers;
+    for (const int layer : links[i].readers) readers.insert(stage_of(layer));
+    readers.erase(origin);
+    const auto worker_of = [&](int stage) { return placement.empty() ? stage : placement[stage]; };
+    std::map<int, int> holders{{worker_of(origin), origin}};  // the last stage of each worker that has the value
+    for (const int reader : readers) {
+      const auto holder = holders.try_emplace(worker_of(reader), origin).first;
+      edges.push_back({std::exchange(holder->second, reader), reader, "skip " + links[i].name});
+      if (cut_links != nullptr) cut_links->push_back(static_cast<int>(i));
+    }
   }
   return edges;
 }

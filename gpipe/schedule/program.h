@@ -17,18 +17,25 @@ struct Edge {
   std::string name;
 };
 
-/// A skip, given by the layers that stash and pop it.
-using LayerLink = Edge;
+/// A value of a layer that later layers read. A skip has one or more readers.
+struct LayerLink {
+  int from = 0;
+  std::vector<int> readers;
+  std::string name;
+};
 
 /// Returns for each stage of a balance the index one past its last layer. Errors: std::invalid_argument for a number
 /// that is not positive, or more layers than fit into an int.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
-/// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
-/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null. Errors: as
-/// stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
+/// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the edges of
+/// each link that crosses a cut. The first reading stage of each worker gets the value from the stage that makes it, and
+/// gives it to the worker's next one. So the value crosses to a worker at most once, and one gradient, which the worker has
+/// summed, comes back. `placement` has the worker of each stage; if empty, each has its own. Appends the index of each of
+/// these edges' links to `cut_links` unless it is null. Errors: as stage_ends(); std::out_of_range if a link names a layer
+/// that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
-                            std::vector<int>* cut_links = nullptr);
+                            const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
 
 /// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
 /// number of layers.
