@@ -14,7 +14,6 @@
 namespace gpipe::accelerator {
 namespace {
 
-namespace nn = torch::nn;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -40,18 +39,6 @@ class CheckedDevice : public ::testing::Test {
   // A stream that has waited for nothing.
   c10::Stream other_stream(int index) { return *new_stream(device(index)); }
 };
-
-TEST_F(CheckedDevice, TrainsATransformer) {
-  expect_as_on_cpu([x = torch::randn({3, 2, 8})](Device device) {
-    nn::TransformerEncoderLayer layer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
-    layer->to(device);
-    const auto y = layer->forward(x.to(device));
-    y.square().sum().backward();
-    std::vector<Tensor> all = {y.detach().flatten()};
-    for (const auto& parameter : layer->parameters()) all.push_back(parameter.grad().flatten());
-    return torch::cat(all);
-  });
-}
 
 TEST_F(CheckedDevice, WritesToViews) {
   expect_as_on_cpu([rows = torch::randn({4, 8})](Device device) {

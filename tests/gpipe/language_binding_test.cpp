@@ -58,53 +58,20 @@ TEST(LanguageBinding, EndsACallByThrowingInPoll) {
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
 }
 
-/// The structure of a pair that has a name.
-struct NamedPair : Structure {
-  explicit NamedPair(std::string name) : name(std::move(name)) {}
-  bool equals(const Structure& other) const override { return dynamic_cast<const NamedPair&>(other).name == name; }
-  std::string describe() const override { return "the pair " + name; }
-  const std::string name;
+struct StructureOfPair : Structure {
+  bool equals(const Structure&) const override { return true; }
+  std::string describe() const override { return "a pair"; }
 };
-
-/// Makes a named pair of a tensor. Notes the name of a pair and passes it on.
-RunLayers make_or_note(std::function<std::string()> make, std::vector<std::string>* noted) {
-  return [=](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) -> Value {
-    begin(0);
-    if (input.form().kind == Value::Form::kObject) {
-      noted->push_back(input.describe());
-      return input;
-    }
-    const std::shared_ptr<const Structure> structure = std::make_shared<NamedPair>(make());
-    return {structure, {input.tensor() * 2, input.tensor() * 3}};
-  };
-}
-
-TEST(LanguageBinding, KeepsTheStructureOfObjectsFromStageToStage) {
-  std::vector<std::string> noted;
-  const auto run = make_or_note([] { return "a"; }, &noted);
-  GPipe pipe(make_layers(*Sequential(Linear(4, 4), Linear(4, 4))), {1, 1}, in_chunks(2), {.run_layers = {run, run}});
-  const auto x = torch::randn({4, 4}).requires_grad_();
-  const auto y = pipe->forward(Value(x));
-  EXPECT_EQ(y.describe(), "the pair a");
-  EXPECT_TRUE(torch::equal(y.tensors()[1], x * 3));
-  (y.tensors()[0].sum() + y.tensors()[1].sum()).backward();
-  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4, 4}, 5.0)));
-  EXPECT_EQ(noted, (std::vector<std::string>(3, "the pair a")));  // two micro-batches, one recompute
-}
-
-TEST(LanguageBinding, DoesNotJoinMicroBatchesOfUnequalStructure) {
-  int made = 0;
-  const auto run = make_or_note([&made] { return std::to_string(made++); }, nullptr);
-  GPipe pipe(make_layers(*Sequential(Linear(4, 4))), {1}, in_chunks(2), {.run_layers = {run}});
-  const auto call = [&] { pipe->forward(Value(torch::ones({4, 4}))); };
-  EXPECT_THAT(call, throws<std::runtime_error>("returned the pair 0 for one micro-batch and the pair 1 for another"));
-}
 
 TEST(LanguageBinding, CannotGiveObjectsToCppLayers) {
   Sequential model(Linear(4, 4), Linear(4, 4));
-  const auto run = make_or_note([] { return "a"; }, nullptr);
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.run_layers = {run, run_in_a_row(model, 1, 2)}});
-  EXPECT_THAT([&] { pipe->forward(Value(torch::randn({4, 4}))); }, refused("cannot take the pair a"));
+  const auto make_pair = [](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
+    begin(0);
+    const std::shared_ptr<const Structure> structure = std::make_shared<StructureOfPair>();
+    return Value(structure, {input.tensor() * 2, input.tensor() * 3});
+  };
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.run_layers = {make_pair, run_in_a_row(model, 1, 2)}});
+  EXPECT_THAT([&] { pipe->forward(Value(torch::randn({4, 4}))); }, refused("cannot take a pair"));
 }
 
 TEST(LanguageBinding, PreparesAWorkerBeforeItsPart) {

@@ -49,14 +49,5 @@ TEST(MicroBatch, AMissingGradientIsZeroInTheSizeOfItsPart) {
   EXPECT_FALSE(gather_gradient({Tensor(), Tensor()}, {3, 1}).defined());
 }
 
-TEST(MicroBatch, AGradientIsCutIntoTheSizesOfItsParts) {
-  const auto gradient = torch::arange(4).view({4, 1});
-  const auto parts = scatter_gradient(gradient, {3, 1});
-  ASSERT_EQ(parts.size(), 2U);
-  EXPECT_TRUE(torch::equal(parts[0], gradient.narrow(0, 0, 3)));
-  EXPECT_TRUE(torch::equal(parts[1], gradient.narrow(0, 3, 1)));
-  EXPECT_FALSE(scatter_gradient(Tensor(), {3, 1})[1].defined());
-}
-
 }  // namespace
 }  // namespace gpipe

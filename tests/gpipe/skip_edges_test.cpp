@@ -4,19 +4,6 @@
 namespace gpipe {
 namespace {
 
-TEST(SkipEdges, GoStraightFromStashToPop) {
-  auto model = Sequential(Stash("a"), Linear(6, 6), Linear(6, 6), Pop("a"));
-  GPipe pipe(model, {1, 1, 1, 1});
-  const auto program = pipe->program(2);
-  const auto skip = std::ranges::find(program->edges(), "skip a", &Edge::name);
-  ASSERT_NE(skip, program->edges().end());
-  EXPECT_EQ(skip->from, 0);
-  EXPECT_EQ(skip->to, 3);
-  EXPECT_EQ(program->edges().size(), 4U);
-  GPipe together(model, {4});
-  EXPECT_TRUE(together->program(2)->edges().empty()) << "a skip inside a stage is not an edge";
-}
-
 TEST(SkipEdges, JoinNestedLayersAndKeepNamespacesApart) {
   const auto block = [](Namespace ns) {
     NestedSequential encode{{"linear", Linear(6, 6)}, {"stash", Stash("a")}};

@@ -54,10 +54,7 @@ GPipeOptions fitting_options(const std::string& schedule) {
 }
 
 TEST_F(Step, MeansOverSamplesAsTheBareModel) {
-  for (const auto& schedule : kSchedules) {
-    GPipe pipe(model, {2, 1, 1, 1}, fitting_options(schedule));
-    expect_step_of(torch::mse_loss(model->forward(x), y), [&] { return pipe->step(x, y, kMse); });
-  }
+  expect_step_of(torch::mse_loss(model->forward(x), y), [&] { return pipe->step(x, y, kMse); });
 }
 
 TEST_F(Step, WeighsMicroBatchesByTheirCount) {
@@ -255,50 +252,6 @@ TEST_F(Step, RefusesWhatItCannotDo) {
   pipe->eval();
   EXPECT_THAT([&] { pipe->step(x, y, kMse); }, evaluates);
   EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(6)));
-}
-
-TEST_F(Step, RefusesOptionsThatDoNotFit) {
-  struct Case {
-    Balance balance;
-    GPipeOptions options;
-    std::string why;
-  };
-  const std::vector<torch::Device> one(1, torch::kCPU);
-  const std::vector<torch::Device> two(2, torch::kCPU);
-  const auto placed = [](std::vector<int> placement) { return GPipeOptions().placement(std::move(placement)); };
-  const auto paired = [](const std::string& schedule) { return options(schedule).stages_per_worker(2); };
-  const std::vector<Case> cases = {
-      {{2, 3}, options("1f1f"), "unknown schedule '1f1f'"},
-      {{2, 2, 1}, paired("gpipe"), "balance has 3 stages, which stages_per_worker = 2 does not divide"},
-      {{2, 2, 1, 0}, paired("gpipe"), "at least one layer"},
-      {{2, 1, 1, 1},
-       paired("gpipe").devices(one),
-       "balance has 4 stages, which are on 2 workers, but the number of devices is 1; give one device per worker, or 2 "
-       "stages"},
-      {{2, 3}, placed({0}), "the placement has 1 entries"},
-      {{2, 3}, placed({0, 2}), "stage 1 is placed on worker 2"},
-      {{2, 3}, placed({1, 1}), "worker 0 has no stage"},
-      {{2, 3},
-       placed({0, 0}).devices(two),
-       "balance has 2 stages, which are on 1 worker, but the number of devices is 2; give one device per worker, or 4 "
-       "stages"},
-      {{2, 3}, placed({0, 1}).stages_per_worker(2), "placement and stages_per_worker (2) exclude each other"},
-      {{2, 1, 1, 1}, options("looped_bfs").placement(v_placement(4)), "worker s mod"},
-      {{2, 1, 1, 1}, paired("1f1b"), "one stage per worker"},
-      {{2, 3}, options("@/nowhere"), "cannot read the schedule '/nowhere'"}};
-  for (const auto& it : cases) EXPECT_THAT([&] { GPipe(model, it.balance, it.options); }, refused(it.why));
-}
-
-TEST_F(Step, InterleavedStagesShareTheDevicesThatAreGiven) {
-  const auto of = [](const std::string& schedule, std::size_t devices) {
-    const auto places = std::vector<torch::Device>(devices, torch::kCPU);
-    return GPipe(small_model(), {2, 1, 1, 1}, options(schedule).devices(places))->placement();
-  };
-  EXPECT_EQ(of("interleaved_1f1b", 2), (std::vector<int>{0, 1, 0, 1}));
-  EXPECT_EQ(of("interleaved_zb", 2), (std::vector<int>{0, 1, 0, 1}));
-  EXPECT_EQ(of("looped_bfs", 2), (std::vector<int>{0, 1, 0, 1}));
-  EXPECT_EQ(of("looped_bfs", 4), (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_THAT([&] { of("gpipe", 2); }, throws<std::out_of_range>("4 workers, but 2 devices"));
 }
 
 TEST_F(Step, RunsSchedulesFromAFileOrAFunction) {

@@ -1,5 +1,4 @@
 // Parameters that layers of several stages share. The generated cases have such layers too.
-#include "gpipe/binding.h"
 #include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
@@ -131,24 +130,36 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
   }
 }
 
-TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
-  auto model = tied_model();
-  GPipe pipe(model, {1, 3, 3});
-  EXPECT_EQ(pipe->named_parameters().keys(), model->named_parameters().keys());
-  EXPECT_EQ(pipe->parameters().size(), distinct_parameters(*model).size());
-  const nn::Module& state = *pipe;
-  std::stringstream file;
-  torch::save(pipe, file);
-  auto loaded = tied_model();
-  for (auto& parameter : loaded->parameters()) parameter.detach().zero_();
-  torch::load(loaded, file);
-  EXPECT_TRUE(same(loaded->parameters(), model->parameters()));
-  std::stringstream of_model;
-  torch::save(loaded, of_model);
-  for (auto& parameter : pipe->parameters()) parameter.detach().zero_();
-  torch::load(pipe, of_model);
-  EXPECT_TRUE(same(state.parameters(), loaded->parameters()));
-  EXPECT_TRUE(state.parameters().front().is_same(state.parameters().back()));
+TEST(TiedParameters, StayTiedInTheStateOfTheModelAtAnyBalance) {
+  const auto build = [] {
+    auto model = tied_model();
+    model->push_back("norm", nn::BatchNorm1d(kWords));
+    model->to(torch::kFloat64);
+    return model;
+  };
+  const auto copy_state = [](const auto& from, auto to) {
+    for (auto& parameter : to->parameters()) parameter.detach().zero_();
+    std::stringstream file;
+    torch::save(from, file);
+    torch::load(to, file);
+  };
+  auto trained = build();
+  trained->forward(words_of(8));
+  for (const auto& balance : {Balance{8}, Balance{1, 3, 4}}) {
+    GPipe pipe(build(), balance);
+    const nn::Module& state = *pipe;
+    copy_state(trained, pipe);
+    EXPECT_EQ(state.named_parameters().keys(), trained->named_parameters().keys());
+    EXPECT_EQ(state.named_buffers().keys(), trained->named_buffers().keys());
+    EXPECT_TRUE(same(state.parameters(), trained->parameters()));
+    EXPECT_TRUE(same(state.buffers(), trained->buffers()));
+    EXPECT_EQ(pipe->parameters().size(), distinct_parameters(*trained).size());
+    EXPECT_TRUE(state.named_parameters()["0.weight"].is_same(state.named_parameters()["6.weight"]));
+    auto loaded = build();
+    copy_state(pipe, loaded);
+    EXPECT_TRUE(same(loaded->parameters(), trained->parameters()));
+    EXPECT_TRUE(same(loaded->buffers(), trained->buffers()));
+  }
 }
 
 TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
@@ -161,41 +172,6 @@ TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
   EXPECT_THAT(timeline->peak_bytes(), testing::Each(testing::AllOf(testing::Gt(0), testing::Lt(1 << 20))));
   ASSERT_EQ(timeline->edges.size(), 2U);
   EXPECT_EQ(timeline->edges[1].name, "parameter 0.weight");
-}
-
-// As a binding does for a parameter on another device.
-TEST(TiedParameters, HaveStandInsForALanguageBinding) {
-  const auto forward_and_backward = [](auto module) {
-    return [module](const Tensor& x, const Tensor& y) mutable {
-      auto loss = torch::cross_entropy_loss(module->forward(x), y);
-      loss.backward();
-      return loss;
-    };
-  };
-  const auto whole = tied_model();
-  const auto expected = trained(*whole, forward_and_backward(whole));
-  for (const auto checkpoint : kModes) {
-    auto model = tied_model();
-    const auto run = [model](std::size_t first, std::size_t end) -> RunLayers {
-      return [=](Value value, absl::FunctionRef<void(int)> begin, CellMemo&, const std::vector<Borrowed>& borrowed) {
-        for (auto i = first; i < end; ++i) {
-          begin(static_cast<int>(i - first));
-          if (auto* sharer = model->ptr(i)->as<SharerImpl>()) {
-            EXPECT_EQ(borrowed.size(), 1U);
-            EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
-            value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
-          } else {
-            value = make_layers(*model)[i]->forward(std::move(value));
-          }
-        }
-        return value;
-      };
-    };
-    GPipe pipe(make_layers(*model), {1, 3, 3}, in_chunks(3, checkpoint),
-               {.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
-    SCOPED_TRACE(to_string(checkpoint));
-    expect_close(trained(*pipe, forward_and_backward(pipe)), expected, 1e-9, 1e-11);
-  }
 }
 
 }  // namespace

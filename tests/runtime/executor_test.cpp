@@ -41,18 +41,6 @@ TEST(Executor, EachWorkerKeepsItsThread) {
   }
 }
 
-TEST(Executor, RunsInference) {
-  const auto layout = straight(3, 5);
-  const auto program = plain_program(layout, fill(layout));
-  Executor executor(3);
-  FakeCells cells(program, 2);
-  for (const auto part : {Part::kForward, Part::kBackward}) {
-    expect_success(executor.run(program, part, cells));
-    EXPECT_EQ(cells.ran, program.schedule());
-  }
-  expect_reference(program, cells);
-}
-
 TEST(Executor, RecomputeDoesNotWaitForItsGradient) {
   const auto program = gpipe_program(straight(2, 2), Checkpoint::kAlways);
   Executor executor(2);

@@ -160,12 +160,6 @@ TEST(SpinsFor, IsZeroWithoutACoreAndCpuTimePerThread) {
   EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kNoLimit), 0);
 }
 
-TEST(Channel, TakesInAnyOrder) {
-  Channel channel(3);
-  for (const int m : {0, 1, 2}) channel.put(m);
-  for (const int m : {2, 0, 1}) EXPECT_TRUE(channel.take(m));
-}
-
 TEST(Channel, PutHappensBeforeTake) {
   constexpr int kCount = 2000;
   Channel channel(kCount);

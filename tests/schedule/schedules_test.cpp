@@ -69,6 +69,7 @@ std::vector<Formulas> all_formulas() {
          return at_least(m >= p && (p != 2 || m >= 4), p == 1 ? 0 : p % 3 != 0 ? 4 * p - 5 : 4 * p - 7);
        },
        [](int p, int, int, int) { return 2 * ((p + 4) / 3); }, true},
+      {"greedy", [](int, int, int) { return std::nullopt; }, [](int p, int v, int, int) { return v * p; }, true},
   };
 }
 

@@ -209,19 +209,6 @@ TEST(ListSchedule, KeepsToItsOptionsAndKnowsItsMakespan) {
   }
 }
 
-TEST(NamedGreedy, RunsOnAnyPlacement) {
-  Draw draw;
-  for (int i = 0; i < 500; ++i) {
-    const auto layout = draw.workload().layout;
-    const auto work = even(layout, all_pairs(layout.stages));
-    const auto peaks = simulated(work, make_schedule("greedy", layout, Checkpoint::kNever)).peak_cells;
-    for (int worker = 0; worker < layout.workers(); ++worker) {
-      const auto stages = std::count(layout.placement.begin(), layout.placement.end(), worker);
-      EXPECT_LE(peaks[worker], stages * layout.workers());
-    }
-  }
-}
-
 // With equal times of F, I and W. With three stages per worker, it can be as slow, but holds fewer cells.
 TEST(NamedGreedy, IsFasterThanWholeBackwards) {
   for (int p = 2; p <= 8; ++p) {
