@@ -92,7 +92,7 @@ TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
   // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its first
   // backward ends at 16 s, then two micro-batches' gradients follow each other.
   auto profile = equal_layers(2);
-  profile.skips = {{"a", 0, 1, 10}, {"b", 0, 1, 10}};
+  profile.skips = {{"a", 0, {1}, 10}, {"b", 0, {1}, 10}};
   EXPECT_DOUBLE_EQ(predict(profile, {1, 1}, run_on(slow, 2)).seconds, 16 + 2 * 6 + 2);
 }
 

@@ -69,7 +69,7 @@ TEST(Cut, KeepsLayersThatShareAParameterTogether) {
 TEST(Cut, DependsOnBandwidth) {
   // A skip from the first to the third of equal layers: a cut after the third sends fewer bytes.
   auto profile = chain({1, 1, 1, 0.9});
-  profile.skips = {{"skip", 0, 2, 4000}};
+  profile.skips = {{"skip", 0, {2}, 4000}};
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
   EXPECT_THAT(balance_by_time(profile, 2, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(3, 1));
   const auto slow = predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}});
@@ -80,7 +80,7 @@ TEST(Cut, DependsOnBandwidth) {
 TEST(Cut, KnowsTheBytesOfEachCut) {
   auto profile = chain({1, 1, 1, 1, 1, 1});
   for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].output = static_cast<std::int64_t>(i + 1);
-  profile.skips = {{"near", 0, 2, 100}, {"far", 1, 4, 200}};
+  profile.skips = {{"near", 0, {2}, 100}, {"far", 1, {4}, 200}};
   profile.ties = {{"w", {1, 2, 5}, 10000}};
   profile.layers[3].shares_with = 2;
   EXPECT_THAT(cut_bytes(profile),
@@ -88,7 +88,7 @@ TEST(Cut, KnowsTheBytesOfEachCut) {
   // The only cut of two stages sends all that runs along its edges.
   const StageCost stage(profile);
   for (const int layers : {1, 2, 4, 5}) {
-    const auto of_edges = stage.bytes_of_edges({layers, 6 - layers});
+    const auto of_edges = stage.edges({layers, 6 - layers}, {}).bytes;
     EXPECT_EQ(cut_bytes(profile)[layers - 1], std::accumulate(of_edges.begin(), of_edges.end(), std::int64_t{0}));
   }
   EXPECT_THAT(profile_table(profile, {2, 4}),
@@ -97,14 +97,27 @@ TEST(Cut, KnowsTheBytesOfEachCut) {
   EXPECT_THAT(profile_table(profile), Not(HasSubstr("cut here")));
 }
 
+TEST(StageCost, CountsASkipOncePerReadingWorker) {
+  auto profile = chain({1, 1, 1, 1});
+  profile.skips = {{"skip", 0, {1, 2, 3}, 1000}};
+  const StageCost stage(profile);
+  EXPECT_EQ(stage.bytes_in(2, 4) - stage.bytes_in(2, 3), 0);
+  const auto crossing = [&](const std::vector<int>& placement) {
+    const auto run = RunOptions{.chunks = 2, .scheduling = {"gpipe", 1, placement}};
+    return predict(profile, {1, 1, 1, 1}, run).crossing;
+  };
+  const auto activations = 2 * (profile.layers[0].output + profile.layers[1].output + profile.layers[2].output);
+  EXPECT_EQ(crossing({0, 1, 2, 3}), activations + 2 * 3000);
+  EXPECT_EQ(crossing({0, 1, 0, 1}), activations + 2 * 1000);
+}
+
 TEST(StageCost, CountsTiesOncePerStage) {
   auto profile = chain({1, 1, 1, 1});
   profile.ties = {{"w", {0, 2, 3}, 1000}};
   const StageCost stage(profile);
   const auto loans = [&](const std::vector<std::int64_t>& balance) {
     std::vector<std::pair<int, int>> found;
-    const auto bytes = stage.bytes_of_edges(balance);
-    const auto edges = stage.edges(balance);
+    const auto [edges, bytes] = stage.edges(balance, {});
     EXPECT_EQ(bytes.size(), edges.size());
     for (std::size_t i = balance.size() - 1; i < edges.size(); ++i) {
       EXPECT_EQ(edges[i].name, "parameter w");
@@ -140,7 +153,7 @@ TEST(Cut, BalancesBySizeWithSkips) {
   profile.layers[3].parameters = profile.layers[3].gradients = 100;
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
   // Layer 0 stashes 500 bytes for the last layer. Its stage holds them for every cut.
-  profile.skips = {{"skip", 0, 3, 500}};
+  profile.skips = {{"skip", 0, {3}, 500}};
   profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, 3});
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
 }
@@ -155,7 +168,7 @@ TEST(Cut, BalancesBySizeOptimally) {
     const int from = static_cast<int>(random() % layers);
     const int to = from + static_cast<int>(random() % (layers - from));
     const auto bytes = static_cast<std::int64_t>(random() % 200);
-    profile.skips = {{"skip", from, to, bytes}};
+    profile.skips = {{"skip", from, {to}, bytes}};
     profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, to});
     const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
                          .checkpoint = static_cast<Checkpoint>(random() % 3)};
@@ -232,7 +245,7 @@ TEST(StageCost, RefusesNumbersThatOverflow) {
   const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // their sum is 4 in 64 bits
   EXPECT_THAT(refusal([&] { predict(profile, wraps); }), HasSubstr("sums to more than"));
   EXPECT_THAT(refusal([&] { profile_table(profile, wraps); }), HasSubstr("sums to more than"));
-  EXPECT_THAT(refusal([&] { StageCost(profile).edges(wraps); }), HasSubstr("sums to more than"));
+  EXPECT_THAT(refusal([&] { StageCost(profile).edges(wraps, {}); }), HasSubstr("sums to more than"));
   EXPECT_THAT(refusal([&] { StageCost(profile).near(wraps, kManyChunks); }), HasSubstr("sums to more than"));
   const RunOptions many{.chunks = kManyChunks};
   const std::vector<std::int64_t> halves = {2, 2};
@@ -345,7 +358,7 @@ TEST(Search, TailorsASchedule) {
 
 TEST(Search, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
   auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
-  for (int i = 0; i < 4; ++i) profile.skips.push_back({"skip" + std::to_string(i), i, 7 - i, 1000});
+  for (int i = 0; i < 4; ++i) profile.skips.push_back({"skip" + std::to_string(i), i, {7 - i}, 1000});
   const auto crossing = [&](const Scheduling& scheduling) {
     return predict(profile, {2, 2, 2, 2}, {.chunks = 3, .scheduling = scheduling}).crossing;
   };

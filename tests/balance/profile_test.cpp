@@ -119,7 +119,7 @@ TEST(Profiler, MeasuresEachLayer) {
   ASSERT_EQ(of.skips.size(), 1U);
   EXPECT_EQ(of.skips[0].bytes, image);
   EXPECT_EQ(of.layers[of.skips[0].from].name, "down1_stash");
-  EXPECT_EQ(of.layers[of.skips[0].to].name, "up1_join");
+  EXPECT_EQ(of.layers[of.skips[0].readers.at(0)].name, "up1_join");
 }
 
 TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {

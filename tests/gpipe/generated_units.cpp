@@ -383,6 +383,7 @@ std::vector<Unit> other_units() {
       {"pop and change",
        [](Builder& b) { b.push(Pop(b.pair, [](Tensor x, Tensor skip) { return x + skip.mul_(0.5); })); }, kChanges,
        Unit::kPop},
+      {"peek", [](Builder& b) { b.push(Peek(b.pair)); }, 0, Unit::kPeek},
       {"stash odd", [](Builder& b) { b.push(StashOdd()); }, 0, Unit::kStashOdd},
       {"pop odd", [](Builder& b) { b.push(PopOdd()); }, 0, Unit::kPopOdd},
       {"matrix", [](Builder& b) { b.add([w = b.shared_matrix()](Tensor x) { return x.mm(w).tanh(); }); }, 0,

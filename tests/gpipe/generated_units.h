@@ -51,7 +51,7 @@ inline constexpr int kVariants = 4;
 
 struct Unit {
   /// A unit of one kind belongs to a pair with a later one of the next kind.
-  enum Role { kWhole, kStash, kPop, kStashOdd, kPopOdd, kOwnMatrix, kShareMatrix };
+  enum Role { kWhole, kStash, kPop, kPeek, kStashOdd, kPopOdd, kOwnMatrix, kShareMatrix };
   enum Flags {
     kChanges = 1,  ///< changes a tensor in place that it is given
     kAliases = 2,  ///< passes on, or stashes, several tensors that share memory

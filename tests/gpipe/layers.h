@@ -24,6 +24,7 @@ struct SkipFunctionImpl : torch::nn::Module, Skippable {
   using Function = std::function<Tensor(Tensor x, SkipFunctionImpl& skips)>;
   SkipFunctionImpl(Names names, Function function) : Skippable(std::move(names)), function(std::move(function)) {}
   Tensor forward(Tensor x) { return function(std::move(x), *this); }
+  using Skippable::peek;
   using Skippable::pop;
   using Skippable::stash;
   Function function;
@@ -47,6 +48,13 @@ struct PopImpl : SkipFunctionImpl {
                          [=](Tensor x, SkipFunctionImpl& skips) { return join(std::move(x), skips.pop(name)); }) {}
 };
 TORCH_MODULE(Pop);
+
+struct PeekImpl : SkipFunctionImpl {
+  explicit PeekImpl(const std::string& name)
+      : SkipFunctionImpl({.peek = {name}},
+                         [=](Tensor x, SkipFunctionImpl& skips) { return x * skips.peek(name).sigmoid(); }) {}
+};
+TORCH_MODULE(Peek);
 
 /// Stashes integers, an undefined tensor and a floating tensor that is popped but not used.
 struct StashOddImpl : SkipFunctionImpl {

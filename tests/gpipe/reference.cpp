@@ -5,7 +5,6 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/run/micro_batch.h"
-#include "skip/skippable.h"
 #include "skip/layout.h"
 
 namespace gpipe {
@@ -22,16 +21,33 @@ Tensor cross(const Tensor& tensor) {
   return crossed;
 }
 
-/// Passes skips on. One that goes to another stage crosses a boundary when it is stashed.
+/// Passes skips on. A tensor crosses a boundary for each edge of its skip.
 class CrossingContext : public SkipContext {
  public:
-  explicit CrossingContext(const std::map<SkipKey, bool>& crosses) : crosses_(crosses) {}
-  void stash(const SkipKey& key, Tensor tensor) override { tensors_[key] = crosses_.at(key) ? cross(tensor) : tensor; }
+  /// `keys` has the skip of each edge.
+  CrossingContext(const std::vector<Edge>& edges, const std::vector<SkipKey>& keys) : edges_(edges), keys_(keys) {}
+
+  void enter_stage(int stage) {
+    stage_ = stage;
+    for (std::size_t e = 0; e < edges_.size(); ++e) {
+      if (edges_[e].to == stage) stash(keys_[e], arriving_[e]);
+    }
+  }
+  void stash(const SkipKey& key, Tensor tensor) override {
+    for (std::size_t e = 0; e < edges_.size(); ++e) {
+      if (edges_[e].from == stage_ && keys_[e] == key) arriving_[e] = cross(tensor);
+    }
+    tensors_[key] = std::move(tensor);
+  }
   Tensor pop(const SkipKey& key) override { return std::move(tensors_.extract(key).mapped()); }
+  Tensor peek(const SkipKey& key) override { return tensors_.at(key); }
 
  private:
-  const std::map<SkipKey, bool>& crosses_;
-  std::map<SkipKey, Tensor> tensors_;
+  const std::vector<Edge>& edges_;
+  const std::vector<SkipKey>& keys_;
+  int stage_ = 0;
+  std::map<std::size_t, Tensor> arriving_;  // by edge
+  std::map<SkipKey, Tensor> tensors_;       // of the stage
 };
 
 /// Joins the parts of the micro-batches tensor by tensor.
@@ -54,8 +70,14 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   std::vector<int> stage_of;
   for (std::size_t s = 0; s < balance.size(); ++s) stage_of.insert(stage_of.end(), balance[s], static_cast<int>(s));
-  std::map<SkipKey, bool> crosses;
-  for (const auto& link : skip_links(named)) crosses[link.key] = stage_of[link.from] != stage_of[link.to];
+  const auto skips = skip_links(named);
+  std::vector<LayerLink> links;
+  for (const auto& skip : skips) links.push_back({skip.from, skip.readers, skip.key.name});
+  std::vector<int> links_of_edges;
+  auto edges = cut_edges(balance, links, step.placement, &links_of_edges);
+  edges.erase(edges.begin(), edges.end() - std::ssize(links_of_edges));  // the activations'
+  std::vector<SkipKey> keys;
+  for (const int link : links_of_edges) keys.push_back(skips[link].key);
 
   const auto seed = RandomScope::draw_seed();
   const auto count = step.sizes.size();
@@ -66,7 +88,7 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
   std::vector<edge_list> roots(count);
   std::vector<variable_list> root_gradients(count);
   for (std::size_t i = 0; i < count; ++i) {
-    CrossingContext context(crosses);
+    CrossingContext context(edges, keys);
     SkipContextGuard guard(context);
     std::vector<Tensor> entered;
     for (std::size_t k = 0; k < inputs[i].tensors.size(); ++k) {
@@ -80,6 +102,7 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
         auto tensors = value.tensors();
         for (auto& tensor : tensors) tensor = cross(tensor);
         value = Value(value.form(), std::move(tensors));
+        context.enter_stage(stage_of[l]);
       }
       RandomScope scope(seed, static_cast<std::int64_t>(l), static_cast<std::int64_t>(i));
       value = layers[l]->forward(std::move(value));

@@ -8,6 +8,7 @@ namespace gpipe {
 struct ReferenceStep {
   Value input;
   std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
+  std::vector<int> placement = {};       ///< the worker of each stage; empty: each has its own
   bool ascending = false;                ///< the order of micro-batches in the backward
   /// Returns the gradients of the joined outputs. Empty if there is a loss.
   std::function<std::vector<Tensor>(const std::vector<Tensor>& outputs)> gradients_of = {};

@@ -23,6 +23,34 @@ TEST(SkipEdges, JoinNestedLayersAndKeepNamespacesApart) {
   EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), x), expected));
 }
 
+TEST(SkipEdges, OfAValueWithManyReadersCrossOncePerWorker) {
+  auto model = Sequential(Linear(6, 6), Stash("s"), Peek("s"), Peek("s"), Linear(6, 6), Peek("s"), Pop("s"));
+  model->to(torch::kFloat64);
+  const auto x = torch::randn({4, 6}, torch::kFloat64).requires_grad_();
+  const auto expected = gradient_of(model->forward(x).sum(), x);
+  for (const auto& placement : {std::vector{0, 1, 0, 1}, std::vector{0, 1, 1, 0}, std::vector{0, 1, 2, 3}}) {
+    GPipe pipe(model, {2, 1, 2, 2}, in_chunks(2).placement(placement));
+    int crossing = 0;
+    for (const auto& edge : pipe->program(1)->edges()) {
+      if (edge.name == "skip s") crossing += placement[edge.from] != placement[edge.to];
+    }
+    EXPECT_EQ(crossing, std::ranges::max(placement));
+    EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), x), expected));
+  }
+}
+
+TEST(SkipEdges, RefuseAChangeInPlaceByAReaderThatIsNotTheLast) {
+  const SkipFunction changes(Skippable::Names{.peek = {"s"}},
+                             [](Tensor x, SkipFunctionImpl& self) { return x + self.peek("s").mul_(2); });
+  const Sequential model(Linear(6, 6), Stash("s"), changes, Pop("s"));
+  for (const auto& balance : {Balance{2, 1, 1}, Balance{2, 2}}) {
+    for (const auto& placement : {std::vector<int>(), std::vector<int>(balance.size())}) {
+      GPipe pipe(model, balance, in_chunks(2).placement(placement));
+      EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, throws<std::runtime_error>("changed in place"));
+    }
+  }
+}
+
 TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
   using Names = Skippable::Names;
   const SkipFunction nothing_stashed(Names{.stash = {"s"}}, [](Tensor x, SkipFunctionImpl&) { return x; });
@@ -38,7 +66,7 @@ TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
     };
     EXPECT_THAT(run(nothing_stashed, Pop("s")), throws<std::runtime_error>("'s'"));
     EXPECT_THAT(run(stashed_twice, Pop("s")), throws<std::runtime_error>("twice"));
-    EXPECT_THAT(run(Stash("s"), nothing_popped), throws<std::runtime_error>("to be popped"));
+    EXPECT_THAT(run(Stash("s"), nothing_popped), throws<std::runtime_error>("to be read"));
   }
 }
 

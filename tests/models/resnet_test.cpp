@@ -121,7 +121,7 @@ TEST(ResNet, SkipsConnectTheBeginningAndEndOfEachBlock) {
     const auto block = link.key.name.substr(0, link.key.name.find("identity"));
     EXPECT_EQ(link.key.name, block + "identity");
     EXPECT_EQ(layers[link.from].name, block + "stash");
-    EXPECT_EQ(layers[link.to].name, block + "join");
+    EXPECT_EQ(layers[link.readers.at(0)].name, block + "join");
   }
 }
 

@@ -61,7 +61,7 @@ TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
 }
 
 TEST(PlanWires, JoinsTheEdgesOfAnAction) {
-  const auto program = Program::make(straight(3, 1), chain(3, {{0, 2, ""}, {0, 1, ""}}), fill(straight(3, 1)));
+  const auto program = Program::make(straight(3, 1), chain(3, {{0, {2}, ""}, {0, {1}, ""}}), fill(straight(3, 1)));
   const auto plans = plan_wires(program, Part::kForward, {0, 1, 1});
   ASSERT_EQ(plans.size(), 2);
   EXPECT_EQ(plans[0].to, 1);

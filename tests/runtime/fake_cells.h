@@ -162,7 +162,7 @@ struct Fault {
 /// A program with every kind of action, and a skip over the middle stage.
 inline Program every_kind() {
   return Program::make(
-      straight(3, 4), chain(3, {{0, 2, ""}}),
+      straight(3, 4), chain(3, {{0, {2}, ""}}),
       lists({"0F0 0F1 0F2 0R0 0B0 0F3 0R1 0I1 0W1 0I2 0B3 0W2", "1F0 1F1 1R0 1B0 1F2 1I1 1F3 1R2 1B2 1W1 1B3",
              "2F0 2I0 2F1 2W0 2R1 2B1 2F2 2B2 2F3 2I3 2W3"}));
 }

@@ -38,7 +38,7 @@ inline Program draw_program(std::mt19937_64& random, const Layout& layout, const
   std::vector<LayerLink> skips;
   for (int left = draw(random, 0, 4); left > 0 && layout.stages > 1; --left) {
     const int from = draw(random, 0, layout.stages - 2);
-    skips.push_back({from, draw(random, from + 1, layout.stages - 1), ""});
+    skips.push_back({from, {draw(random, from + 1, layout.stages - 1)}, ""});
   }
   auto edges = chain(layout.stages, skips);
   shuffle(random, edges);

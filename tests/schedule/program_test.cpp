@@ -14,12 +14,32 @@ namespace {
 
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;
-  const auto edges = cut_edges({2, 1, 3}, {{0, 1, "inside"}, {1, 3, "far"}, {2, 2, "own"}, {0, 2, "near"}}, &crossing);
+  const auto edges = cut_edges({2, 1, 3}, {{0, {1}, "inside"}, {1, {3}, "far"}, {2, {2}, "own"}, {0, {2}, "near"}}, {},
+                               &crossing);
   std::vector<std::pair<int, int>> ends;
   for (const auto& edge : edges) ends.emplace_back(edge.from, edge.to);
   EXPECT_THAT(ends, ElementsAre(std::pair(0, 1), std::pair(1, 2), std::pair(0, 2), std::pair(0, 1)));
   EXPECT_EQ(edges[2].name, "skip far");
   EXPECT_THAT(crossing, ElementsAre(1, 3));
+}
+
+/// The ends of the edges of one skip among six stages of one layer.
+std::vector<std::pair<int, int>> ends_of_skip(const LayerLink& skip, const std::vector<int>& placement) {
+  std::vector<int> links;
+  const auto edges = cut_edges(std::vector<std::int64_t>(6, 1), {skip}, placement, &links);
+  EXPECT_EQ(edges.size(), 5 + links.size());
+  std::vector<std::pair<int, int>> ends;
+  for (std::size_t e = 5; e < edges.size(); ++e) ends.emplace_back(edges[e].from, edges[e].to);
+  return ends;
+}
+
+TEST(CutEdges, ASkipReachesEachWorkerOnceAndGoesOnToTheWorkersLaterReaders) {
+  const LayerLink skip{0, {1, 2, 2, 3, 4, 5}, ""};
+  using Ends = std::vector<std::pair<int, int>>;
+  EXPECT_EQ(ends_of_skip(skip, {}), (Ends{{0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}}));
+  EXPECT_EQ(ends_of_skip(skip, {0, 1, 0, 1, 0, 1}), (Ends{{0, 1}, {0, 2}, {1, 3}, {2, 4}, {3, 5}}));
+  EXPECT_EQ(ends_of_skip(skip, {0, 1, 2, 2, 1, 0}), (Ends{{0, 1}, {0, 2}, {2, 3}, {1, 4}, {0, 5}}));
+  EXPECT_EQ(ends_of_skip({1, {1, 3, 5}, ""}, {0, 1, 2, 0, 1, 2}), (Ends{{1, 3}, {1, 5}}));
 }
 
 TEST(CutEdges, RefusesInvalidBalancesAndLayers) {
@@ -28,8 +48,8 @@ TEST(CutEdges, RefusesInvalidBalancesAndLayers) {
   EXPECT_THAT([] { cut_edges({std::int64_t{1} << 31}, {}); }, refuses("[2147483648] sums to more than 2147483647"));
   EXPECT_THAT([] { cut_edges({3, -1}, {}); }, refuses("balance is [3, -1], but every stage needs at least one layer"));
   EXPECT_EQ(cut_edges({1, (std::int64_t{1} << 31) - 2}, {}).size(), 1U) << "needs no memory for its layers";
-  EXPECT_THROW(cut_edges({1, 1}, {{0, 2, "s"}}), std::out_of_range);
-  EXPECT_THROW(cut_edges({1, 1}, {{-1, 1, "s"}}), std::out_of_range);
+  EXPECT_THROW(cut_edges({1, 1}, {{0, {2}, "s"}}), std::out_of_range);
+  EXPECT_THROW(cut_edges({1, 1}, {{-1, {1}, "s"}}), std::out_of_range);
 }
 
 TEST(Wiring, GivesEachActionItsEdges) {
@@ -39,7 +59,7 @@ TEST(Wiring, GivesEachActionItsEdges) {
   };
   const std::vector<Case> cases = {{"0F0", {}, {0, 2}}, {"2F0", {1, 2}, {}}, {"0B0", {0, 2}, {}}, {"0I0", {0, 2}, {}},
                                    {"2I0", {}, {1, 2}}, {"1R0", {}, {}},     {"1W0", {}, {}}};
-  const Wiring wiring(3, chain(3, {{0, 2, ""}}));
+  const Wiring wiring(3, chain(3, {{0, {2}, ""}}));
   const auto list = [](std::span<const int> edges) { return std::vector(edges.begin(), edges.end()); };
   for (const auto& [text, takes, puts] : cases) {
     EXPECT_EQ(list(wiring.takes(action(text))), takes) << text;

@@ -112,7 +112,7 @@ TEST(ChromeJson, GivesEachArrowItsOwnId) {
   const auto layout = straight(4, 5);
   for (const auto* name : {"gpipe", "zb_h1"}) {
     const auto program =
-        Program::make(layout, chain(4, {{0, 3, ""}, {1, 3, ""}}), make_schedule(name, layout, Checkpoint::kAlways));
+        Program::make(layout, chain(4, {{0, {3}, ""}, {1, {3}, ""}}), make_schedule(name, layout, Checkpoint::kAlways));
     const auto timeline =
         simulate(program, {std::vector(4, std::array{1., 1., 2., 1., 1.}), std::vector(5, 0.)}).timeline;
     std::map<int, json> open;

@@ -9,12 +9,13 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// Stashes its input under some names, runs nested layers, then adds the tensors that it pops under other names.
+/// Stashes its input under some names, runs nested layers, then adds the tensors that it reads under other names.
 struct SkipLayer : torch::nn::Module, Skippable {
   explicit SkipLayer(Names declared) : Skippable(declared), names(std::move(declared)) {}
   Tensor forward(Tensor x) {
     for (const auto& name : names.stash) stash(name, x);
     for (const auto& child : nested) x = child->forward(x);
+    for (const auto& name : names.peek) x = x + peek(name);
     for (const auto& name : names.pop) x = x + pop(name);
     return x;
   }
@@ -34,13 +35,16 @@ std::shared_ptr<SkipLayer> stashing(const std::string& name) {
 std::shared_ptr<SkipLayer> popping(const std::string& name) {
   return std::make_shared<SkipLayer>(Skippable::Names{.pop = {name}});
 }
+std::shared_ptr<SkipLayer> peeking(const std::string& name) {
+  return std::make_shared<SkipLayer>(Skippable::Names{.peek = {name}});
+}
 std::shared_ptr<SkipLayer> plain() { return std::make_shared<SkipLayer>(Skippable::Names{}); }
 
-using Links = std::vector<std::tuple<std::string, int, int>>;
+using Links = std::vector<std::tuple<std::string, int, std::vector<int>>>;
 
 Links links_of(const std::vector<NamedLayer>& layers) {
   Links links;
-  for (const auto& link : skip_links(layers)) links.emplace_back(link.key.name, link.from, link.to);
+  for (const auto& link : skip_links(layers)) links.emplace_back(link.key.name, link.from, link.readers);
   return links;
 }
 
@@ -49,9 +53,10 @@ TEST(SkipContext, PopsTheLastStashedTensorOnce) {
   const auto tensor = torch::ones({2});
   SkipContext::current().stash(key, torch::zeros({2}));
   SkipContext::current().stash(key, tensor);
+  EXPECT_TRUE(SkipContext::current().peek(key).is_same(tensor));
   EXPECT_TRUE(SkipContext::current().pop(key).is_same(tensor));
   EXPECT_THAT([&] { SkipContext::current().pop(key); },
-              throws<std::runtime_error>("skip 'once' was popped before it was stashed"));
+              throws<std::runtime_error>("skip 'once' was read before it was stashed"));
 }
 
 TEST(SkipContext, AcceptsUndefinedTensorsAndDistinguishesNamespaces) {
@@ -77,6 +82,7 @@ struct Recorder : SkipContext {
     log.push_back("pop " + to_string(key));
     return torch::ones({1});
   }
+  Tensor peek(const SkipKey& key) override { return pop(key); }
   std::vector<std::string> log;
 };
 
@@ -104,6 +110,7 @@ TEST(Skippable, RefusesInvalidDeclarations) {
   EXPECT_THAT([] { stashing(""); }, refused("empty name"));
   EXPECT_THAT([] { SkipLayer({.stash = {"x", "y", "x"}}); }, refused("'x'"));
   EXPECT_THAT([] { SkipLayer({.stash = {"y"}, .pop = {"x", "y"}}); }, refused("'y'"));
+  EXPECT_THAT([] { SkipLayer({.pop = {"x"}, .peek = {"x"}}); }, refused("'x'"));
 }
 
 TEST(Skippable, RefusesUndeclaredNames) {
@@ -145,7 +152,16 @@ TEST(Isolate, RefusesUnknownNamesAndMovesNothing) {
 TEST(SkipLinks, AreInTheOrderOfStashes) {
   EXPECT_EQ(
       links_of({{"a", stashing("z")}, {"b", stashing("y")}, {"c", plain()}, {"d", popping("y")}, {"e", popping("z")}}),
-      (Links{{"z", 0, 4}, {"y", 1, 3}}));
+      (Links{{"z", 0, {4}}, {"y", 1, {3}}}));
+}
+
+TEST(SkipLinks, HaveAnyNumberOfReadersOfWhichTheLastMayPop) {
+  const auto twice = plain();
+  twice->nest("a", peeking("x")).nest("b", peeking("x"));
+  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", peeking("x")}, {"c", twice}}), (Links{{"x", 0, {1, 2, 2}}}));
+  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", peeking("x")}, {"c", popping("x")}}), (Links{{"x", 0, {1, 2}}}));
+  Sequential model{stashing("x"), peeking("x"), popping("x")};
+  EXPECT_TRUE(torch::equal(model->forward(torch::ones({2})), torch::full({2}, 3)));
 }
 
 TEST(SkipLinks, NestedLayersCountAsTheirOuterLayer) {
@@ -153,13 +169,13 @@ TEST(SkipLinks, NestedLayersCountAsTheirOuterLayer) {
   encoder->nest("deep", stashing("x"));
   const auto decoder = plain();
   decoder->nest("first", stashing("y")).nest("second", popping("x")).nest("third", popping("y"));
-  EXPECT_EQ(links_of({{"encoder", encoder}, {"decoder", decoder}}), (Links{{"x", 0, 1}, {"y", 1, 1}}));
+  EXPECT_EQ(links_of({{"encoder", encoder}, {"decoder", decoder}}), (Links{{"x", 0, {1}}, {"y", 1, {1}}}));
 }
 
 TEST(SkipLinks, ALayerCanPopASkipOfItsChild) {
   const auto outer = popping("x");
   outer->nest("child", stashing("x"));
-  EXPECT_EQ(links_of({{"outer", outer}}), (Links{{"x", 0, 0}}));
+  EXPECT_EQ(links_of({{"outer", outer}}), (Links{{"x", 0, {0}}}));
   EXPECT_TRUE(torch::equal(outer->forward(torch::ones({1})), torch::full({1}, 2)));
 }
 
@@ -181,6 +197,7 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
                     {"late", stashing("late")},
                     {"good", stashing("fine")},
                     {"fine", popping("fine")},
+                    {"after", peeking("fine")},
                     {"last", popping("nowhere")}});
   const auto line = [](const std::string& fault) { return HasSubstr("\n  * layer " + fault); };
   EXPECT_THAT([&] { verify_skippables(model); },
@@ -190,8 +207,9 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
                         line("'four' (4) pops 'twice', which layer 'three' (3) already pops: isolate one of them"),
                         line("'lost' (5) stashes 'never', which no layer pops"),
                         line("'early' (0) pops 'late', which no earlier layer stashes: layer 'late' (6) does"),
-                        testing::EndsWith("\n  * layer 'last' (9) pops 'nowhere', which no earlier layer stashes"),
-                        testing::Not(HasSubstr("fine")))));
+                        line("'after' (9) peeks at 'fine', which layer 'fine' (8) has popped: let the last reader pop"),
+                        line("'last' (10) pops 'nowhere', which no earlier layer stashes"),
+                        testing::Not(HasSubstr("'good'")))));
 }
 
 TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {
