@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as _GradScaler
 
 from gpipe import _C
 from gpipe.checks import check_is, check_number, check_text, check_whole
-from gpipe.core import Core
+from gpipe.core import StagedModel
 
 R = TypeVar("R")
 
 
-class TeamCalls(nn.Module):
+class TeamCalls(StagedModel):
     """The calls of :class:`gpipe.GPipe` that the ranks of a pipeline make together, in the same order, as they call
     ``forward``. An error of one is an error of all. In one process the calls return at once."""
 
-    _core: Core
-
-    def refusing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
         """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
-        return self._core.refusing()
+        try:
+            yield
+        except Exception as error:
+            if self.ranks is not None and self._made is not None:
+                self._made.withdraw(f"{type(error).__name__}: {error}")
+            raise
 
     def _call(self, method: Callable[..., R], arguments: Callable[[], tuple[Any, ...]]) -> R:
-        with self._core.refusing():
-            pipeline, checked = self._core.pipeline(), arguments()
+        with self.refusing():
+            pipeline, checked = self._pipeline(), arguments()
         return method(pipeline, *checked)
 
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
@@ -68,7 +72,7 @@ class TeamCalls(nn.Module):
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
         process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm
         before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
-        if self._core.ranks is None:
+        if self.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return self._call(
             _C.Pipeline.clip_grad_norm_,
@@ -99,7 +103,7 @@ class GradScaler(_GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        device = next((device.type for device in pipe._core.devices if device.type != "cpu"), "cpu")
+        device = next((device.type for device in pipe.devices if device.type != "cpu"), "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipe = pipe
 
