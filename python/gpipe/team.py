@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from torch.amp.grad_scaler import GradScaler as _GradScaler
 from gpipe import _C
 from gpipe.checks import check_is, check_number, check_text, check_whole
 from gpipe.core import StagedModel
-
-R = TypeVar("R")
 
 
 class TeamCalls(StagedModel):
@@ -31,42 +28,38 @@ class TeamCalls(StagedModel):
                 self._made.withdraw(f"{type(error).__name__}: {error}")
             raise
 
-    def _call(self, method: Callable[..., R], arguments: Callable[[], tuple[Any, ...]]) -> R:
-        with self.refusing():
-            pipeline, checked = self._pipeline(), arguments()
-        return method(pipeline, *checked)
-
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        return self._call(
-            _C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_is(data, "data", bytes, "bytes"), check_text(what, "what")
+        return pipeline.gather(*checked)
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
         the same calls."""
-        return self._call(
-            _C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline")
+        return pipeline.gather_timeline(checked)
 
     def largest(self, number: int) -> int:
         """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
         ``if pipe.largest(stop): break``."""
-
-        def checked() -> tuple[int]:
-            if (whole := check_whole(number, "number", bits=64)) < 0:
-                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {whole}")
-            return (whole,)
-
-        return self._call(_C.Pipeline.largest, checked)
+        with self.refusing():
+            pipeline = self._pipeline()
+            if (checked := check_whole(number, "number", bits=64)) < 0:
+                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {checked}")
+        return pipeline.largest(checked)
 
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
         ranks give as many numbers and get the same bits."""
-        return self._call(
-            _C.Pipeline.sum_over_replicas, lambda: ([check_number(number, "each of the numbers") for number in numbers],)
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = [check_number(number, "each of the numbers") for number in numbers]
+        return pipeline.sum_over_replicas(checked)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
@@ -74,10 +67,10 @@ class TeamCalls(StagedModel):
         before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
         if self.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        return self._call(
-            _C.Pipeline.clip_grad_norm_,
-            lambda: (check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type"), error_if_nonfinite),
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
+        return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
 
 
 class GradScaler(_GradScaler):
