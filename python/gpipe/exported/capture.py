@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
-from gpipe.exported.graph import Graph, Reader, Value, same_size, with_names
+from gpipe.exported.graph import Graph, Reader, Value, as_python, expression_of, with_names
 from gpipe.exported.modes import Combination, evaluation_of
 
 
@@ -171,7 +171,6 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 def check_outputs(graph: Graph) -> None:
     """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
-    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
@@ -179,7 +178,7 @@ def check_outputs(graph: Graph) -> None:
         if not isinstance(output, Value) or not output.is_tensor:
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
-        if not shape or not any(same_size(shape[0], size) for size in batch):
+        if not shape or expression_of(shape[0]) not in graph.samples():
             raise ValueError(
                 f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
                 "leave it out"
@@ -189,20 +188,14 @@ def check_outputs(graph: Graph) -> None:
 def guards_of(graph: Graph) -> dict[str, bool]:
     """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
     ``samples``, each with whether only operators of torch asked for it, not the model's code."""
-    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
-    from torch.utils._sympy.printers import PythonPrinter
-
-    samples = sympy.Symbol("samples", integer=True, positive=True)
     found: dict[str, bool] = {}
     for value in graph.inputs:
         batch = None if value is None else value.example.shape[0]
         if isinstance(batch, torch.SymInt):
             environment: Any = batch.node.shape_env
             for guard in environment.guards:
-                # All inputs have the same number of samples.
-                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
-                if expression != sympy.true:
-                    text = PythonPrinter().doprint(expression)
+                text = as_python(guard.expr, "samples")
+                if text != "True":
                     found[text] = found.get(text, True) and _is_of_operator(guard)
     return found
 
