@@ -170,29 +170,15 @@ def itself(value: Any) -> Any:
     return value
 
 
-def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph with other names of tensors. Tensors that get the same name become one value."""
-    tensors: dict[str, Value] = {}
-    values = {value: tensors.setdefault(names.get(name, name), value) for name, value in graph.tensors.items()}
-    graph.tensors = tensors
-
-    def renamed(value: Value) -> Value:
-        return values.get(value, value)
-
-    graph.outputs = map_values(graph.outputs, renamed)
-    for operation in graph.operations:
-        operation.args, operation.kwargs = map_values((operation.args, operation.kwargs), renamed)
-    return graph
-
-
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
 _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
 
 class Reader:
-    """Reads the graph of an exported program. Raises ValueError for control flow that depends on data."""
+    """Reads the graph of an exported program. ``names`` are its tensors' names in the graph, equal ones for a tied tensor.
+    Raises ValueError for control flow that depends on data."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, names: Mapping[str, str]) -> None:
         signature = program.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         call = program.call_spec
@@ -212,7 +198,7 @@ class Reader:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
                 value.is_parameter = spec.kind is InputKind.PARAMETER
-                self.graph.tensors[spec.target] = value
+                self._values[node] = self.graph.tensors.setdefault(names[spec.target], value)
             else:
                 raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
         self._samples = self.graph.samples()
