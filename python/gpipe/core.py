@@ -1,24 +1,30 @@
-"""The C++ pipeline behind a :class:`gpipe.GPipe`."""
+"""A model in stages, and the C++ pipeline that runs them."""
+
+from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
+from typing_extensions import Self  # comes with torch
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
+from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
 
 
-class Core:
-    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own. Stages of
-    other ranks lose their layers when the C++ pipeline is made."""
+class StagedModel(OriginalNames):
+    """A model that is cut into stages: as a sequence, of its layers; with the names of the model without stages. Makes the
+    C++ pipeline when first needed, and a copy makes its own. Stages of other ranks lose their layers then."""
+
+    partitions: Stages
 
     def __init__(
         self,
@@ -30,72 +36,134 @@ class Core:
         keep_memory: bool,
         ranks: Ranks | None,
     ) -> None:
-        rank = 0 if ranks is None else ranks.rank
-        self.ranks = ranks
+        super().__init__()
+        rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
+        self.balance, self.ranks = balance, ranks
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
-        own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        native_ranks = None if ranks is None else ranks._core
         self._schedule = schedule
+        own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
-        of_stages = [self.devices[worker] for worker in self.placement]
-        self.stages = Stages(split(module, balance, of_stages, self._is_here))
-        self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers
+        self.partitions = Stages(split(module, balance, [self.devices[worker] for worker in self.placement], self._is_here))
+        self._borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
+        self.training = module.training
+        state = {} if ranks is None else self.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
+        self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._forget()
+        if balance:
+            self._pipeline()  # raises what it refuses
 
     def _forget(self) -> None:
         self._lock = threading.RLock()
-        self._pipeline: _C.Pipeline | None = None
+        self._made: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the C++ pipeline
-        self.norms: list[DeferredBatchNorm] = []  # of these layers
+        self._norms: list[DeferredBatchNorm] = []  # of these layers
 
-    def pipeline(self) -> _C.Pipeline:
+    def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
         prepare_compilation()
         with self._lock:
-            layers = self.stages.layers().values()
-            replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
-            if self._pipeline is not None and not replaced and self._pipeline.refresh():
-                return self._pipeline
-            if self._pipeline is not None and self.ranks is not None:
+            replaced = any(a is not b for a, b in zip_longest(self, self._layers))
+            if self._made is not None and not replaced and self._made.refresh():
+                return self._made
+            if self._made is not None and self.ranks is not None:
                 raise RuntimeError(
                     "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline "
                     "on all ranks"
                 )
-            stages = [(stage, layers_of(stage)) for stage in self.stages]
-            self._pipeline = _C.Pipeline(stages, self.schedule, *self._options)
+            stages = [(stage, layers_of(stage)) for stage in self.partitions]
+            self._made = _C.Pipeline(stages, self._present_schedule(), *self._options)
             if self.ranks is not None:
-                self.ranks.add(self._pipeline)
-                for index, stage in enumerate(self.stages):
+                self.ranks.add(self._made)
+                for index, stage in enumerate(self.partitions):
                     if not self._is_here[index]:
-                        self.stages[index] = Partition().train(stage.training)
-            self._layers = list(self.stages.layers().values())
-            self.norms = [module for module in self.stages.modules() if isinstance(module, DeferredBatchNorm)]
-            return self._pipeline
+                        self.partitions[index] = Partition().train(stage.training)
+            self._layers = list(self)
+            self._norms = [module for module in self.partitions.modules() if isinstance(module, DeferredBatchNorm)]
+            return self._made
 
-    @property
-    def schedule(self) -> str:
-        """The schedule of steps, which ``'auto'`` becomes in the first one."""
-        if self._pipeline is not None:
-            self._schedule = self._pipeline.schedule()
+    def _present_schedule(self) -> str:
+        """Returns the schedule of steps, which ``'auto'`` becomes in the first one."""
+        if self._made is not None:
+            self._schedule = self._made.schedule()
         return self._schedule
-
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Makes the other ranks' call raise an exception if the block, which prepares the same call, does."""
-        try:
-            yield
-        except Exception as error:
-            if self.ranks is not None and self._pipeline is not None:
-                self._pipeline.withdraw(f"{type(error).__name__}: {error}")
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         if self.ranks is not None:
             raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
-        made = ("_lock", "_pipeline", "_layers", "norms")  # by _forget()
-        return {name: value for name, value in self.__dict__.items() if name not in made} | {"_schedule": self.schedule}
+        made = ("_lock", "_made", "_layers", "_norms")  # by _forget()
+        state = {name: value for name, value in self.__dict__.items() if name not in made}
+        return state | {"_schedule": self._present_schedule()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._forget()
+
+    # A sequence of layers, not of stages. A layer is an attribute too.
+
+    def __len__(self) -> int:
+        return len(self.partitions.layers())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.partitions.layers().values())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        if isinstance(index, slice):
+            raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
+        return list(self)[index]
+
+    def __getattr__(self, name: str) -> Any:
+        stage = self._stage_with(name)
+        return super().__getattr__(name) if stage is None else stage._modules[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        stage = self._stage_with(name) if isinstance(value, nn.Module) else None
+        if stage is None:
+            super().__setattr__(name, value)
+        else:
+            stage._modules[name] = value
+
+    def _stage_with(self, name: str) -> nn.Module | None:
+        stages = self.__dict__.get("_modules", {}).get("partitions", ())
+        return next((stage for stage in stages if name in stage._modules), None)
+
+    # Names are those of the model without stages.
+
+    def _state_names(self) -> StateNames:
+        return StateNames({f"partitions.{path}": layer for path, layer in self.partitions.layers().items()})
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        # A parameter that another rank owns counts as a duplicate.
+        hidden = {id(each) for each in self._borrowed if remove_duplicate}
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in named if id(parameter) not in hidden)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Returns a dict whose values torch.distributed.checkpoint leaves out of names."""
+        return {"": "partitions"}
+
+    # Layers stay on the devices of their stages.
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Serves to(), cuda(), double() and the like, also of a module around the pipeline.
+        for device in {*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])}:
+            try:
+                stays = fn(torch.empty(0, device=device)).device == device
+            except (AssertionError, RuntimeError):  # this process has no such device
+                stays = False
+            if not stays:
+                refuse_to_move()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        refuse_to_move()
+
+
+def refuse_to_move() -> NoReturn:
+    raise TypeError(
+        "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
+        "GPipe(..., devices=[...]) instead"
+    )

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
-from typing_extensions import Self  # comes with torch
 
 from gpipe import _C, checks
 from gpipe.balance import balance_by_time
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
 from gpipe.checks import BalanceError
-from gpipe.core import Core
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, kind_of, step_options, trains
-from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, verify_module
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.structure import first_micro_batch, take_apart
@@ -39,7 +35,7 @@ def reuse_cpu_memory(on: bool = True) -> None:
     warnings.warn("pipelines keep freed memory; leave out reuse_cpu_memory()", FutureWarning, stacklevel=2)
 
 
-class GPipe(OriginalNames, TeamCalls):
+class GPipe(TeamCalls):
     """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
     with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, arXiv:1811.06965).
 
@@ -50,8 +46,8 @@ class GPipe(OriginalNames, TeamCalls):
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
-    layers are the caller's own modules, moved to their devices. ``state_dict()`` has the unpartitioned model's keys. Any
-    thread except the pipeline's workers may call it; calls take turns.
+    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has the
+    unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
 
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
@@ -93,6 +89,8 @@ class GPipe(OriginalNames, TeamCalls):
     Attributes:
         balance: the number of layers of each stage.
         devices: the device of each worker; the CPU for those of other ranks.
+        placement: the worker of each stage.
+        ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
         whole_state: over ranks, each name of the whole model's state, in order, with the first name of the same tensor.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
@@ -113,26 +111,15 @@ class GPipe(OriginalNames, TeamCalls):
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
-        super().__init__()
         verify_module(module)
-        self._chunks, self._checkpoint = chunks, checkpoint
-        self.balance = checks.check_balance(balance, len(module))
-        self.deferred_batch_norm = deferred_batch_norm
-        ranks = None if group is None else ranks_of(group)
+        cut = checks.check_balance(balance, len(module))
+        ranks = ranks_of(group)
         native_ranks = None if ranks is None else ranks._core
-        workers = checks.arrange_workers(
-            devices, len(self.balance), schedule, stages_per_worker, placement, native_ranks
-        )
-        self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
-        self.devices = self._core.devices
-        self.partitions = self._core.stages
-        self.training = module.training
-        state = {} if ranks is None else self.state_dict(keep_vars=True)
-        first_names: dict[int, str] = {}
-        self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
+        workers = checks.arrange_workers(devices, len(cut), schedule, stages_per_worker, placement, native_ranks)
+        super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
+        self._chunks, self._checkpoint = chunks, checkpoint
+        self.deferred_batch_norm = deferred_batch_norm
         self._warned = False
-        if self.balance:
-            self._core.pipeline()  # raises what it refuses
 
     @classmethod
     @checks.checks_arguments
@@ -162,10 +149,7 @@ class GPipe(OriginalNames, TeamCalls):
         def measured() -> str:
             return " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds)))
 
-        ranks = None if options.get("group") is None else ranks_of(options["group"])
-        if ranks is not None:
-            options["group"] = ranks
-        text = measured() if ranks is None else on_rank_0(ranks, measured)
+        text = on_rank_0(ranks_of(options.get("group")), measured)
         return cls(model, [int(layers) for layers in text.split()], **options)
 
     @property
@@ -190,12 +174,7 @@ class GPipe(OriginalNames, TeamCalls):
     def schedule(self) -> str:
         """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file. ``'auto'`` becomes the name of the
         schedule that the first step chooses."""
-        return self._core.schedule
-
-    @property
-    def placement(self) -> list[int]:
-        """The worker of each stage."""
-        return list(self._core.placement)
+        return self._present_schedule()
 
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self.devices))
@@ -204,96 +183,6 @@ class GPipe(OriginalNames, TeamCalls):
         if self.placement != list(range(len(self.balance))):
             text += f", placement={self.placement}"
         return f"{text}, deferred_batch_norm=True" if self.deferred_batch_norm else text
-
-    # A sequence of layers, not of stages. A layer is an attribute too.
-
-    def __len__(self) -> int:
-        return len(self.partitions.layers())
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.partitions.layers().values())
-
-    def __getitem__(self, index: int) -> nn.Module:
-        if isinstance(index, slice):
-            raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
-        return list(self)[index]
-
-    def __getattr__(self, name: str) -> Any:
-        stage = self._stage_with(name)
-        return super().__getattr__(name) if stage is None else stage._modules[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        stage = self._stage_with(name) if isinstance(value, nn.Module) else None
-        if stage is None:
-            super().__setattr__(name, value)
-        else:
-            stage._modules[name] = value
-
-    def _stage_with(self, name: str) -> nn.Module | None:
-        stages = self.__dict__.get("_modules", {}).get("partitions", ())
-        return next((stage for stage in stages if name in stage._modules), None)
-
-    # Names and state are those of the model without stages.
-
-    def _state_names(self) -> StateNames:
-        return StateNames({f"partitions.{path}": layer for path, layer in self.partitions.layers().items()})
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        # A parameter that another rank owns counts as a duplicate.
-        hidden = {id(each) for each in self._core.borrowed if remove_duplicate}
-        named = super().named_parameters(prefix, recurse, remove_duplicate)
-        return ((name, parameter) for name, parameter in named if id(parameter) not in hidden)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Returns a dict whose values torch.distributed.checkpoint leaves out of names."""
-        return {"": "partitions"}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_core": copy(self._core)}  # a copy has a core of its own
-
-    # Layers stay on the devices of their stages.
-
-    def cuda(self, device: Any = None) -> Self:
-        return self._stay(torch.device("cuda" if device is None else device))
-
-    def cpu(self) -> Self:
-        return self._stay(torch.device("cpu"))
-
-    def xpu(self, device: Any = None) -> Self:
-        return self._stay(torch.device("xpu" if device is None else device))
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        return self._stay(None)
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Changes the dtype of parameters and buffers. Arguments as for ``nn.Module.to``. Raises TypeError for a device,
-        unless all parameters and buffers are on it already."""
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            self._stay(device)
-        super().to(*args, **kwargs)
-        return self
-
-    def _stay(self, device: torch.device | None) -> Self:
-        def with_index(device: torch.device) -> torch.device:  # as tensors report it
-            if device.type != "cpu" and device.index is None and torch.accelerator.is_available():
-                return torch.device(device.type, torch.accelerator.current_device_index())
-            return torch.device("cpu") if device.type == "cpu" else device
-
-        current = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
-        if any(device is None or with_index(each) != with_index(device) for each in current):
-            raise TypeError(
-                "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
-                "GPipe(..., devices=[...]) instead"
-            )
-        return self
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """The processes that run the pipeline together; ``None`` if this one has all workers."""
-        return self._core.ranks
 
     # Training.
 
@@ -307,7 +196,7 @@ class GPipe(OriginalNames, TeamCalls):
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
-        with self._core.refusing():
+        with self.refusing():
             if others or named:
                 raise TypeError(
                     "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
@@ -320,8 +209,8 @@ class GPipe(OriginalNames, TeamCalls):
                 return input
             self._warn_of_schedule()
             checkpoint = self._checkpoint if self.training else "never"
-            pipeline = self._core.pipeline()
-        with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
+            pipeline = self._pipeline()
+        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint, self.training)
 
     def _warn_of_schedule(self) -> None:
@@ -405,13 +294,13 @@ class GPipe(OriginalNames, TeamCalls):
     def _run_step(
         self, method: str, input: Any, target: Any, loss: Any, scale: object, *options: Any
     ) -> tuple[Any, Any]:
-        with self._core.refusing():
+        with self.refusing():
             refuse_tracing()
             refuse_step_of_sharded(self, method)
             refuse_sharded_layers(self.partitions)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
-            pipeline = self._core.pipeline()
+            pipeline = self._pipeline()
             if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
             if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
@@ -421,7 +310,7 @@ class GPipe(OriginalNames, TeamCalls):
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
-        with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
+        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.train(
                 input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
             )
@@ -432,4 +321,4 @@ class GPipe(OriginalNames, TeamCalls):
         if timeline is not None:
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
-        self._core.pipeline().trace(timeline)
+        self._pipeline().trace(timeline)

@@ -149,9 +149,10 @@ _unfinished: list[Ranks] = []
 _of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
-def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
-    """Returns the ranks of a process group: the same for all pipelines of the group. Raises TypeError for anything else."""
-    if isinstance(group, Ranks):
+def ranks_of(group: ProcessGroup | Ranks | None) -> Ranks | None:
+    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``. Raises TypeError
+    for anything else."""
+    if group is None or isinstance(group, Ranks):
         return group
     ranks = _of_groups.get(group) if isinstance(group, ProcessGroup) else None
     if ranks is None or ranks not in _unfinished:
@@ -159,8 +160,10 @@ def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
     return ranks
 
 
-def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
+def on_rank_0(ranks: Ranks | None, work: Callable[[], str]) -> str:
     """Returns on all ranks what ``work`` returns on rank 0. Raises its exception there, RuntimeError elsewhere."""
+    if ranks is None:
+        return work()
     if ranks.rank == 0:
         try:
             text = work()

@@ -268,7 +268,7 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     if pipe.ranks is None:
         return mine
     with pipe.refusing():
-        file, core, names = _to_file(mine), pipe._core.pipeline(), _state_names(pipe)
+        file, core, names = _to_file(mine), pipe._pipeline(), _state_names(pipe)
     whole = _from_file(*_C.gather_snapshot(core, *file, *names))
     whole.model = {name: whole.model[name] for name in pipe.whole_state if name in whole.model}
     return whole

@@ -2,78 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as _GradScaler
 
 from gpipe import _C
 from gpipe.checks import check_is, check_number, check_text, check_whole
-from gpipe.core import Core
-
-R = TypeVar("R")
+from gpipe.core import StagedModel
 
 
-class TeamCalls(nn.Module):
+class TeamCalls(StagedModel):
     """The calls of :class:`gpipe.GPipe` that the ranks of a pipeline make together, in the same order, as they call
     ``forward``. An error of one is an error of all. In one process the calls return at once."""
 
-    _core: Core
-
-    def refusing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
         """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
-        return self._core.refusing()
-
-    def _call(self, method: Callable[..., R], arguments: Callable[[], tuple[Any, ...]]) -> R:
-        with self._core.refusing():
-            pipeline, checked = self._core.pipeline(), arguments()
-        return method(pipeline, *checked)
+        try:
+            yield
+        except Exception as error:
+            if self.ranks is not None and self._made is not None:
+                self._made.withdraw(f"{type(error).__name__}: {error}")
+            raise
 
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
         must be the same on all ranks."""
-        return self._call(
-            _C.Pipeline.gather, lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_is(data, "data", bytes, "bytes"), check_text(what, "what")
+        return pipeline.gather(*checked)
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
         the same calls."""
-        return self._call(
-            _C.Pipeline.gather_timeline, lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline")
+        return pipeline.gather_timeline(checked)
 
     def largest(self, number: int) -> int:
         """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
         ``if pipe.largest(stop): break``."""
-
-        def checked() -> tuple[int]:
-            if (whole := check_whole(number, "number", bits=64)) < 0:
-                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {whole}")
-            return (whole,)
-
-        return self._call(_C.Pipeline.largest, checked)
+        with self.refusing():
+            pipeline = self._pipeline()
+            if (checked := check_whole(number, "number", bits=64)) < 0:
+                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {checked}")
+        return pipeline.largest(checked)
 
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
         ranks give as many numbers and get the same bits."""
-        return self._call(
-            _C.Pipeline.sum_over_replicas, lambda: ([check_number(number, "each of the numbers") for number in numbers],)
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = [check_number(number, "each of the numbers") for number in numbers]
+        return pipeline.sum_over_replicas(checked)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
         process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm
         before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
-        if self._core.ranks is None:
+        if self.ranks is None:
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-        return self._call(
-            _C.Pipeline.clip_grad_norm_,
-            lambda: (check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type"), error_if_nonfinite),
-        )
+        with self.refusing():
+            pipeline = self._pipeline()
+            checked = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
+        return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
 
 
 class GradScaler(_GradScaler):
@@ -99,7 +96,7 @@ class GradScaler(_GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        device = next((device.type for device in pipe._core.devices if device.type != "cpu"), "cpu")
+        device = next((device.type for device in pipe.devices if device.type != "cpu"), "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipe = pipe
 

@@ -1,7 +1,7 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
-from gpipe.exported.graph import Graph, Reader, Value, same_size, with_names
+from gpipe.exported.graph import Graph, Reader, Value, as_python, expression_of
 from gpipe.exported.modes import Combination, evaluation_of
 
 
@@ -47,13 +47,8 @@ def capture(
             programs.append(exported(module, args, kwargs))
         calls.append(called)
     own = _tensors_of_module(module)
-    training_tensors, evaluation_tensors = (_tensors_of_program(program) for program in programs)
-    renamed = _names_of_constants(training_tensors, evaluation_tensors, own)
-    tensors = {**own, **training_tensors}
-    tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
-    names = _one_name_each(tensors)
-    graph = with_names(Reader(programs[0]).graph, names)
-    evaluation = with_names(Reader(programs[1]).graph, {**names, **renamed})
+    tensors = dict(own)
+    graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
     check_outputs(graph)
     check_outputs(evaluation)
     guards, more = guards_of(graph), guards_of(evaluation)
@@ -66,8 +61,8 @@ def capture(
 def capture_program(program: ExportedProgram) -> Captured:
     """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
     cannot be converted, or was not exported in training mode with a dynamic batch."""
-    tensors = _tensors_of_program(program)
-    graph = with_names(Reader(program).graph, _one_name_each(tensors))
+    tensors: dict[str, Owned] = {}
+    graph = Reader(program, _names_in(program, (), tensors)).graph
     for value in graph.inputs:
         if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
             raise ValueError(
@@ -98,24 +93,24 @@ def _tensors_of_module(module: nn.Module) -> dict[str, Owned]:
     return found
 
 
-def _one_name_each(tensors: dict[str, Owned]) -> dict[str, str]:
-    """Returns one name for all names of a tied tensor."""
-    first = {id(owned.tensor): name for name, owned in reversed(tensors.items())}
-    return {name: first[id(owned.tensor)] for name, owned in tensors.items()}
-
-
-def _names_of_constants(
-    training: dict[str, Owned], evaluation: dict[str, Owned], own: dict[str, Owned]
-) -> dict[str, str]:
-    """Returns new names for the constants of evaluation mode: those of equal constants of training mode, or unused ones."""
-    free = [name for name in training if name not in own]
+def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Owned]) -> dict[str, str]:
+    """Returns one name for each of a program's tensors, also if it is tied. ``own`` are the names of the model's tensors.
+    Adds constants to ``tensors``, except those that equal a constant of an earlier program."""
+    free = [name for name in tensors if name not in own]
     names = {}
-    for name in [name for name in evaluation if name not in own]:
-        same = next((each for each in free if _equal(evaluation[name].tensor, training[each].tensor)), None)
-        names[name] = same or f"{name}_eval"
-        if same:
-            free.remove(same)
-    return names
+    for name, owned in _tensors_of_program(program).items():
+        new = name
+        if name not in own:
+            equal = [each for each in free if _equal(owned.tensor, tensors[each].tensor)]
+            while not equal and new in tensors:
+                new += "_eval"
+            if equal:
+                new = equal[0]
+                free.remove(new)
+            tensors.setdefault(new, owned)
+        names[name] = new
+    first = {id(owned.tensor): name for name, owned in reversed(tensors.items())}
+    return {name: first[id(tensors[new].tensor)] for name, new in names.items()}
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
@@ -171,7 +166,6 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 def check_outputs(graph: Graph) -> None:
     """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
-    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
@@ -179,7 +173,7 @@ def check_outputs(graph: Graph) -> None:
         if not isinstance(output, Value) or not output.is_tensor:
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
-        if not shape or not any(same_size(shape[0], size) for size in batch):
+        if not shape or expression_of(shape[0]) not in graph.samples():
             raise ValueError(
                 f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
                 "leave it out"
@@ -189,20 +183,14 @@ def check_outputs(graph: Graph) -> None:
 def guards_of(graph: Graph) -> dict[str, bool]:
     """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
     ``samples``, each with whether only operators of torch asked for it, not the model's code."""
-    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
-    from torch.utils._sympy.printers import PythonPrinter
-
-    samples = sympy.Symbol("samples", integer=True, positive=True)
     found: dict[str, bool] = {}
     for value in graph.inputs:
         batch = None if value is None else value.example.shape[0]
         if isinstance(batch, torch.SymInt):
             environment: Any = batch.node.shape_env
             for guard in environment.guards:
-                # All inputs have the same number of samples.
-                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
-                if expression != sympy.true:
-                    text = PythonPrinter().doprint(expression)
+                text = as_python(guard.expr, "samples")
+                if text != "True":
                     found[text] = found.get(text, True) and _is_of_operator(guard)
     return found
 

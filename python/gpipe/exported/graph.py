@@ -32,6 +32,13 @@ class Value:
         return isinstance(self.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+@dataclass(frozen=True)
+class Number:
+    """A constant for a number of samples: a Python expression of ``_samples``."""
+
+    text: str
+
+
 class Choice(NamedTuple):
     """An argument that depends on the mode of the module at a path."""
 
@@ -74,7 +81,7 @@ class Context(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """One call of a function. Its arguments hold values, choices and constants."""
+    """One call of a function. Its arguments hold values, choices, numbers and constants."""
 
     result: Value
     function: Callable[..., Any]
@@ -116,15 +123,24 @@ class Graph:
     tensors: dict[str, Value]  # parameters, buffers and constants, by name
     operations: list[Operation] = field(default_factory=list)
 
+    def samples(self) -> set[Any]:
+        """Returns the symbols of the number of samples, which all inputs have."""
+        sizes = (value.example.shape[0] for value in self.inputs if value is not None and value.example.dim())
+        return {expression_of(size) for size in sizes} - {None}
+
+
+def leaves_of(arguments: Any) -> Iterator[Any]:
+    """Yields the values, numbers and constants in an argument."""
+    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
+        if isinstance(leaf, Choice):
+            yield from leaves_of((leaf.training, leaf.evaluation))
+        else:
+            yield leaf
+
 
 def inputs_of(arguments: Any) -> Iterator[Value]:
     """Yields the values in an argument."""
-    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
-        if isinstance(leaf, Choice):
-            yield from inputs_of(leaf.training)
-            yield from inputs_of(leaf.evaluation)
-        elif isinstance(leaf, Value):
-            yield leaf
+    return (leaf for leaf in leaves_of(arguments) if isinstance(leaf, Value))
 
 
 def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
@@ -133,10 +149,20 @@ def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
     return tree_unflatten([call(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
 
 
-def same_size(size: Any, number: Any) -> bool:
-    """Returns whether two sizes are the same symbolic number."""
-    symbolic = isinstance(size, torch.SymInt) and isinstance(number, torch.SymInt)
-    return symbolic and size.node.shape_env is number.node.shape_env and bool(size.node.expr == number.node.expr)
+def expression_of(number: Any) -> Any:
+    """Returns the expression of a symbolic number, and ``None`` for anything else."""
+    return number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+
+
+def as_python(expression: Any, samples: str) -> str:
+    """Returns an expression of sympy for a number of samples, which has a name, as Python code."""
+    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
+    from torch.utils._sympy.printers import PythonPrinter
+
+    # All inputs have the same number of samples.
+    symbol = sympy.Symbol(samples, integer=True, positive=True)
+    text: str = PythonPrinter().doprint(expression.xreplace(dict.fromkeys(expression.free_symbols, symbol)))
+    return text
 
 
 def itself(value: Any) -> Any:
@@ -144,29 +170,15 @@ def itself(value: Any) -> Any:
     return value
 
 
-def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph with other names of tensors. Tensors that get the same name become one value."""
-    tensors: dict[str, Value] = {}
-    values = {value: tensors.setdefault(names.get(name, name), value) for name, value in graph.tensors.items()}
-    graph.tensors = tensors
-
-    def renamed(value: Value) -> Value:
-        return values.get(value, value)
-
-    graph.outputs = map_values(graph.outputs, renamed)
-    for operation in graph.operations:
-        operation.args, operation.kwargs = map_values((operation.args, operation.kwargs), renamed)
-    return graph
-
-
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
 _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
 
 class Reader:
-    """Reads the graph of an exported program. Raises ValueError for control flow that depends on data."""
+    """Reads the graph of an exported program. ``names`` are its tensors' names in the graph, equal ones for a tied tensor.
+    Raises ValueError for control flow that depends on data."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, names: Mapping[str, str]) -> None:
         signature = program.graph_signature
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         call = program.call_spec
@@ -186,15 +198,15 @@ class Reader:
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
                 value.is_parameter = spec.kind is InputKind.PARAMETER
-                self.graph.tensors[spec.target] = value
+                self._values[node] = self.graph.tensors.setdefault(names[spec.target], value)
             else:
                 raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
+        self._samples = self.graph.samples()
         outputs = self._read(program.graph_module, ())
         self.graph.outputs = [
             spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
             for spec, output in zip(signature.output_specs, outputs, strict=True)
         ]
-        self._drop_unused_numbers()
         if not self.graph.operations:
             raise ValueError("cannot convert the model: it computes nothing")
 
@@ -218,6 +230,8 @@ class Reader:
                 self._read_nested(module, node, contexts)
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
+            elif (number := expression_of(node.meta.get("val"))) is not None and number.free_symbols <= self._samples:
+                self._values[node] = Number(as_python(number, "_samples"))
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 call = _innermost(node)
@@ -246,16 +260,6 @@ class Reader:
 
     def _arguments(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: self._values[node])
-
-    def _drop_unused_numbers(self) -> None:
-        """Drops computations of numbers that nothing uses, such as those for checks."""
-        used = set(inputs_of(self.graph.outputs))
-        kept = []
-        for operation in reversed(self.graph.operations):
-            if not operation.result.is_number or operation.result in used:
-                used.update(operation.inputs())
-                kept.append(operation)
-        self.graph.operations = kept[::-1]
 
 
 def _innermost(node: fx.Node) -> Call:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.exporter import OPERATOR, run_whole
-from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
+from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of, itself
 from gpipe.exported.layers import Route
 from gpipe.names import ConvertedLayer
 
@@ -60,7 +60,7 @@ def load(code: Code, name: str) -> Callable[..., Any]:
     file = f"<layer '{name}'>"
     linecache.cache[file] = len(code.text), None, code.text.splitlines(keepends=True), file
     scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
-    scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
+    scope.update(torch=torch, math=math, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
     exec(compile(code.text, file, "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
     return function
@@ -84,6 +84,8 @@ class Writer:
         targets = ", ".join(name or "_" for name in arriving)
         lines = [f"{targets}{'' if inputs is None else ','} = _input", "del _input"] if arriving else []
         lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
+        if route.samples:
+            lines.append(f"_samples = {route.samples}")
         if self._needs_device:
             names = [*filter(None, arriving), *(value.name for _, value in route.pops)]
             tensor = next(itertools.chain(names, map(self._argument, self._tensors), ["torch.tensor(0)"]))
@@ -160,6 +162,8 @@ class Writer:
             owner, _, name = tensor.rpartition(".")
             plain = name.isidentifier() and not keyword.iskeyword(name)
             return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
+        if isinstance(arg, Number):
+            return f"({arg.text})"
         if isinstance(arg, (tuple, list)):
             items = ", ".join(self._argument(item) for item in arg)
             return f"[{items}]" if isinstance(arg, list) else f"({items},)" if arg else "()"
@@ -270,7 +274,7 @@ class ExportedLayer(ConvertedLayer):
 
 def holds(guard: str, samples: int) -> bool:
     """Returns whether a number of samples meets a condition."""
-    return bool(eval(guard, {"math": math}, {"samples": samples}))
+    return bool(eval(guard, {"math": math, "torch": torch}, {"samples": samples}))
 
 
 def _in_order_of(example: Any, value: Any) -> Any:

@@ -4,12 +4,11 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values, same_size
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, itself, leaves_of
 
 
 @dataclass(eq=False)
@@ -23,6 +22,7 @@ class Route:
     pops: list[tuple[str, Value]] = field(default_factory=list)
     stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
+    samples: str = ""  # the number of samples, as an expression of what arrives or is popped, if operations use it
 
 
 def divide(graph: Graph) -> list[Route]:
@@ -68,7 +68,7 @@ def _unique(name: str, taken: set[str]) -> str:
 def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
     """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
     changes, because other stages would not see the change; those between the first and the last use of a number that is
-    read from data, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
+    computed, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
     because it changes what operators on its thread do."""
     tensors = set(graph.tensors.values())
     memory = owners_of_memory(graph)
@@ -78,8 +78,7 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
     spans: list[tuple[int, int]] = []
     for index, layer in enumerate(layers):
         for operation in layer.operations:
-            inputs = list(operation.inputs())
-            for value in inputs:
+            for value in operation.inputs():
                 uses.setdefault(memory.get(value, value), []).append(index)
             together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
             name = getattr(operation.function, "__name__", "")
@@ -87,9 +86,7 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
                 begun.append(index)
             elif name == "_vmap_decrement_nesting":
                 spans.append((begun.pop(), index))
-            # What begins with aten.sym_ computes a number from the size of a tensor, not from its elements.
-            reads = any(value.is_tensor for value in inputs) and not str(operation.function).startswith("aten.sym_")
-            if operation.result.is_number and (reads or together.intersection(inputs)):
+            if operation.result.is_number:
                 together.add(operation.result)
                 uses.setdefault(operation.result, []).append(index)
     spans += [(uses[value][0], uses[value][-1]) for value in together]
@@ -141,8 +138,8 @@ class Routes:
     activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer gets anyway. If there are none, the layer gets the tensor
-    that has the size.
+    that uses it. The number of samples is read off a tensor that a layer gets anyway. If there is none, the layer gets
+    an input of the model.
 
     A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
@@ -159,10 +156,9 @@ class Routes:
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
                 self._operation.setdefault(operation.result, operation)
-        needs = [self._needed_tensors(index) for index in range(len(self.routes))]
-        for index, each in enumerate(self.routes):
-            each.operations = self._with_own_numbers(index, needs[index])
-        self._connect(needs)
+        self._inputs = list(filter(None, graph.inputs))
+        self._samples = graph.samples()
+        self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
 
     def _is_far(self, value: Value, index: int) -> bool:
         """Returns whether a layer gets a value from another layer."""
@@ -179,56 +175,27 @@ class Routes:
         for value in itertools.chain(values, self._outputs if index == len(self.routes) - 1 else ()):
             if value in self._tensors:
                 self._source.setdefault(value, index)
-            elif not value.is_tensor:
-                continue
             if self._is_far(value, index):
                 needed[value] = None
             elif value in self._tensors and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
+        arguments = [(each.args, each.kwargs) for each in self.routes[index].operations]
+        if any(isinstance(leaf, Number) for leaf in leaves_of(arguments)):
+            self.routes[index].samples = self._number_of_samples(index, needed)
         return needed
 
-    def _with_own_numbers(self, index: int, needed: dict[Value, None]) -> list[Operation]:
-        """Returns the operations of a layer, after those that compute the numbers that other layers have. ``needed`` are the
-        tensors that the layer gets, to which it adds more."""
-        known: dict[Value, Any] = {}
-        added: list[Operation] = []
-
-        def own(number: Value) -> Any:
-            if number.is_tensor or not self._is_far(number, index):
-                return number
-            if number not in known:
-                known[number] = size(number) or again(number)
-            return known[number]
-
-        def size(number: Value) -> Value | None:
-            """Returns a number as the size of a tensor that the layer gets, if there is one."""
-            for tensor in needed:
-                if self._mode(tensor) in (None, self._mode(number)):
-                    for dimension, length in enumerate(tensor.example.shape):
-                        if same_size(length, number.example):
-                            return add(torch.ops.aten.sym_size.int, (tensor, dimension), {}, number)
-            return None
-
-        def again(number: Value) -> Value:
-            """Computes a number again, from a tensor that the layer then gets too."""
-            operation = self._operation[number]
-            for tensor in operation.inputs():
-                if tensor.is_tensor and self._is_far(tensor, index):
-                    needed[tensor] = None
-            args, kwargs = map_values((operation.args, operation.kwargs), own)
-            return add(operation.function, args, kwargs, number)
-
-        def add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: Value) -> Value:
-            original = self._operation[number]
-            result = Value(f"{number.name}_in_{index}", number.example)
-            added.append(Operation(result, function, args, kwargs, original.call, original.mode))
-            return result
-
-        operations = []
-        for each in self.routes[index].operations:
-            args, kwargs = map_values((each.args, each.kwargs), own)
-            operations.append(replace(each, args=args, kwargs=kwargs))
-        return [*added, *operations]
+    def _number_of_samples(self, index: int, needed: dict[Value, None]) -> str:
+        """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others. It may
+        add an input of the model."""
+        always = [value for value in needed if self._mode(value) is None]
+        for value in always + self._inputs:
+            for dimension, size in enumerate(value.example.shape):
+                factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (1, None)
+                if symbol in self._samples:
+                    if index > 0:
+                        needed[value] = None
+                    return f"{value.name}.shape[{dimension}] // {factor}"
+        raise AssertionError("an input without samples")
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
         holders: dict[Value, list[int]] = {}
