@@ -1,6 +1,7 @@
 // The calls of a GPipe over ranks that train nothing.
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -163,8 +164,14 @@ at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, b
     throw_error("the total norm of the gradients is ", std::to_string(value), ", so they cannot be clipped");
   }
   const auto factor = (total + 1e-6).reciprocal().mul_(max_norm).clamp_max_(1);
+  std::map<std::string, at::Tensor> of_devices;
   for (const auto& parameter : pipe.parameters()) {
-    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor.to(parameter.device()));
+    if (!parameter.grad().defined()) continue;
+    auto& of_device = of_devices[parameter.device().str()];
+    if (!of_device.defined()) {  // not a copy, for which the host would wait
+      of_device = at::full({}, factor.item(), factor.options().device(parameter.device()));
+    }
+    parameter.mutable_grad().mul_(of_device);
   }
   return total;
 }

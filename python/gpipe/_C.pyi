@@ -77,7 +77,7 @@ class SkipProfile:
     bytes: typing.Final[int]
     from_layer: typing.Final[int]
     name: typing.Final[str]
-    to_layer: typing.Final[int]
+    reader_layers: typing.Final[list[int]]
 class TieProfile:
     bytes: typing.Final[int]
     layers: typing.Final[list[int]]

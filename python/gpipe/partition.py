@@ -117,13 +117,13 @@ def split(
 
 def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
     """Returns the layers of a model or stage as the extension module takes them: tuples (name, module, skips), where
-    ``skips`` has a tuple (module, stashes, pops) for each skippable module that is the layer or nested in it."""
+    ``skips`` has a tuple (module, stashes, pops, peeks) for each skippable module that is the layer or nested in it."""
     redirect_generators()
     return [
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
-            [(skip, skip.stashes(), skip.pops()) for _, skip in skippables_in(layer, name)],
+            [(skip, *skip.declared()) for _, skip in skippables_in(layer, name)],
         )
         for name, layer in module.named_children()
     ]

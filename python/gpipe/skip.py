@@ -1,4 +1,4 @@
-"""Skip connections: one layer stashes a tensor and a later layer pops it, in the same stage or in another.
+"""Skip connections: one layer stashes a tensor and later layers read it, in the same stage or in others.
 
     @skippable(stash=["features"])
     class Encode(nn.Module):
@@ -11,10 +11,12 @@
         def forward(self, x):
             return x + pop("features")
 
-In a pipeline, the tensor goes directly from the stage that stashes to the stage that pops. In a plain ``nn.Sequential``,
-the layers pass it on the calling thread. Tensors of any dtype may be stashed, and ``None``.
+``pop`` takes the tensor out. ``peek`` leaves it for later layers, of which any number may read it; the last reader may pop it:
+``@skippable(peek=["features"])``. In a pipeline, the tensor goes from the stage that stashes it to the workers that read it,
+once to each. In a plain ``nn.Sequential``, the layers pass it on the calling thread, which keeps it until a layer pops it.
+Tensors of any dtype may be stashed, and ``None``.
 
-A ``forward`` may also be a generator that yields the results of ``stash`` and ``pop``, as in torchgpipe:
+A ``forward`` may also be a generator that yields the results of ``stash``, ``pop`` and ``peek``, as in torchgpipe:
 ``yield stash("features", x)``, ``features = yield pop("features")``.
 """
 
@@ -31,7 +33,7 @@ from torch import Tensor, nn
 
 from gpipe import _C
 
-__all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
+__all__ = ["Namespace", "Skippable", "peek", "pop", "skippable", "stash", "verify_skippables"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -66,6 +68,7 @@ class Skippable(nn.Module):
     module_cls: type[nn.Module]
     stashable_names: frozenset[str] = frozenset()  # names that each forward stashes
     poppable_names: frozenset[str] = frozenset()  # names that each forward pops
+    peekable_names: frozenset[str] = frozenset()  # names that each forward peeks at
 
     def __getattr__(self, name: str) -> Any:
         # In torchgpipe the attribute `module` holds the layer.
@@ -87,7 +90,7 @@ class Skippable(nn.Module):
         """Moves the declared names, or ``only`` some, into a namespace, so that a model can use the same class twice. Call it
         before the model becomes a pipeline. Returns the layer. Raises ValueError for a name that it does not declare."""
         assert isinstance(self, Skippable)
-        declared = self.stashable_names | self.poppable_names
+        declared = self.stashable_names | self.poppable_names | self.peekable_names
         names = declared if only is None else {only} if isinstance(only, str) else set(only)
         if unknown := names - declared:
             raise ValueError(f"no layer to isolate declares '{min(unknown)}'")
@@ -100,13 +103,10 @@ class Skippable(nn.Module):
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
         return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
 
-    def stashes(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer stashes, as the extension module takes it."""
-        return [(self.native_namespace(name), name) for name in sorted(self.stashable_names)]
-
-    def pops(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer pops, likewise."""
-        return [(self.native_namespace(name), name) for name in sorted(self.poppable_names)]
+    def declared(self) -> list[list[tuple[_C.Namespace, str]]]:
+        """Returns what the layer stashes, pops and peeks at, as the extension module takes it."""
+        kinds = self.stashable_names, self.poppable_names, self.peekable_names
+        return [[(self.native_namespace(name), name) for name in sorted(names)] for names in kinds]
 
     def name_in_messages(self, key: str) -> str:
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
@@ -133,17 +133,17 @@ class _Forward:
     """One forward of a skippable layer."""
 
     layer: Skippable
-    answer: Any = None  # of the last stash() or pop()
+    answer: Any = None  # of the last stash(), pop() or peek()
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
-        """Returns the result of a forward that is a generator and yields what stash() and pop() return."""
+        """Returns the result of a forward that is a generator and yields what stash(), pop() and peek() return."""
         answer = None
         try:
             while True:
                 answer = generator.send(answer)
                 if answer is not self.answer:
                     raise TypeError(
-                        f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...) and pop(...)"
+                        f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...), pop(...) and peek(...)"
                     )
         except StopIteration as stop:
             return stop.value
@@ -152,16 +152,19 @@ class _Forward:
 
 
 def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any:
-    """Executes a ``stash`` or ``pop`` of the layer whose forward runs."""
+    """Executes a ``stash``, ``pop`` or ``peek`` of the layer whose forward runs."""
     current: _Forward | None = getattr(_thread, "forward", None)
     if current is None:
         raise RuntimeError(
             f"{call.__name__}('{name}') was called outside the forward of a @skippable layer; call it in the forward of a "
             "layer that declares the name"
         )
-    declared = current.layer.stashable_names if tensor else current.layer.poppable_names
+    declared, done = {
+        _C.stash: (current.layer.stashable_names, "stashed"),
+        _C.pop: (current.layer.poppable_names, "popped"),
+        _C.peek: (current.layer.peekable_names, "peeked at"),
+    }[call]
     if name not in declared:
-        done = "stashed" if tensor else "popped"
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
         raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
     current.answer = call(current.layer.native_namespace(name), name, *tensor)
@@ -169,8 +172,8 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
-    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that declares the
-    name in ``@skippable(stash=[...])``. Do not change the tensor in place before another stage pops it.
+    """Stores a tensor, or ``None``, for the layers that read the name. Call it in the ``forward`` of a layer that declares the
+    name in ``@skippable(stash=[...])``. Do not change the tensor in place before its last reader has it.
 
     Raises:
         TypeError: if ``tensor`` is neither ``None`` nor a plain tensor.
@@ -188,6 +191,12 @@ def pop(name: str) -> Any:
     return _execute(_C.pop, name)
 
 
+def peek(name: str) -> Any:
+    """As :func:`pop`, but leaves the tensor for later layers, which may peek at it too or pop it. Call it in the ``forward``
+    of a layer that declares the name in ``@skippable(peek=[...])``."""
+    return _execute(_C.peek, name)
+
+
 def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
@@ -196,18 +205,22 @@ def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
     return frozenset(listed)
 
 
-def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Declares the names that each forward of a layer class stashes and pops; a string is one name. The class decorator
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = (), peek: Iterable[str] = ()
+) -> Callable[[type[M]], type[M]]:
+    """Declares the names that each forward of a layer class stashes, pops and peeks at; a string is one name. The class decorator
     returns a subclass of the class and of :class:`Skippable`. Raises TypeError for a name that is not a non-empty string, and
     for a class that is decorated already."""
     stashable_names = _check_names(stash, "stash")
     poppable_names = _check_names(pop, "pop")
+    peekable_names = _check_names(peek, "peek at")
 
     def decorate(module_cls: type[M]) -> type[M]:
         if issubclass(module_cls, Skippable):
             raise TypeError(f"{module_cls.__name__} is skippable already; declare all its names in one decorator")
         members = {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-        members |= {"module_cls": module_cls, "stashable_names": stashable_names, "poppable_names": poppable_names}
+        members |= {"module_cls": module_cls, "stashable_names": stashable_names}
+        members |= {"poppable_names": poppable_names, "peekable_names": peekable_names}
         return cast(type[M], type(module_cls.__name__, (Skippable, module_cls), members))
 
     return decorate
@@ -221,10 +234,10 @@ def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
-    earlier. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
+    """Checks that each name that the layers of a model stash is read later, and each name that they read is stashed
+    earlier and was not popped. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
     declarations = [
-        (index, path, skip.stashes(), skip.pops())
+        (index, path, *skip.declared())
         for index, (name, layer) in enumerate(module.named_children())
         for path, skip in skippables_in(layer, name)
     ]

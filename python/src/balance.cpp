@@ -173,9 +173,9 @@ void init_profile(py::module_& module) {
       .def_readonly("output", &L::output, "Bytes of the output.")
       .def_readonly("saved", &L::saved, "Bytes that the forward allocates and the backward needs.");
   py::class_<SkipProfile>(module, "SkipProfile", "The cost of one skip connection for one micro-batch.")
-      .def_readonly("name", &SkipProfile::name, "The name that the layers stash and pop.")
+      .def_readonly("name", &SkipProfile::name, "The name that the layers stash and read.")
       .def_readonly("from_layer", &SkipProfile::from, "Index of the layer that stashes.")
-      .def_readonly("to_layer", &SkipProfile::to, "Index of the layer that pops.")
+      .def_readonly("reader_layers", &SkipProfile::readers, "Indices of the layers that read it.")
       .def_readonly("bytes", &SkipProfile::bytes, "Bytes of the stashed tensor.");
   py::class_<TieProfile>(module, "TieProfile", "A parameter that several layers share.")
       .def_readonly("name", &TieProfile::name, "Its name in the first layer.")

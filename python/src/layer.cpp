@@ -26,8 +26,8 @@ std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
 /// The mirror of a Python module that declares skips.
 struct SkippableMirror : torch::nn::Module, Skippable {
   explicit SkippableMirror(const SkipNames& skips)
-      : Skippable({.stash = names_of(skips.stashes), .pop = names_of(skips.pops)}) {
-    for (const auto* keys : {&skips.stashes, &skips.pops}) {
+      : Skippable({names_of(skips.stashes), names_of(skips.pops), names_of(skips.peeks)}) {
+    for (const auto* keys : {&skips.stashes, &skips.pops, &skips.peeks}) {
       for (const auto& key : *keys) isolate(key.ns, {key.name});
     }
   }

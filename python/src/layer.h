@@ -21,6 +21,7 @@ struct SkipNames {
   Reference module;
   std::vector<SkipKey> stashes;
   std::vector<SkipKey> pops;
+  std::vector<SkipKey> peeks;
 };
 
 /// The parameters and buffers of a Python module and its submodules.

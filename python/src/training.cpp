@@ -54,11 +54,11 @@ std::pair<double, double> compare_losses(const py::object& loss, const Value& ou
   return {check.whole, check.from_micro_batches};
 }
 
-/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops). Errors: as match_skips().
-void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys>>& declarations) {
+/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops, peeks). Errors: as match_skips().
+void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys, Keys>>& declarations) {
   std::vector<SkipDeclaration> declared;
-  for (const auto& [layer, path, stashes, pops] : declarations) {
-    declared.push_back({layer, path, to_keys(stashes), to_keys(pops)});
+  for (const auto& [layer, path, stashes, pops, peeks] : declarations) {
+    declared.push_back({layer, path, to_keys(stashes), to_keys(pops), to_keys(peeks)});
   }
   match_skips(declared);
 }
@@ -98,6 +98,9 @@ void init_training(py::module_& module) {
   });
   module.def("pop", [](const Namespace& ns, const std::string& name) {
     return SkipContext::current().pop({ns, name});
+  });
+  module.def("peek", [](const Namespace& ns, const std::string& name) {
+    return SkipContext::current().peek({ns, name});
   });
   module.def("check_skips", &check_skips);
 

@@ -14,6 +14,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/clock.h"
+#include "gpipe/gradients.h"
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
 #include "tests/accelerator/scenarios.h"
@@ -121,6 +122,13 @@ TEST(Counts, TheHostNeverWaitsForADevice) {
     EXPECT_EQ(host_waits([&] { it->forward(x).sum().backward(); }), 0);
     EXPECT_EQ(host_waits([&] { it->step(x, target, loss); }), 0);
   }
+}
+
+TEST(Counts, TheHostWaitsOncePerDeviceToClipAndToUnscale) {
+  auto it = counted_pipe({device(0), device(1), device(2)}, Checkpoint::kNever);
+  it->forward(torch::ones({8, 6}, device(0))).sum().backward();
+  EXPECT_EQ(host_waits([&] { clip_grad_norm_(*it, 1e-3); }), 3);
+  EXPECT_EQ(host_waits([&] { unscale_grads_(*it, 2); }), 3);
 }
 
 TEST(Counts, TheWorkersOfATracedCallWaitForTheirDevicesAtItsEnd) {

@@ -35,7 +35,7 @@ def test_a_profile_leaves_the_model_unchanged():
     assert torch.equal(layers[0].weight.grad, torch.ones(64, 64))
     assert [layer.training for layer in layers] == [True] * 6 + [False]
     assert [layer.name for layer in measured.layers] == list("0123456")
-    assert [(skip.name, skip.from_layer, skip.to_layer) for skip in measured.skips] == [("skip", 3, 5)]
+    assert [(skip.name, skip.from_layer, skip.reader_layers) for skip in measured.skips] == [("skip", 3, [5])]
     assert all(layer.forward > 0 and layer.backward > 0 for layer in measured.layers)
     assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
 

@@ -151,7 +151,7 @@ def yields_its_input(self, x):
     [
         (lambda self, x: stash("b", x), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
         (lambda self, x: pop("a"), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
-        (yields_its_input, TypeError, r"yielded tensor.*yield only stash\(...\) and pop\(...\)"),
+        (yields_its_input, TypeError, r"yielded tensor.*yield only stash\(...\), pop\(...\) and peek\(...\)"),
     ],
 )
 def test_a_forward_that_breaks_its_declaration_is_an_error(forward, error, message):

@@ -48,7 +48,7 @@ def check_modes(path: str, training: bool, other: str, other_training: bool) -> 
 
 
 class Code(NamedTuple):
-    """A function as text. Its arguments: the layer's places, a function that pops, one that stashes, the activation."""
+    """A function as text. Its arguments: the layer's places, functions that pop, peek and stash, the activation."""
 
     text: str
     functions: dict[str, str]  # where to find each function that the text uses, by its name there
@@ -84,10 +84,11 @@ class Writer:
         targets = ", ".join(name or "_" for name in arriving)
         lines = [f"{targets}{'' if inputs is None else ','} = _input", "del _input"] if arriving else []
         lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
+        lines += [f"{value.name} = _peek({name!r})" for name, value in route.peeks]
         if route.samples:
             lines.append(f"_samples = {route.samples}")
         if self._needs_device:
-            names = [*filter(None, arriving), *(value.name for _, value in route.pops)]
+            names = [*filter(None, arriving), *(value.name for _, value in route.pops + route.peeks)]
             tensor = next(itertools.chain(names, map(self._argument, self._tensors), ["torch.tensor(0)"]))
             lines += [f"_device = {tensor}.device"]
         lines += body
@@ -95,7 +96,7 @@ class Writer:
         leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
         lines += [f"return [{', '.join(leaving)}]" if outputs is not None else f"return {', '.join(leaving) or '()'}"]
         places = [f"{name} = _places[{index}]" for index, name in enumerate(self._places.values())]
-        text = "\n".join(["def forward(_places, _pop, _stash, _input):", *(_INDENT + line for line in [*places, *lines]), ""])
+        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *(_INDENT + line for line in [*places, *lines]), ""])
         self.code = Code(text, self._functions, list(self._places))
 
     def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
@@ -230,6 +231,7 @@ class ExportedLayer(ConvertedLayer):
         self.name = route.name
         self.stashable_names = frozenset(name for name, _ in route.stashes)
         self.poppable_names = frozenset(name for name, _ in route.pops)
+        self.peekable_names = frozenset(name for name, _ in route.peeks)
         self.model, self.order = model, order
         self._code = code
         self._input = input  # of the first layer
@@ -248,7 +250,7 @@ class ExportedLayer(ConvertedLayer):
     def forward(self, input: Any) -> Any:
         if self._input is not None:
             input = self._input.flattened(input)
-        output = self._run(self._places, self._pop, self._stash, input)
+        output = self._run(self._places, self._pop, self._peek, self._stash, input)
         if self._output_specs is None:
             return output
         spec = self._output_specs[0 if self.model.training else 1]
@@ -256,6 +258,9 @@ class ExportedLayer(ConvertedLayer):
 
     def _pop(self, name: str) -> Tensor | None:
         return _C.pop(self.native_namespace(name), name)
+
+    def _peek(self, name: str) -> Tensor | None:
+        return _C.peek(self.native_namespace(name), name)
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
         _C.stash(self.native_namespace(name), name, tensor)

@@ -20,6 +20,7 @@ class Route:
     arriving: list[Value] = field(default_factory=list)  # the activation that enters
     leaving: list[Value] = field(default_factory=list)  # the activation that leaves
     pops: list[tuple[str, Value]] = field(default_factory=list)
+    peeks: list[tuple[str, Value]] = field(default_factory=list)
     stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
     samples: str = ""  # the number of samples, as an expression of what arrives or is popped, if operations use it
@@ -134,8 +135,8 @@ def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
 
 
 class Routes:
-    """Routes each value from the layer that computes it through the layers that use it, in order. It is part of the
-    activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
+    """Routes each value from the layer that computes it to the layers that use it: as part of the activation if only the
+    next layer does, else as a skip.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
     that uses it. The number of samples is read off a tensor that a layer gets anyway. If there is none, the layer gets
@@ -198,26 +199,26 @@ class Routes:
         raise AssertionError("an input without samples")
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
-        holders: dict[Value, list[int]] = {}
+        takers: dict[Value, list[int]] = {}
         for index, needed in enumerate(needs):
             for value in needed:
-                holders.setdefault(value, [self._source[value]]).append(index)
-        skips: Counter[tuple[int, int]] = Counter()  # by their layers
-        for value, layers in holders.items():
-            mode = self._mode(value)
-            for giver, taker in itertools.pairwise(layers):
-                owner = self._owners.get(value)  # whose memory it shares
-                is_buffer = owner is not None and not owner.is_parameter
-                sent = self._copied(value, giver) if giver == layers[0] and is_buffer else value
-                if taker == giver + 1 and mode is None:
-                    self.routes[giver].leaving.append(sent)
-                    self.routes[taker].arriving.append(value)
-                    continue
-                skips[giver, taker] += 1
-                name = f"{self.routes[giver].name} -> {self.routes[taker].name}"
-                name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
-                self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
-                self.routes[taker].pops.append((name, value))
+                takers.setdefault(value, []).append(index)
+        skips: Counter[tuple[int, int]] = Counter()  # by their first and last layers
+        for value, (*others, last) in takers.items():
+            giver, mode = self._source[value], self._mode(value)
+            owner = self._owners.get(value)  # whose memory it shares
+            sent = self._copied(value, giver) if owner is not None and not owner.is_parameter else value
+            if last == giver + 1 and mode is None:
+                self.routes[giver].leaving.append(sent)
+                self.routes[last].arriving.append(value)
+                continue
+            skips[giver, last] += 1
+            name = f"{self.routes[giver].name} -> {self.routes[last].name}"
+            name += f" ({skips[giver, last]})" if skips[giver, last] > 1 else ""
+            self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
+            for taker in others:
+                self.routes[taker].peeks.append((name, value))
+            self.routes[last].pops.append((name, value))
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
