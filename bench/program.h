@@ -17,6 +17,7 @@ inline void print_error(const std::string& text) { std::cerr << "error: " + text
 /// A program's main(): parses the command line, gives PyTorch one thread and calls `run`. Returns the exit code. Prints
 /// errors as one line on standard error.
 inline int run_program(CLI::App& app, int argc, char** argv, const std::function<void()>& run) {
+  app.failure_message([](const CLI::App*, const CLI::Error& error) { return std::string(error.what()) + "\n"; });
   try {
     app.parse(argc, argv);
     torch::set_num_threads(1);
