@@ -144,7 +144,8 @@ void add_peer_flags(CLI::App& app, Options& options) {
   app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker")->check(CLI::PositiveNumber);
   app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
   app.add_flag("--over-ranks", options.over_ranks, "run over the processes that torchrun has started; rank 0 prints")
-      ->needs("--steps-only");
+      ->needs("--steps-only")
+      ->excludes("--device");
   app.add_option("--replicas", options.replicas, "divide the processes among so many pipelines")
       ->needs("--over-ranks")
       ->check(CLI::PositiveNumber);
