@@ -1,6 +1,6 @@
 #include "bench/measure.h"
 
-#include <c10/util/Exception.h>
+#include <torch/cuda.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
@@ -8,7 +8,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
@@ -73,6 +72,48 @@ struct FeedForwardImpl : nn::Module {
 };
 TORCH_MODULE(FeedForward);
 
+// Waits for the GPU, if there is one.
+void synchronize() {
+  static const bool has_gpu = torch::cuda::is_available();
+  if (has_gpu) torch::cuda::synchronize();
+}
+
+// `large`: of a size for GPUs.
+Subject subject_on_cpu(const std::string& name, int chunks, bool large) {
+  torch::manual_seed(0);
+  // The mini-batch is the same for every number of chunks.
+  const auto split = [&](std::int64_t samples) {
+    if (samples % chunks == 0) return samples / chunks;
+    throw invalid("the mini-batch of %s has %d samples, which cannot be split into %d equal micro-batches", name,
+                  samples, chunks);
+  };
+  if (name == "mlp") {
+    const std::int64_t width = large ? 4096 : 1024;
+    const std::int64_t rows = large ? 8192 : 1024;
+    nn::Sequential model;
+    for (int i = 0; i < 16; ++i) {
+      model->push_back(NestedSequential({{"linear", nn::Linear(width, width)}, {"relu", nn::ReLU()}}));
+    }
+    return {name, model, torch::randn({rows, width}), split(rows)};
+  }
+  if (name == "unet") {
+    auto model = models::unet(models::UNetOptions().base_channels(large ? 64 : 16));
+    const std::int64_t side = large ? 192 : 96;
+    return {name, model, torch::randn({16, 3, side, side}), split(16)};
+  }
+  if (name == "resnet18" || name == "resnet50") {
+    auto model = name == "resnet18" ? models::resnet18() : models::resnet50();
+    const std::int64_t side = large ? 224 : 64;
+    return {name, model, torch::randn({16 * chunks, 3, side, side}), 16};
+  }
+  nn::Sequential model;
+  for (int i = 0; i < 8; ++i) {
+    model->push_back(Attention(256, 4));
+    model->push_back(FeedForward(256));
+  }
+  return {name, model, torch::randn({32, 64, 256}), split(32)};
+}
+
 }  // namespace
 
 void add_flags(CLI::App& app, Options& options) {
@@ -95,6 +136,7 @@ void add_flags(CLI::App& app, Options& options) {
   names.emplace_back(kAnySchedule);
   app.add_option("--schedule", options.schedules, "schedules of step(); forward: forward() and backward() instead")
       ->check(CLI::IsMember(names));
+  app.add_option("--device", options.device, "device of all stages, such as cuda:0");
   app.add_option("--repeats", options.repeats, "measured repeats per row")->check(CLI::PositiveNumber);
 }
 
@@ -102,26 +144,11 @@ void add_peer_flags(CLI::App& app, Options& options) {
   app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker")->check(CLI::PositiveNumber);
   app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
   app.add_flag("--over-ranks", options.over_ranks, "run over the processes that torchrun has started; rank 0 prints")
-      ->needs("--steps-only");
+      ->needs("--steps-only")
+      ->excludes("--device");
   app.add_option("--replicas", options.replicas, "divide the processes among so many pipelines")
       ->needs("--over-ranks")
       ->check(CLI::PositiveNumber);
-}
-
-int run_program(CLI::App& app, int argc, char** argv, const std::function<void()>& measure) {
-  try {
-    app.parse(argc, argv);
-    torch::set_num_threads(1);
-    measure();
-    return 0;
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error);
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << std::endl;
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << std::endl;
-  }
-  return 1;
 }
 
 std::shared_ptr<Ranks> join_ranks(const Options& options) {
@@ -168,8 +195,10 @@ std::vector<std::vector<double>> interleave(const std::vector<std::function<void
   for (const auto& function : functions) function();
   for (int repeat = 0; repeat < repeats; ++repeat) {
     for (std::size_t i = 0; i < functions.size(); ++i) {
+      synchronize();
       const double start = now();
       functions[i]();
+      synchronize();
       seconds[i].push_back(now() - start);
     }
   }
@@ -182,35 +211,11 @@ std::vector<double> quotients(const std::vector<double>& values, const std::vect
   return quotients;
 }
 
-Subject subject(const std::string& name, int chunks) {
-  torch::manual_seed(0);
-  // The mini-batch is the same for every number of chunks.
-  const auto split = [&](std::int64_t samples) {
-    if (samples % chunks == 0) return samples / chunks;
-    throw invalid("the mini-batch of %s has %d samples, which cannot be split into %d equal micro-batches", name,
-                  samples, chunks);
-  };
-  if (name == "mlp") {
-    nn::Sequential model;
-    for (int i = 0; i < 16; ++i) {
-      model->push_back(NestedSequential({{"linear", nn::Linear(1024, 1024)}, {"relu", nn::ReLU()}}));
-    }
-    return {name, model, torch::randn({1024, 1024}), split(1024)};
-  }
-  if (name == "unet") {
-    auto model = models::unet(models::UNetOptions().base_channels(16));
-    return {name, model, torch::randn({16, 3, 96, 96}), split(16)};
-  }
-  if (name == "resnet18" || name == "resnet50") {
-    auto model = name == "resnet18" ? models::resnet18() : models::resnet50();
-    return {name, model, torch::randn({16 * chunks, 3, 64, 64}), 16};
-  }
-  nn::Sequential model;
-  for (int i = 0; i < 8; ++i) {
-    model->push_back(Attention(256, 4));
-    model->push_back(FeedForward(256));
-  }
-  return {name, model, torch::randn({32, 64, 256}), split(32)};
+Subject subject(const std::string& name, int chunks, torch::Device device) {
+  auto made = subject_on_cpu(name, chunks, /*large=*/!device.is_cpu());
+  made.model->to(device);
+  made.input = made.input.to(device);
+  return made;
 }
 
 GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row,
@@ -221,6 +226,8 @@ GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance
                      .intraop_threads(1)
                      .stages_per_worker(row.stages_per_worker)
                      .ranks(ranks);
+  const auto workers = static_cast<std::size_t>(row.stages / row.stages_per_worker);
+  if (!ranks) options.devices(std::vector<torch::Device>(workers, subject.input.device()));
   if (row.schedule != kForward) options.schedule(row.schedule);
   return GPipe(subject.model, balance, options);
 }

@@ -41,6 +41,7 @@ struct Options {
   std::vector<std::string> checkpoints = {"never", "always"};
   std::vector<std::string> schedules = {kForward};
   std::vector<std::int64_t> balance = {};  ///< layers per stage; empty: the program's choice
+  std::string device = "cpu";              ///< of all stages
   int repeats = 9;
   // Of the programs that are compared with peers.
   int stages_per_worker = 1;
@@ -53,10 +54,6 @@ struct Options {
 void add_flags(CLI::App& app, Options& options);
 /// Adds the flags of the programs that are compared with peers.
 void add_peer_flags(CLI::App& app, Options& options);
-
-/// A program's main(): parses the command line, gives PyTorch one thread and calls `measure`. Returns the exit code.
-/// Prints errors as one line on standard error.
-int run_program(CLI::App& app, int argc, char** argv, const std::function<void()>& measure);
 
 /// Joins the processes that torchrun has started; null without --over-ranks.
 std::shared_ptr<Ranks> join_ranks(const Options& options);
@@ -81,17 +78,17 @@ void print(const Measurement& measurement);
 void print_steps(const Row& row, const std::map<std::string, std::vector<double>>& values);
 
 /// Calls each function once to warm up, then all of them in turn, `repeats` times, so that disturbances of the machine
-/// affect all of them. Returns the seconds per call, by function and repeat.
+/// affect all of them. Returns the seconds per call, by function and repeat; on a GPU until its work is done.
 std::vector<std::vector<double>> interleave(const std::vector<std::function<void()>>& functions, int repeats);
 
 /// Returns the quotient of each pair of values. REQUIRES: both have the same number of values.
 std::vector<double> quotients(const std::vector<double>& values, const std::vector<double>& divisors);
 
-/// A model to benchmark, and one mini-batch for it.
+/// A model to benchmark, and one mini-batch for it. In brackets the sizes on a GPU.
 ///
-///   mlp        16 layers, each Linear(1024, 1024) and ReLU; 1,024 rows
-///   unet       models::unet, depth 4, 16 channels at full resolution; 16 images of 3x96x96
-///   resnet18   models::resnet18; 16 images of 3x64x64 per micro-batch
+///   mlp        16 layers, each Linear(1024, 1024) and ReLU; 1,024 rows [4096 wide; 8,192 rows]
+///   unet       models::unet, depth 4, 16 channels at full resolution; 16 images of 3x96x96 [64 channels; 192x192]
+///   resnet18   models::resnet18; 16 images of 3x64x64 [224x224] per micro-batch
 ///   resnet50   models::resnet50; the same images (with fewer, PyTorch's 1x1 convolutions use a slow kernel)
 ///   encoder    8 blocks of a transformer's encoder, 256 wide, 4 heads; 32 sequences of 64
 struct Subject {
@@ -101,11 +98,12 @@ struct Subject {
   std::int64_t split_size;  ///< samples per micro-batch
 };
 
-/// Makes the model with fresh weights, and a mini-batch of `chunks` equal micro-batches. Errors: std::invalid_argument
-/// if the mini-batch cannot be split equally. REQUIRES: the name is one of those above.
-Subject subject(const std::string& name, int chunks);
+/// Makes the model with fresh weights, and a mini-batch of `chunks` equal micro-batches, on a device. Errors:
+/// std::invalid_argument if the mini-batch cannot be split equally. REQUIRES: the name is one of those above.
+Subject subject(const std::string& name, int chunks, torch::Device device);
 
-/// Makes a pipeline for the row, with one thread per stage; over these ranks, unless they are null.
+/// Makes a pipeline for the row on the input's device, with one thread per stage; over these ranks, unless they are
+/// null.
 GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row,
                 const std::shared_ptr<Ranks>& ranks = nullptr);
 

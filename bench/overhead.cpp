@@ -14,6 +14,7 @@
 
 #include "balance/trial.h"
 #include "bench/measure.h"
+#include "bench/program.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/run/step_loss.h"
 
@@ -54,10 +55,11 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
   }
 }
 
-GPipe tiny_pipe(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
+GPipe tiny_pipe(const Row& row, const torch::Tensor& input, const Options& options,
+                const std::shared_ptr<Ranks>& ranks) {
   auto balance = options.balance;
   if (balance.empty()) balance.assign(row.stages, kLayers / row.stages);
-  return make_pipe({row.model, tiny_layers(), {}, kRows}, balance, row, ranks);
+  return make_pipe({row.model, tiny_layers(), input, kRows}, balance, row, ranks);
 }
 
 // Does not clear the gradients, as the plain loop does not.
@@ -76,7 +78,8 @@ void step_with_losses(GPipe& pipe, const torch::Tensor& input) {
 void measure(const Row& row, bool one_core, const Options& options, const std::shared_ptr<Ranks>& ranks) {
   torch::manual_seed(0);
   auto model = tiny_layers();
-  const auto input = torch::randn({row.chunks * kRows, kWidth});
+  model->to(torch::Device(options.device));
+  const auto input = torch::randn({row.chunks * kRows, kWidth}).to(torch::Device(options.device));
   const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
   int steps = 1;
   if (!options.steps_only) steps = std::max(1, static_cast<int>(kSeconds / median(interleave({plain}, 9)[0])));
@@ -90,12 +93,12 @@ void measure(const Row& row, bool one_core, const Options& options, const std::s
   std::vector<Row> rows;
   for (const auto& schedule : options.schedules) {
     rows.emplace_back(row).schedule = schedule;
-    add([&, schedule, pipe = tiny_pipe(rows.back(), options, ranks)]() mutable {
+    add([&, schedule, pipe = tiny_pipe(rows.back(), input, options, ranks)]() mutable {
       pipeline_step(pipe, input, schedule);
     });
   }
   if (!options.steps_only) {
-    add([&, pipe = tiny_pipe(row, options, nullptr)]() mutable { step_with_losses(pipe, input); });
+    add([&, pipe = tiny_pipe(row, input, options, nullptr)]() mutable { step_with_losses(pipe, input); });
   }
   const auto times = interleave(functions, options.repeats);
   if (ranks && ranks->rank() != 0) return;

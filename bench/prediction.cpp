@@ -16,6 +16,7 @@
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
+#include "bench/program.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/schedules.h"
 
@@ -42,18 +43,23 @@ Profile profile_with_loss(const Subject& it, int workers) {
   torch::nn::Sequential whole;
   whole->extend(*it.model);
   whole->push_back(torch::nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
-  auto of_whole =
-      profile(whole, it.input.narrow(0, 0, it.split_size), ProfileOptions().workers(workers).seconds(kProfileSeconds));
+  const auto options = ProfileOptions().workers(it.input.is_cpu() ? workers : 1).seconds(kProfileSeconds);
+  auto of_whole = profile(whole, it.input.narrow(0, 0, it.split_size), options);
   of_whole.layers.back().shares_with = static_cast<int>(of_whole.layers.size()) - 2;
   return of_whole;
 }
 
 // The pipeline of a candidate, whose schedule can be kForward.
-GPipe pipe_of(const torch::nn::Sequential& model, const Candidate& way) {
-  auto options = GPipeOptions().chunks(way.chunks).checkpoint(way.checkpoint).intraop_threads(1);
-  if (!way.placement.empty()) options.placement(way.placement);
+GPipe pipe_of(const Subject& it, const Candidate& way) {
+  const auto workers = static_cast<std::size_t>(*std::max_element(way.placement.begin(), way.placement.end())) + 1;
+  auto options = GPipeOptions()
+                     .chunks(way.chunks)
+                     .checkpoint(way.checkpoint)
+                     .intraop_threads(1)
+                     .placement(way.placement)
+                     .devices(std::vector<torch::Device>(workers, it.input.device()));
   if (way.schedule != kForward) options.schedule(way.schedule);
-  return GPipe(model, way.balance, options);
+  return GPipe(it.model, way.balance, options);
 }
 
 // A subject under one schedule.
@@ -69,11 +75,11 @@ class Contender {
       balance_ = balance_by_time(of_whole, row_.stages, run_);
       --balance_.back();  // the loss
     }
-    pipe_ = pipe_of(it.model, {.balance = balance_,
-                               .chunks = row_.chunks,
-                               .checkpoint = row_.checkpoint,
-                               .schedule = row_.schedule,
-                               .placement = scheduling.placement});
+    pipe_ = pipe_of(it, {.balance = balance_,
+                         .chunks = row_.chunks,
+                         .checkpoint = row_.checkpoint,
+                         .schedule = row_.schedule,
+                         .placement = scheduling.placement});
     ++balance_.back();
   }
 
@@ -135,7 +141,7 @@ void step_on_threads(Subject& it, int threads) {
 
 // Measures all schedules and the unpartitioned model in turn. Row::stages is the number of workers.
 void measure(const Row& row, const Options& options) {
-  auto it = subject(row.model, row.chunks);
+  auto it = subject(row.model, row.chunks, torch::Device(options.device));
   std::vector<Profile> profiles = {profile_with_loss(it, row.stages)};
   std::vector<Contender> contenders;
   for (const auto& scheduling : schedulings(options.schedules, row.stages, static_cast<int>(it.model->size()))) {
@@ -160,14 +166,15 @@ void measure(const Row& row, const Options& options) {
 // all of them, then the fastest few again in turn with the choice, because the fastest of many single measurements is
 // partly luck.
 void sweep(const std::string& model, int workers, const Options& options) {
-  auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
-  const std::vector<torch::Device> devices(workers, torch::kCPU);
+  const torch::Device device(options.device);
+  auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()), device);
+  const std::vector<torch::Device> devices(workers, device);
   std::vector<Checkpoint> modes;
   for (const auto& name : options.checkpoints) modes.push_back(checkpoints().at(name));
   const auto suggestion =
       suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(modes));
   const auto step_function = [&](const Candidate& way) {
-    return [=, pipe = pipe_of(it.model, way), &it]() mutable { step(pipe, it.input, way.schedule); };
+    return [=, pipe = pipe_of(it, way), &it]() mutable { step(pipe, it.input, way.schedule); };
   };
   std::vector<Measured> ways;
   std::set<std::pair<std::string, std::vector<int>>> seen;

@@ -12,6 +12,7 @@
 #include "balance/balance.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
+#include "bench/program.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/simulator.h"
 #include "gpipe/tensors/byte_counter.h"
@@ -62,7 +63,7 @@ Costs costs_of(const Timeline& timeline, int stages) {
 
 void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
   if (ranks && options.balance.empty()) throw std::invalid_argument("--over-ranks needs --balance");
-  auto it = subject(row.model, row.chunks);
+  auto it = subject(row.model, row.chunks, torch::Device(options.device));
   auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
   if (ranks) {
@@ -89,7 +90,7 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
                                  [&] { step(observed, longer, row.schedule); }},
                                 options.repeats);
   const auto simulated = simulate(*pipe->program(row.chunks), costs_of(*timeline, row.stages)).makespan;
-  print({"speed", row, "times one core", quotients(times[0], times[1]), median(times[0]) / simulated});
+  print({"speed", row, "times the unpartitioned model", quotients(times[0], times[1]), median(times[0]) / simulated});
 }
 
 }  // namespace

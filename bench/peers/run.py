@@ -1,4 +1,5 @@
-"""Compares this project, in C++ and in Python, with torchgpipe and torch.distributed.pipelining.
+"""Compares this project, in C++ and in Python, with torchgpipe, torch.distributed.pipelining and
+DistributedDataParallel.
 
     python -m venv --system-site-packages VENV      # of a Python that has torch and scikit-build-core
     VENV/bin/pip install torchgpipe==0.0.7
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
@@ -48,6 +50,9 @@ BENCHES = {
     "overhead": Bench("us_per_cell", "us/cell", "us/cell", 1, "0"),
     "speed": Bench("seconds", "s", "ms", 1e3, "0,1"),
     "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
+    # Replicas over processes: a step, and what it sends over the loopback device.
+    "replicas": Bench("seconds", "s", "ms", 1e3, "0,1"),
+    "sent": Bench("", "bytes", "MiB", 2**-20, "0,1"),
 }
 
 # The schedules of a row, by stages per worker. Only this project has "auto".
@@ -66,9 +71,10 @@ class Row(NamedTuple):
     bench: str
     model: str
     balance: list[int]
-    chunks: int
+    chunks: int  # of all replicas
     checkpoint: str
     stages_per_worker: int = 1
+    replicas: int = 1
 
 
 def rows(short: bool) -> list[Row]:
@@ -84,7 +90,15 @@ def rows(short: bool) -> list[Row]:
     modes = ["never", "except_last", "always"]
     for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
         every.append(Row("memory", model, CUTS[model], 8, checkpoint))
+    for bench, model in itertools.product(["replicas", "sent"], ["mlp", "unet", "resnet50"]):
+        every.append(Row(bench, model, [sum(CUTS[model])], 2, "never", replicas=2))
+        every += [Row(bench, model, CUTS[model], 8, "never", replicas=replicas) for replicas in (1, 2)]
     return every
+
+
+def over_ranks(processes: int, program: Path) -> list[object]:
+    job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", processes]
+    return [*job, "--master-port", 29511, program, "--over-ranks", "--steps-only"]
 
 
 def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
@@ -92,14 +106,18 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
     program = ours / "bench" / ("overhead" if row.bench == "overhead" else "speed")
+    distributed_steps = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
+    if row.bench in ("replicas", "sent"):
+        schedule = "1f1b" if len(row.balance) > 1 else "gpipe"
+        flags = ["--schedule", schedule, "--replicas", row.replicas]
+        job = [*over_ranks(row.replicas * len(row.balance), program), *subject, *settings, *flags]
+        return {"gpipe ranks": job, f"distributed {schedule}": [*distributed_steps, *flags]}
     own: dict[str, list[object]] = {}
     if program.exists():
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         own["gpipe"] = [program, "--steps-only", *sizes, *settings]
-    if program.exists() and row.bench != "memory":
-        workers = len(row.balance) // row.stages_per_worker
-        job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", workers]
-        own["gpipe ranks"] = [*job, "--master-port", 29511, program, "--over-ranks", *own["gpipe"][1:]]
+        if row.bench != "memory":
+            own["gpipe ranks"] = [*over_ranks(len(row.balance) // row.stages_per_worker, program), *sizes, *settings]
     in_python = [sys.executable, HERE / "pipe_steps.py", *subject, *settings]
     own["gpipe python"] = [*in_python, "--library", "gpipe"]
     commands = {}
@@ -114,10 +132,9 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         if schedule != "auto":
             distributed.append(schedule)
     if row.checkpoint == "never" and row.bench != "memory":
-        peer = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
-        peer += ["--stages-per-worker", row.stages_per_worker]
         for schedule in distributed:
-            commands[f"distributed {schedule}"] = [*peer, "--schedule", schedule]
+            flags = ["--stages-per-worker", row.stages_per_worker, "--schedule", schedule]
+            commands[f"distributed {schedule}"] = [*distributed_steps, *flags]
     return commands
 
 
@@ -138,8 +155,20 @@ def output_of(command: list[object], cores: str) -> str:
 
 def figure(bench: Bench, command: list[object]) -> float:
     """Runs one process and returns the median of its measurements."""
-    value = json.loads(output_of(command, bench.cores))[bench.field]
+    lines = output_of(command, bench.cores).splitlines()
+    value = json.loads(next(line for line in lines if line.startswith("{")))[bench.field]  # Gloo prints lines too
     return statistics.median(value) if isinstance(value, list) else value
+
+
+def sent_bytes(row: Row, name: str, ours: Path) -> float:
+    """Returns the bytes that a step sends: a quarter of what five steps send more than one."""
+
+    def sent(steps: int) -> int:
+        before = int(LOOPBACK.read_text())
+        output_of(contestants(row, ours, steps)[name], BENCHES[row.bench].cores)
+        return int(LOOPBACK.read_text()) - before
+
+    return (sent(5) - sent(1)) / 4
 
 
 def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
@@ -148,7 +177,8 @@ def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) ->
     for _ in range(repeats):
         for name, command in commands.items():
             print(f"{row.bench} {row.model} {row.chunks} {row.checkpoint} {name}", file=sys.stderr)
-            values[name].append(figure(BENCHES[row.bench], command))
+            sends = row.bench == "sent"
+            values[name].append(sent_bytes(row, name, ours) if sends else figure(BENCHES[row.bench], command))
     return values
 
 
@@ -159,7 +189,7 @@ def spread(values: list[float], unit: str) -> dict[str, object]:
 
 def line(row: Row, peer: str, values: list[float]) -> str:
     subject = {"bench": row.bench, "model": row.model, "stages": len(row.balance)}
-    settings = {"chunks": row.chunks, "checkpoint": row.checkpoint, "peer": peer}
+    settings = {"replicas": row.replicas, "chunks": row.chunks, "checkpoint": row.checkpoint, "peer": peer}
     return json.dumps({**subject, **settings, **spread(values, BENCHES[row.bench].unit)})
 
 
@@ -177,13 +207,13 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
         peers = [value for name, value in medians.items() if name in PEERS]
-        cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
+        cells = [row.model, str(row.replicas), str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
         for name in compared:
             comparable = peers and medians.get(name, 0) > 0
             cells.append(f"{min(peers) / medians[name]:.2f}" if comparable else "")
         lines.append(cells)
-    return markdown(["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios], lines)
+    return markdown(["model", "replicas", "stages", "chunks", "checkpoint", "unit", *names, *ratios], lines)
 
 
 def main() -> None:
@@ -192,7 +222,7 @@ def main() -> None:
     for flag, choices in {
         "models": ["tiny", *CUTS],
         "benches": list(BENCHES),
-        "chunks": [4, 8, 16, 32],
+        "chunks": [2, 4, 8, 16, 32],
         "checkpoints": ["never", "except_last", "always"],
         "contestants": [*OURS, *PEERS],
     }.items():

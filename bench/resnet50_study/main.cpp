@@ -19,6 +19,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "bench/program.h"
 #include "bench/resnet50_study/variants.h"
 #include "gpipe/base/clock.h"
 
@@ -97,7 +98,7 @@ double time_run(const Variant& variant, const std::vector<torch::Device>& device
   return now() - start;
 }
 
-int run(Options options) {
+void run(Options options) {
   auto& experiment = options.experiment;
   for (const auto& name : options.devices) experiment.devices.emplace_back(name);
   auto& processes = experiment.processes;
@@ -116,7 +117,6 @@ int run(Options options) {
   }
   if (processes.all) processes.all->share("");  // the others wait
   if (processes.all) divide(processes, store);
-  torch::set_num_threads(1);  // one core per CPU device
   const auto about =
       hardware(experiment) +
       absl::StrFormat(
@@ -150,10 +150,9 @@ int run(Options options) {
     }
     if (first) std::cout << "run " << run << " of " << options.runs << std::endl;
   }
-  if (!first) return 0;
+  if (!first) return;
   if (!csv) throw std::runtime_error("cannot write " + runs.string());
   std::cout << "wrote " << runs.string() << "\nwrote " << (options.output / "hardware.txt").string() << std::endl;
-  return 0;
 }
 
 void make_quick(Options& options) {
@@ -192,11 +191,6 @@ int main(int argc, char** argv) {
   app.add_option("--runs", options.runs, "measured runs per variant")->check(CLI::PositiveNumber);
   app.add_option("--predictions", experiment.predictions, "profiles per variant; the median prediction is used")
       ->check(CLI::PositiveNumber);
-  CLI11_PARSE(app, argc, argv);
-  try {
-    return study::run(options);
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << std::endl;
-    return 1;
-  }
+  // One thread, so one core per CPU device.
+  return gpipe::bench::run_program(app, argc, argv, [&] { study::run(options); });
 }

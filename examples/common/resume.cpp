@@ -1,6 +1,8 @@
 #include "examples/common/resume.h"
 
 #include <iostream>
+#include <regex>
+#include <set>
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
@@ -31,11 +33,8 @@ bool resumes_in_place(const TrainingOptions& options) {
 }
 
 bool is_output(const std::string& name) {
-  for (const auto* file : {kHistoryFile, kCurvesFile, kLatestSnapshot, kBestSnapshot}) {
-    if (name == file) return true;
-  }
-  const bool is_picture = name.size() > 10 && name.starts_with("epoch_") && name.ends_with(".png");
-  return is_picture && name.find_first_not_of("0123456789", 6) == name.size() - 4;
+  static const std::set<std::string> kFiles = {kHistoryFile, kCurvesFile, kLatestSnapshot, kBestSnapshot};
+  return kFiles.contains(name) || std::regex_match(name, std::regex("epoch_[0-9]+\\.png"));
 }
 
 }  // namespace

@@ -135,12 +135,9 @@ at::Tensor draw_digit(Random random, int digit) {
 
 }  // namespace
 
-IdxFiles training_files(const fs::path& directory) {
-  return {directory / "train-images-idx3-ubyte", directory / "train-labels-idx1-ubyte"};
-}
-
-IdxFiles test_files(const fs::path& directory) {
-  return {directory / "t10k-images-idx3-ubyte", directory / "t10k-labels-idx1-ubyte"};
+IdxFiles files_of(Part part, const fs::path& directory) {
+  const std::string name = part == Part::kTraining ? "train" : "t10k";
+  return {directory / (name + "-images-idx3-ubyte"), directory / (name + "-labels-idx1-ubyte")};
 }
 
 LabelledImages read_idx(const IdxFiles& files, int classes) {

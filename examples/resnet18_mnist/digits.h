@@ -20,10 +20,11 @@ struct IdxFiles {
   std::filesystem::path labels;
 };
 
+enum class Part { kTraining, kTest };
+
 /// MNIST's own names: train-images-idx3-ubyte and train-labels-idx1-ubyte; t10k-images-idx3-ubyte and
 /// t10k-labels-idx1-ubyte.
-IdxFiles training_files(const std::filesystem::path& directory);
-IdxFiles test_files(const std::filesystem::path& directory);
+IdxFiles files_of(Part part, const std::filesystem::path& directory);
 
 /// Reads a set. Allocates nothing for a file whose length does not match its header.
 /// Errors: std::runtime_error with the file's name and the reason, for a file that is missing, compressed, of another
@@ -32,8 +33,6 @@ LabelledImages read_idx(const IdxFiles& files, int classes = 10);
 
 /// Creates or replaces both files. Errors: std::runtime_error with the path, if it cannot be written.
 void write_idx(const IdxFiles& files, const LabelledImages& set);
-
-enum class Part { kTraining, kTest };
 
 /// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, distortion, slant, rotation, size,
 /// place, thickness, brightness and noise are random. Digit i of a part does not depend on `count`.

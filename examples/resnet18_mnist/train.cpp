@@ -123,13 +123,13 @@ int train(const Options& options) {
   if (drawn) {
     program.draw = [&] {
       std::filesystem::create_directories(data);
-      write_idx(training_files(data), draw_digits(options.samples, options.seed, Part::kTraining));
-      write_idx(test_files(data), draw_digits(options.samples / 6, options.seed, Part::kTest));
+      write_idx(files_of(Part::kTraining, data), draw_digits(options.samples, options.seed, Part::kTraining));
+      write_idx(files_of(Part::kTest, data), draw_digits(options.samples / 6, options.seed, Part::kTest));
     };
   }
   program.load = [&](const std::shared_ptr<Ranks>& ranks) {
-    const auto training = to_example(read_idx(training_files(data), kClasses));
-    const auto test = to_example(read_idx(test_files(data), kClasses));
+    const auto training = to_example(read_idx(files_of(Part::kTraining, data), kClasses));
+    const auto test = to_example(read_idx(files_of(Part::kTest, data), kClasses));
     std::cout << "data: " << training.input.size(0) << " images to train, " << test.input.size(0) << " to test\n";
     return std::make_unique<ClassificationTask>(training, test, options.batch_size, options.seed, ranks);
   };

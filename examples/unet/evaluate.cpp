@@ -18,18 +18,17 @@ namespace {
 struct Options : PredictorOptions {
   std::filesystem::path data;
   std::string part = "all";
-  std::filesystem::path output = "out/evaluate";
 };
 
 void add_options(CLI::App& app, Options& options) {
-  add_predictor_options(app, options);
+  options.output = "out/evaluate";
+  add_predictor_options(app, options, "folder for scores.csv");
   app.add_option("--data", options.data, "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png")
       ->required()
       ->always_capture_default(false);
   app.add_option("--part", options.part,
                  "which images to score: all, or those that the training used for training or for validation")
       ->check(CLI::IsMember({"all", "training", "validation"}));
-  app.add_option("-o,--output", options.output, "folder for scores.csv");
 }
 
 std::vector<Sample> choose_samples(const Options& options) {
@@ -48,9 +47,13 @@ int evaluate(const Options& options) {
   const auto samples = choose_samples(options);
   std::vector<std::filesystem::path> images;
   for (const auto& sample : samples) images.push_back(sample.image);
-  Predictor predictor(options, images);
-  const int classes = predictor.classes();
-  std::filesystem::create_directories(options.output);
+  std::vector<torch::Tensor> pairs;  // of each image
+  predict_images(options, images, "evaluate", [&](std::size_t number, const torch::Tensor& probabilities) {
+    const auto classes = static_cast<int>(probabilities.size(1));
+    const auto truth = read_labels(samples[number].mask, classes);
+    pairs.push_back(count_pairs(to_labels(probabilities)[0][0], truth, classes));
+  });
+  const auto classes = static_cast<int>(pairs.at(0).size(0));
 
   std::string csv = "image,dice,iou";
   for (int k = 1; classes > 2 && k < classes; ++k) absl::StrAppend(&csv, ",dice_", k, ",iou_", k);
@@ -64,21 +67,17 @@ int evaluate(const Options& options) {
     csv += "\n";
     std::cout << absl::StrFormat("%-24s dice %.4f, IoU %.4f\n", name, scores[0].dice, scores[0].iou);
   };
-  auto pairs = torch::zeros({classes, classes}, torch::kLong);
   std::vector<Score> means(static_cast<std::size_t>(classes));
-  predictor.run("evaluate", [&](std::size_t number, const torch::Tensor& probabilities) {
-    const auto of_image =
-        count_pairs(to_labels(probabilities)[0][0], read_labels(samples[number].mask, classes), classes);
-    pairs += of_image;
-    const auto scores = to_scores(of_image);
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    const auto scores = to_scores(pairs[i]);
     for (std::size_t k = 0; k < scores.size(); ++k) {
       means[k].dice += scores[k].dice / static_cast<double>(images.size());
       means[k].iou += scores[k].iou / static_cast<double>(images.size());
     }
-    add_row(images[number].stem().string(), scores);
-  });
+    add_row(images[i].stem().string(), scores);
+  }
   add_row("(mean of images)", means);
-  add_row("(all pixels)", to_scores(pairs));
+  add_row("(all pixels)", to_scores(torch::stack(pairs).sum(0)));
   const auto file = options.output / "scores.csv";
   write_file(file, csv);
   std::cout << "wrote " << file.string() << std::endl;

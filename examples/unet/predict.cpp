@@ -22,19 +22,18 @@ namespace fs = std::filesystem;
 
 struct Options : PredictorOptions {
   std::vector<fs::path> input;
-  fs::path output = "out/predict";
   double threshold = 0.5;
   bool probabilities = false;
   bool overlay = false;
 };
 
 void add_options(CLI::App& app, Options& options) {
-  add_predictor_options(app, options);
+  options.output = "out/predict";
+  add_predictor_options(app, options, "folder for the masks, NAME_mask.png");
   app.add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF)")
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png");
   app.add_option(
          "-t,--threshold", options.threshold,
          "probability above which a pixel is of class 1; with more than two classes, the most probable class is taken")
@@ -90,11 +89,9 @@ torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, i
 
 int predict(const Options& options) {
   const auto images = list_images(options.input);
-  Predictor predictor(options, images);
-  const int classes = predictor.classes();
-  fs::create_directories(options.output);
-  predictor.run("predict", [&](std::size_t number, const torch::Tensor& probabilities) {
+  predict_images(options, images, "predict", [&](std::size_t number, const torch::Tensor& probabilities) {
     const auto& image = images[number];
+    const auto classes = static_cast<int>(probabilities.size(1));
     const auto path = [&](const std::string& ending) {
       return options.output / (image.stem().string() + ending + ".png");
     };

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <stdexcept>
-#include <utility>
 
 #include "examples/common/plan.h"
 #include "examples/common/progress.h"
@@ -15,7 +14,7 @@
 
 namespace gpipe::examples::unet {
 
-void add_predictor_options(CLI::App& app, PredictorOptions& options) {
+void add_predictor_options(CLI::App& app, PredictorOptions& options, const std::string& output) {
   options.batch_size = 4;
   options.stages = 1;  // measuring takes longer than predicting a few images
   add_pipeline_options(app, options);
@@ -26,44 +25,45 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options) {
   app.add_option("--workers", options.workers,
                  "number of threads that decode images in advance; 0: decode between batches")
       ->check(in_range(0, 256));
+  app.add_option("-o,--output", options.output, output);
 }
 
-Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images)
-    : options_(options), images_(std::move(images)) {
-  const auto snapshot = read_snapshot(options_.model);
-  for (const auto& image : images_) sizes_.push_back(image_size(image));
+void predict_images(const PredictorOptions& options, const std::vector<std::filesystem::path>& images,
+                    const std::string& label, const UsePrediction& use) {
+  namespace F = torch::nn::functional;
+  const auto snapshot = read_snapshot(options.model);
+  std::vector<Size> sizes;
+  for (const auto& image : images) sizes.push_back(image_size(image));
   ModelOptions model_options;
+  double scale = 1;
   try {
     model_options = from_flags(snapshot.options);
-    scale_ = options_.scale.value_or(std::stod(snapshot.options.at("--scale")));
+    scale = options.scale.value_or(std::stod(snapshot.options.at("--scale")));
   } catch (const std::logic_error& error) {
-    throw std::runtime_error(options_.model.string() + " is not a snapshot of unet_train: " + error.what());
+    throw std::runtime_error(options.model.string() + " is not a snapshot of unet_train: " + error.what());
   }
-  classes_ = model_options.classes;
   auto model = make_model(model_options);
   restore_model(*model, snapshot.model);
   model->eval();
-  const Size size = scaled(sizes_.at(0), scale_);
-  auto fitting = options_;
-  fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(images_.size()));
-  pipe_ = plan_inference(model, "U-Net", fitting, {3, size.height, size.width});
-  pipe_->eval();
-}
+  const Size first_size = scaled(sizes.at(0), scale);
+  auto fitting = options;
+  fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(images.size()));
+  auto pipe = plan_inference(model, "U-Net", fitting, {3, first_size.height, first_size.width});
+  pipe->eval();
+  std::filesystem::create_directories(options.output);
 
-void Predictor::run(const std::string& label, const std::function<void(std::size_t, const torch::Tensor&)>& use) {
-  namespace F = torch::nn::functional;
   const torch::NoGradGuard no_grad;
-  Progress progress(label, static_cast<std::int64_t>(images_.size()));
-  for (std::size_t begin = 0, end = 0; begin < images_.size(); begin = end) {
+  Progress progress(label, static_cast<std::int64_t>(images.size()));
+  for (std::size_t begin = 0, end = 0; begin < images.size(); begin = end) {
     // Consecutive images of the same size share batches.
-    const Size size = scaled(sizes_[begin], scale_);
+    const Size size = scaled(sizes[begin], scale);
     std::vector<Sample> samples;
-    for (; end < images_.size() && scaled(sizes_[end], scale_) == size; ++end) samples.push_back({images_[end]});
-    Loader loader(samples, size, {.batch_size = options_.batch_size, .workers = options_.workers});
+    for (; end < images.size() && scaled(sizes[end], scale) == size; ++end) samples.push_back({images[end]});
+    Loader loader(samples, size, {.batch_size = options.batch_size, .workers = options.workers});
     for (std::size_t image = begin; const auto batch = loader.next();) {
-      const auto probabilities = to_probabilities(pipe_->forward(batch->input)).cpu();
+      const auto probabilities = to_probabilities(pipe->forward(batch->input)).cpu();
       for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
-        const std::vector<std::int64_t> whole = {sizes_[image].height, sizes_[image].width};
+        const std::vector<std::int64_t> whole = {sizes[image].height, sizes[image].width};
         use(image, F::interpolate(probabilities.narrow(0, i, 1),
                                   F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
         progress.add(1);

@@ -1,13 +1,13 @@
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "examples/common/image.h"
 #include "examples/common/options.h"
-#include "gpipe/gpipe.h"
 
 namespace gpipe::examples::unet {
 
@@ -15,33 +15,20 @@ struct PredictorOptions : PipelineOptions {
   std::filesystem::path model;  ///< a snapshot of the training program
   std::optional<double> scale;  ///< size of the network's input, relative to the image; empty: as in training
   int workers = 2;              ///< see LoaderOptions
+  std::filesystem::path output;
 };
 
-/// Adds a flag for each option.
-void add_predictor_options(CLI::App& app, PredictorOptions& options);
+/// Adds a flag for each option. `output` is the help text of --output.
+void add_predictor_options(CLI::App& app, PredictorOptions& options, const std::string& output);
 
-/// Applies a trained U-Net to images of any size.
-class Predictor {
- public:
-  /// Reads the snapshot, cuts the model and prints the stages. If the cut needs measurements, they use the size of the
-  /// first image. Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training
-  /// program, or not an image.
-  Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images);
+/// Gets the number of an image and its probabilities [1, classes, h, w] on the CPU, at the image's own size.
+using UsePrediction = std::function<void(std::size_t image, const torch::Tensor& probabilities)>;
 
-  int classes() const { return classes_; }
-
-  /// Calls `use` for each image in order, with its number and its probabilities [1, classes, h, w] on the CPU, at the
-  /// image's own size. Shows progress with that label.
-  void run(const std::string& label,
-           const std::function<void(std::size_t image, const torch::Tensor& probabilities)>& use);
-
- private:
-  const PredictorOptions options_;
-  const std::vector<std::filesystem::path> images_;
-  std::vector<Size> sizes_;  // of the files
-  int classes_ = 2;
-  double scale_ = 1;
-  GPipe pipe_ = nullptr;
-};
+/// Applies a trained U-Net to images of any size. Reads the snapshot, cuts the model, prints the stages and creates the
+/// output folder. If the cut needs measurements, they use the size of the first image. Then calls `use` for each image
+/// in order, and shows progress with the label. Errors: std::runtime_error with the file's name, for a file that is not a
+/// snapshot of the training program, or not an image.
+void predict_images(const PredictorOptions& options, const std::vector<std::filesystem::path>& images,
+                    const std::string& label, const UsePrediction& use);
 
 }  // namespace gpipe::examples::unet

@@ -51,7 +51,7 @@ class IdxTest : public ::testing::Test {
   }
 
   const TemporaryDirectory directory_;
-  const mnist::IdxFiles files_ = mnist::training_files(directory_.path());
+  const mnist::IdxFiles files_ = mnist::files_of(mnist::Part::kTraining, directory_.path());
 };
 
 TEST_F(IdxTest, FormatIsThatOfMnist) {

@@ -14,21 +14,15 @@ variants=$'data parallel,0\nmodel parallel,0\npipeline,1\nsingle,0'
 [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 8 ]] || fail "times of runs.csv"
 grep -q '^profiles per variant: 1; the median prediction is used$' out/hardware.txt || fail "hardware.txt"
 
-refuse() {
-  local text=$1
-  shift
-  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
-  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
-}
-refuse --devices --devices cpu
-rarely refuse nonsense --devices cpu,nonsense
-refuse --splits --splits 0
-rarely refuse --runs --runs -1
-rarely refuse --image --image nan
-refuse 'out/runs.csv exists from an earlier study; give --overwrite to replace it' --output out
-refuse 'two replicas split it equally; give an even number' --batch-size 5
-refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
-rarely refuse not-a-folder --output out/runs.csv/not-a-folder
+refuse devices --devices --devices cpu
+rarely refuse nonsense nonsense --devices cpu,nonsense
+refuse splits --splits --splits 0
+rarely refuse runs --runs --runs -1
+rarely refuse image --image --image nan
+refuse out 'out/runs.csv exists from an earlier study; give --overwrite to replace it'
+refuse odd 'two replicas split it equally; give an even number' --batch-size 5
+refuse few "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
+rarely refuse log '[log]' # not a folder
 
 # In four processes. ./test has only the files that they would write.
 mkdir out/processes
@@ -48,7 +42,7 @@ four_processes() {
   [[ ! -e out/processes/store ]] || fail "the processes leave a file"
 }
 rarely four_processes
-refuse 'out/processes/runs.csv exists from an earlier study' --output out/processes
+refuse out/processes 'out/processes/runs.csv exists from an earlier study'
 if ! "$python" -c 'import matplotlib' 2>import.log; then
   echo "matplotlib is not installed: pictures are not tested"
   exit 77

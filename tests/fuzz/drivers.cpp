@@ -96,7 +96,7 @@ void image(std::string bytes) {
 void idx(const std::string& bytes) {
   if (bytes.empty()) return;
   static const TemporaryDirectory folder;
-  const auto files = examples::mnist::training_files(folder.path());
+  const auto files = examples::mnist::files_of(examples::mnist::Part::kTraining, folder.path());
   const auto length = std::min<std::size_t>(static_cast<std::uint8_t>(bytes[0]), bytes.size() - 1);
   examples::write_file(files.images, bytes.substr(1, length));
   examples::write_file(files.labels, bytes.substr(1 + length));
