@@ -26,8 +26,8 @@ model = resnet18(num_classes=10).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scheduler = CosineAnnealingLR(optimizer, 10)
 first = 0
-if os.path.exists("plain.pt"):
-    saved = torch.load("plain.pt")
+if os.path.exists("checkpoint.pt"):
+    saved = torch.load("checkpoint.pt")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
@@ -62,5 +62,5 @@ for epoch in range(first, args.epochs):
             "scheduler": scheduler.state_dict(),
             "epoch": epoch + 1,
         },
-        "plain.pt",
+        "checkpoint.pt",
     )

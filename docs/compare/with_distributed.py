@@ -38,7 +38,7 @@ schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.cross_ent
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scheduler = CosineAnnealingLR(optimizer, 10)
 first = 0
-path = f"distributed{rank}.pt"
+path = f"checkpoint{rank}.pt"
 if os.path.exists(path):
     saved = torch.load(path)
     model.load_state_dict(saved["model"])

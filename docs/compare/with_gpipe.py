@@ -30,8 +30,8 @@ model = gpipe.GPipe.from_module(model, sample, stages=2, chunks=4, schedule="1f1
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scheduler = CosineAnnealingLR(optimizer, 10)
 first = 0
-if os.path.exists("gpipe.pt"):
-    saved = torch.load("gpipe.pt")
+if os.path.exists("checkpoint.pt"):
+    saved = torch.load("checkpoint.pt")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
@@ -64,5 +64,5 @@ for epoch in range(first, args.epochs):
             "scheduler": scheduler.state_dict(),
             "epoch": epoch + 1,
         },
-        "gpipe.pt",
+        "checkpoint.pt",
     )
