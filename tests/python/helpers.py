@@ -183,8 +183,9 @@ def join(rank, size, folder):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
-def _run_program(rank, folder, port):
+def _run_program(rank, folder, port, arguments):
     os.chdir(folder)
+    sys.argv = ["train.py", *arguments]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -192,12 +193,12 @@ def _run_program(rank, folder, port):
         runpy.run_path("train.py", run_name="__main__")
 
 
-def run_on_two_ranks(program, folder):
+def run_on_two_ranks(program, folder, *arguments):
     """Runs a program for torchrun in two processes in a folder. Returns their output. Fails if either fails."""
     (Path(folder) / "train.py").write_text(program)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    processes = [_context.Process(target=_run_program, args=(rank, folder, port)) for rank in range(2)]
+    processes = [_context.Process(target=_run_program, args=(rank, folder, port, arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

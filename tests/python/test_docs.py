@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import gpipe
+from gpipe import snapshot
 from conftest import long
 from helpers import cluster_text, run_on_two_ranks
 
@@ -33,6 +35,7 @@ GIVEN = {
 }
 # Packages without which a page is skipped.
 NEEDED = {
+    "README.md": ["torchvision"],
     "docs/any_model.md": ["torchvision", "transformers"],
     "docs/convert_your_model.md": ["torchvision", "accelerate", "lightning_fabric"],
 }
@@ -64,6 +67,35 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
     for number, block in enumerate(blocks_of(page)):
         if not PROGRAM.match(block):
             exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypatch, one_thread):
+    resnet18 = pytest.importorskip("torchvision").models.resnet18
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("tqdm")
+    (program,) = blocks_of("docs/training_loop.md")
+    assert program.count("\n") <= 80
+    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,")
+    write = snapshot.write
+
+    def write_and_stop(*arguments):
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    def run(folder, first_stage, write=write):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(snapshot, "write", write)
+        cut = [first_stage, 60 - first_stage]  # of a ResNet-18
+        monkeypatch.setattr("gpipe.pipeline.balance_by_time", lambda *arguments, **options: cut)
+        exec(compile(program, "docs/training_loop.md", "exec"), {})
+        return (folder / "run/latest.snapshot").read_bytes()
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", 20, write_and_stop)
+    assert run(tmp_path / "stopped", 40) == run(tmp_path / "whole", 30)
+    saved = safetensors.torch.load_file(tmp_path / "whole/run/latest.snapshot")
+    resnet18(num_classes=10).load_state_dict({name: value for name, value in saved.items() if name[0] != "."})
 
 
 def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
