@@ -313,9 +313,7 @@ void Cell::backward_weights(GradientSums& sums) {
 
 void Cell::drop_graph() {
   if (keeps_graph_) return;
-  for (auto& of_parcel : entry_sinks_) {
-    for (auto& sink : of_parcel) sink.reset();
-  }
+  entry_sinks_.clear();
   roots_.clear();
 }
 
