@@ -84,7 +84,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
       all_(stage.parameters()),
       sinks_{make_node<GradientSink>()} {
   // The engine runs a node on the stream that is current when its input metadata is added.
-  const OptionalStreamScope scope(stream);
+  const c10::OptionalStreamGuard scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
