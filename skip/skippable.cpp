@@ -6,7 +6,6 @@
 #include <set>
 #include <stdexcept>
 
-
 namespace gpipe {
 namespace {
 

@@ -42,9 +42,7 @@ void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
   auto& leaving = leaving_[k];
   if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
   leaving.root = leave(tensor);
-  leaving.version = VersionWatch(tensor);
   leaving.parcel.add_leaving(tensor);
-  leaving.tensor = std::move(tensor);
 }
 
 at::Tensor SkipRoutes::pop(const SkipKey& key) {
@@ -67,7 +65,7 @@ void SkipRoutes::check_unchanged(const std::string& layer) const {
     if (!entering_[k].popped && entering_[k].version.changed()) fail_changed(stage_.skips_in[k], by_layer);
   }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
-    if (leaving_[k].version.changed()) fail_changed(stage_.skips_out[k], by_layer);
+    if (leaving_[k].parcel.changed()) fail_changed(stage_.skips_out[k], by_layer);
   }
 }
 

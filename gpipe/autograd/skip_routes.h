@@ -28,8 +28,6 @@ class SkipRoutes : public SkipContext {
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    at::Tensor tensor;  ///< as the layer stashed it
-    VersionWatch version;
     torch::autograd::Edge root;
     Parcel parcel;  ///< empty until the skip is stashed
   };

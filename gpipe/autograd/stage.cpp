@@ -164,45 +164,35 @@ void ParameterSinks::check_unchanged() const {
   }
 }
 
-ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks)
-    : stages_(stages), sinks_(sinks) {
-  for (const auto& of_stage : sinks) {
-    auto& versions = versions_.emplace_back();
-    for (const auto& parameter : of_stage.all()) versions.push_back(version_of(parameter));
+ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks) {
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    for (const auto& parameter : sinks[s].own()) before_.push_back({stages[s], parameter, version_of(parameter)});
   }
 }
 
 ParameterWriteCounts::~ParameterWriteCounts() {
-  for (std::size_t s = 0; s < stages_.size(); ++s) {
-    const auto& parameters = sinks_[s].all();
-    for (std::size_t i = 0; i < versions_[s].size(); ++i) {
-      if (stages_[s].borrows(i)) continue;
-      const auto writes = version_of(parameters[i]) - versions_[s][i];
-      if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
-    }
+  for (const auto& [stage, parameter, version] : before_) {
+    const auto writes = version_of(parameter) - version;
+    if (writes != 0) stage.own_writes[parameter.unsafeGetTensorImpl()] += writes;
   }
 }
 
-GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) : sinks_(sinks) {
-  for (const auto& of_stage : sinks) {
-    auto& before = before_.emplace_back();
-    for (const auto& parameter : of_stage.parameters()) before.push_back(std::exchange(parameter.mutable_grad(), {}));
+GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) {
+  for (std::size_t s = 0; s < sinks.size(); ++s) {
+    const auto& parameters = sinks[s].parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      before_.push_back({s, i, parameters[i], std::exchange(parameters[i].mutable_grad(), {})});
+    }
   }
 }
 
 GradientsAside::~GradientsAside() {
-  for (std::size_t s = 0; s < before_.size(); ++s) {
-    const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < before_[s].size(); ++i) parameters[i].mutable_grad() = std::move(before_[s][i]);
-  }
+  for (auto& [stage, index, parameter, gradient] : before_) parameter.mutable_grad() = std::move(gradient);
 }
 
 void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
-  for (std::size_t s = 0; s < sums.size(); ++s) {
-    const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < before_[s].size(); ++i) {
-      sums[s].add(i, std::exchange(parameters[i].mutable_grad(), {}));
-    }
+  for (const auto& [stage, index, parameter, gradient] : before_) {
+    sums[stage].add(index, std::exchange(parameter.mutable_grad(), {}));
   }
 }
 

@@ -65,7 +65,7 @@ mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, 
        "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
 mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;"
        GradientSums*)
-mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].version.changed())"
+mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())"
        "if (false)" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
