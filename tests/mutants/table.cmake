@@ -76,7 +76,7 @@ mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/checkpointing.
        "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
-mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
+mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/boundary.cpp
        "if (retain_graph) function_ = std::move(function);" "" GPipe.RunsASecondBackward*)
 mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/run/micro_batch.cpp "shape[0] = sizes[i];"
        "shape[0] = sizes[0];" MicroBatch*)
