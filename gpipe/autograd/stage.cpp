@@ -1,6 +1,7 @@
 #include "gpipe/autograd/stage.h"
 
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
@@ -8,7 +9,9 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/error_info.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -77,6 +80,33 @@ std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& te
 }
 
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "unknown";
+  }
+}
+
+ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
+  ErrorInfo info{.action = action, .message = message_of(error)};
+  if (layer >= 0) {
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.name_of(layer);
+  }
+  return info;
+}
+
+std::string to_string(const ErrorInfo& info) {
+  const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
+  return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,
+                      layer, ")");
+}
 
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage),
