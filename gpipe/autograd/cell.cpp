@@ -195,7 +195,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
 void Cell::recompute(bool retain_graph) {
   if (keeps_graph_) return;
   const auto in = inputs_->take(retain_graph);
-  present_ = stage_.state.hold(stage_, sinks_.own());
+  present_ = stage_.state.hold(stage_, sinks_.own(), /*earlier=*/true);
   stage_.state.restore(stage_, *before_forward_);
   if (!retain_graph) before_forward_.reset();
   const auto parameters = sinks_.all().size();
