@@ -146,19 +146,17 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
                            const std::vector<std::vector<at::Tensor>>& of_others) {
   at::NoGradGuard no_grad;
   for (std::size_t b = 0; b < buffers.size(); ++b) {
-    Entry joined;
+    bool is_first = true;
     for (const auto& tensors : of_others) {
       const auto& numbers = tensors.at(3 * b);
       if (!numbers.defined()) continue;
       const auto var = static_cast<std::size_t>(numbers[0].item<double>());
       auto& entry = entry_of(buffers[b], buffers.at(var), numbers[1].item<double>());
+      if (std::exchange(is_first, false)) entry.count = 0;
+      entry.of_instances = numbers[3].item<double>() != 0;
       const auto device = buffers[b].device();
-      entry.of_instances = joined.of_instances = numbers[3].item<double>() != 0;
-      merge(joined, numbers[2].item<double>(), tensors.at(3 * b + 1).to(device, at::kDouble, false, /*copy=*/true),
+      merge(entry, numbers[2].item<double>(), tensors.at(3 * b + 1).to(device, at::kDouble, false, /*copy=*/true),
             tensors.at(3 * b + 2).to(device, at::kDouble, false, /*copy=*/true));
-      entry.count = joined.count;
-      entry.mean = joined.mean;
-      entry.deviations = joined.deviations;
     }
   }
 }

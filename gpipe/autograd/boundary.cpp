@@ -2,12 +2,25 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <exception>
 #include <limits>
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "absl/cleanup/cleanup.h"
 
 namespace gpipe {
 namespace {
+
+using torch::autograd::variable_list;
 
 // Whether only this tensor has the memory, without repeats. A view may own its base, as a weight's gradient often does.
 bool owns_memory(const at::Tensor& tensor) {
@@ -55,8 +68,6 @@ Gradients GradientSums::take_unshared() {
   return std::move(sums_);
 }
 
-using torch::autograd::variable_list;
-
 GradientSink::GradientSink()
     : Node(std::numeric_limits<std::uint64_t>::max()), made(at::sequence_number::get_and_increment()) {}
 
@@ -93,6 +104,143 @@ torch::autograd::Edge leave(const at::Tensor& tensor) {
   node->add_input_metadata(tensor);
   node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
   return {std::move(node), 0};
+}
+
+namespace {
+
+bool is_batched(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  return tensor.defined() &&
+         tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::Batched, DispatchKey::FuncTorchBatched}));
+}
+
+c10::impl::VirtualGuardImpl guard_on(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+c10::Stream make_current(c10::Stream stream) { return guard_on(stream.device()).exchangeStream(stream); }
+
+class PipelineNode : public torch::autograd::Node {
+ public:
+  PipelineNode(BackwardFunction function, const std::vector<c10::Device>& devices) : function_(std::move(function)) {
+    for (const auto device : devices) {
+      if (device.is_cpu()) continue;
+      const auto stream = guard_on(device).getStream(device);
+      if (std::ranges::find(streams_, stream) == streams_.end()) streams_.push_back(stream);
+    }
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
+                                "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
+                                "create_graph");
+    TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(gradients, is_batched),
+                                "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
+                                "is_grads_batched; call it once per gradient, with retain_graph");
+    std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
+    TORCH_CHECK(function_,
+                "[gpipe] trying to backward through a pipeline a second time, after its first backward freed the "
+                "activations or failed; pass retain_graph to the first backward, or run the forward again");
+    const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
+    // A failed backward cannot be repeated, because it has used up part of its cells.
+    auto function = std::exchange(function_, nullptr);
+    // The engine sets the stream of one device only.
+    std::vector<c10::Stream> previous;
+    previous.reserve(streams_.size());
+    const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), make_current); };
+    for (const auto& stream : streams_) previous.push_back(make_current(stream));
+    auto result = call(function, std::move(gradients), retain_graph);
+    if (retain_graph) function_ = std::move(function);
+    return result;
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    function_ = nullptr;
+  }
+
+  std::string name() const override { return "GPipeBackward"; }
+
+ private:
+  // The engine supports only std::exception: others leave its nesting depth wrong.
+  static variable_list call(const BackwardFunction& function, variable_list&& gradients, bool retain_graph) try {
+    return function(std::move(gradients), retain_graph);
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {
+    throw std::runtime_error("[gpipe] a layer threw an object that is not a std::exception");
+  }
+
+  BackwardFunction function_;
+  std::vector<c10::Stream> streams_;  // that were current when this was made
+};
+
+// Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
+// so the engine also reaches parameters that the outputs do not depend on.
+class SkipUndefinedHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit SkipUndefinedHook(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    return gradients.front().defined() ? (*hook_)(gradients) : gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& arguments) const override {
+    hook_->compiled_args(arguments);
+  }
+
+ private:
+  const std::unique_ptr<FunctionPreHook> hook_;
+};
+
+void wrap_hooks(const at::Tensor& leaf) {
+  for (auto& hook : torch::autograd::impl::hooks(leaf)) {
+    if (dynamic_cast<SkipUndefinedHook*>(hook.get()) == nullptr)
+      hook = std::make_unique<SkipUndefinedHook>(std::move(hook));
+  }
+}
+
+// The identity, for the gradients of one device.
+struct DeviceBarrierNode : Leave {
+  std::string name() const override { return "GPipeDeviceBarrier"; }
+};
+
+// Returns the inputs' edges; on other accelerators through a node there: the engine sets one device's stream per node.
+torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
+  auto edges = torch::autograd::collect_next_edges(inputs);
+  std::unordered_map<c10::Device, NodePtr<DeviceBarrierNode>> nodes;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!edges[i].is_valid()) continue;
+    const auto on = inputs[i].device();
+    if (on.is_cpu() || on == device) continue;
+    auto& node = nodes[on];
+    if (!node) node = make_node<DeviceBarrierNode>();
+    node->add_next_edge(std::move(edges[i]));
+    edges[i] = {node, node->add_input_metadata(inputs[i])};
+  }
+  return edges;
+}
+
+}  // namespace
+
+void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
+                     const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
+                     BackwardFunction function) {
+  std::optional<c10::Device> first;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!differentiable[i]) continue;
+    if (!first && !outputs[i].is_cpu()) first = outputs[i].device();
+    devices.push_back(outputs[i].device());
+  }
+  auto node = make_node<PipelineNode>(std::move(function), devices);
+  node->set_next_edges(edges_to(inputs, first.value_or(c10::kCPU)));
+  for (const auto& input : inputs) {
+    if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);
+  }
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (differentiable[i]) {
+      torch::autograd::set_history(outputs[i], node);
+    } else {
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+  }
 }
 
 }  // namespace gpipe

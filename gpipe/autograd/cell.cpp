@@ -41,31 +41,19 @@ Cell::~Cell() {
   if (present_) stage_.state.restore_after_error(stage_, *present_);
 }
 
-Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, AliasCheck& aliases) {
-  Entered entered;
-  const auto borrowed = sinks_.borrowed();
-  const auto first_borrowed = 1 + stage_.skips_in.size();
-  entry_sinks_.clear();
-  for (std::size_t p = 0; p < in.size(); ++p) {
-    auto& sinks = entry_sinks_.emplace_back();
-    for (std::size_t i = 0; i < in[p].tensors.size(); ++i) {
-      auto tensor = in[p].tensors[i];
-      NodePtr<GradientSink> sink;
-      if (tensor.defined()) {
-        tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
-        sink = node_cast<GradientSink>(tensor.grad_fn());
-        if (sink) sink->indices = {i};
-      }
-      aliases.enters(tensor, in[p].alias_groups[i]);
-      sinks.push_back(std::move(sink));
-      if (p < first_borrowed) {
-        (p == 0 ? entered.activation : entered.skips).push_back(std::move(tensor));
-      } else {
-        entered.borrowed.push_back({borrowed[p - first_borrowed], std::move(tensor)});
-      }
-    }
+// Returns what the layers get. Tensors that want gradients get sinks.
+std::vector<at::Tensor> Cell::enter_parcel(const Parcel& parcel, bool graph, AliasCheck& aliases) {
+  auto tensors = parcel.tensors;
+  auto& sinks = entry_sinks_.emplace_back(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    auto& tensor = tensors[i];
+    if (!tensor.defined()) continue;
+    tensor = graph && parcel.wants_gradient[i] ? enter(tensor) : tensor.detach();
+    sinks[i] = node_cast<GradientSink>(tensor.grad_fn());
+    if (sinks[i]) sinks[i]->indices = {i};
+    aliases.enters(tensor, parcel.alias_groups[i]);
   }
-  return entered;
+  return tensors;
 }
 
 Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
@@ -127,18 +115,26 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
   AliasCheck aliases;
-  auto entered = enter_all(in, graph, aliases);
-  SkipRoutes skips(stage_, std::move(entered.skips));
+  entry_sinks_.clear();
+  Value value(in.front().form, enter_parcel(in.front(), graph, aliases));
+  std::vector<at::Tensor> skips_in;
+  const auto first_borrowed = 1 + stage_.skips_in.size();
+  for (std::size_t p = 1; p < first_borrowed; ++p) skips_in.push_back(enter_parcel(in[p], graph, aliases).front());
+  SkipRoutes skips(stage_, std::move(skips_in));
+  std::vector<Borrowed> borrowed;
+  for (const auto& parameter : sinks_.borrowed()) {
+    const auto& parcel = in[first_borrowed + borrowed.size()];
+    borrowed.push_back({parameter, enter_parcel(parcel, graph, aliases).front()});
+  }
   const auto lent = sinks_.lent();
   Parcel tied;
   for (const auto& parameter : lent) tied.add(parameter, false);
-  for (const auto& parameter : entered.borrowed) tied.add(parameter.stand_in, false);
-  Value value(in.front().form, std::move(entered.activation));
+  for (const auto& parameter : borrowed) tied.add(parameter.stand_in, false);
   {
     const SkipContextGuard guard(skips);
     const StageState::Scope watch(stage_.state);
     const PassScope scope(pass);
-    value = call_layers(std::move(value), entered.borrowed, [&](const std::string& layer) {
+    value = call_layers(std::move(value), borrowed, [&](const std::string& layer) {
       if (tied.changed()) refuse_write();
       skips.check_unchanged(layer);
       aliases.check(stage_.index, layer);
@@ -165,7 +161,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     roots_.clear();
     return out;
   }
-  sinks_.redirect(all_roots(), begin, entered.borrowed);
+  sinks_.redirect(all_roots(), begin, borrowed);
   return out;
 }
 
@@ -195,7 +191,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
 void Cell::recompute(bool retain_graph) {
   if (keeps_graph_) return;
   const auto in = inputs_->take(retain_graph);
-  present_ = stage_.state.hold(stage_, sinks_.own());
+  present_ = stage_.state.hold(stage_, sinks_.own(), /*earlier=*/true);
   stage_.state.restore(stage_, *before_forward_);
   if (!retain_graph) before_forward_.reset();
   const auto parameters = sinks_.all().size();
@@ -313,9 +309,7 @@ void Cell::backward_weights(GradientSums& sums) {
 
 void Cell::drop_graph() {
   if (keeps_graph_) return;
-  for (auto& of_parcel : entry_sinks_) {
-    for (auto& sink : of_parcel) sink.reset();
-  }
+  entry_sinks_.clear();
   roots_.clear();
 }
 

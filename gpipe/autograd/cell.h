@@ -60,12 +60,7 @@ class Cell {
   int layer() const { return layer_; }
 
  private:
-  struct Entered {
-    std::vector<at::Tensor> activation;
-    std::vector<at::Tensor> skips;
-    std::vector<Borrowed> borrowed;
-  };
-  Entered enter_all(const std::vector<Parcel>& in, bool graph, AliasCheck& aliases);
+  std::vector<at::Tensor> enter_parcel(const Parcel& parcel, bool graph, AliasCheck& aliases);
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);

@@ -176,15 +176,14 @@ void register_kernels() {
       library("_", [](torch::Library& all) { all.fallback(torch::CppFunction::makeFallthrough()); });
 }
 
-constexpr int kWordsPerSeed = 2;  // the engine draws 32 bits at a time
-
-at::Generator current_generator() {
-  return current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
-}
-
-at::Generator generator_copy(at::Generator generator) {
+// Calls f with the CPU generator of the current scope, or outside of scopes with the default one, under its locks.
+template <typename F>
+void with_current_generator(F f) {
+  std::optional<MutexLock> turn;
+  if (current_scope == nullptr) turn.emplace(default_generator_mutex(c10::kCPU));  // another thread's scope may use it
+  auto generator = current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
   std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.clone();
+  f(*generator.get<at::CPUGeneratorImpl>());
 }
 
 }  // namespace
@@ -200,16 +199,7 @@ RandomScope::~RandomScope() { current_scope = previous_; }
 
 RandomScope* RandomScope::current() { return current_scope; }
 
-std::uint64_t RandomScope::draw_seed() {
-  register_kernels();  // on the caller's thread, before workers run operators
-  const auto draw_from = [](at::Generator generator) {
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    return generator.get<at::CPUGeneratorImpl>()->random64();
-  };
-  if (current_scope != nullptr) return draw_from(current_scope->generator(c10::kCPU));
-  MutexLock turn(default_generator_mutex(c10::kCPU));  // another thread's scope may use it
-  return draw_from(at::detail::getDefaultCPUGenerator());
-}
+std::uint64_t RandomScope::draw_seed() { return SeedDraw().seed(); }
 
 at::Generator RandomScope::generator(c10::Device device) {
   if (device.is_cpu()) {
@@ -245,18 +235,21 @@ void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<v
   call();
 }
 
-SeedDraw::SeedDraw() : before_(generator_copy(current_generator())), seed_(RandomScope::draw_seed()) {}
+SeedDraw::SeedDraw() {
+  register_kernels();  // on the caller's thread, before workers run operators
+  with_current_generator([&](at::CPUGeneratorImpl& generator) {
+    before_ = generator.engine();
+    seed_ = generator.random64();
+    after_ = generator.engine();
+  });
+}
 
 void SeedDraw::undo() noexcept try {
-  auto generator = current_generator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  auto* impl = generator.get<at::CPUGeneratorImpl>();
-  const auto before = before_.get<at::CPUGeneratorImpl>()->engine();
-  auto after = before;
-  for (int i = 0; i < kWordsPerSeed; ++i) after();
-  const auto found = impl->engine().data();
-  const auto expected = after.data();
-  if (found.left_ == expected.left_ && found.state_ == expected.state_) impl->set_engine(before);
+  with_current_generator([&](at::CPUGeneratorImpl& generator) {
+    const auto found = generator.engine().data();
+    const auto expected = after_.data();
+    if (found.left_ == expected.left_ && found.state_ == expected.state_) generator.set_engine(before_);
+  });
 } catch (...) {  // the caller handles an exception already
 }
 

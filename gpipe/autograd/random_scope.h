@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/MT19937RNGEngine.h>
 #include <c10/core/Device.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -65,8 +66,9 @@ class SeedDraw {
   void undo() noexcept;
 
  private:
-  at::Generator before_;
-  std::uint64_t seed_;
+  at::mt19937 before_;
+  at::mt19937 after_;
+  std::uint64_t seed_ = 0;
 };
 
 }  // namespace gpipe

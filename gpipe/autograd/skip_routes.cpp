@@ -37,10 +37,9 @@ bool SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
   bool sent = false;
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (stage_.skips_out[k] != key) continue;
-    auto& [version, root, parcel] = leaving_[k];
+    auto& [root, parcel] = leaving_[k];
     if (!parcel.tensors.empty()) fail_twice(key, "stashed");
     root = leave(tensor);
-    version = VersionWatch(tensor);
     parcel.add_leaving(tensor);
     sent = true;
   }
@@ -74,7 +73,7 @@ void SkipRoutes::check_unchanged(const std::string& layer) const {
     if (skip.version.changed()) fail_changed(key, by_layer);
   }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
-    if (leaving_[k].version.changed()) fail_changed(stage_.skips_out[k], by_layer);
+    if (leaving_[k].parcel.changed()) fail_changed(stage_.skips_out[k], by_layer);
   }
 }
 

@@ -29,7 +29,6 @@ class SkipRoutes : public SkipContext {
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    VersionWatch version;
     torch::autograd::Edge root;
     Parcel parcel;  ///< empty until the skip is stashed
   };

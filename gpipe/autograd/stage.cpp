@@ -1,6 +1,7 @@
 #include "gpipe/autograd/stage.h"
 
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
@@ -8,7 +9,9 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/error_info.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -78,13 +81,40 @@ std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& te
 
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
 
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "unknown";
+  }
+}
+
+ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
+  ErrorInfo info{.action = action, .message = message_of(error)};
+  if (layer >= 0) {
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.name_of(layer);
+  }
+  return info;
+}
+
+std::string to_string(const ErrorInfo& info) {
+  const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
+  return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,
+                      layer, ")");
+}
+
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage),
       caller_(at::RecordFunction::currentThreadId()),
       all_(stage.parameters()),
       sinks_{make_node<GradientSink>()} {
   // The engine runs a node on the stream that is current when its input metadata is added.
-  const OptionalStreamScope scope(stream);
+  const c10::OptionalStreamGuard scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
@@ -164,45 +194,35 @@ void ParameterSinks::check_unchanged() const {
   }
 }
 
-ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks)
-    : stages_(stages), sinks_(sinks) {
-  for (const auto& of_stage : sinks) {
-    auto& versions = versions_.emplace_back();
-    for (const auto& parameter : of_stage.all()) versions.push_back(version_of(parameter));
+ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks) {
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    for (const auto& parameter : sinks[s].own()) before_.push_back({stages[s], parameter, version_of(parameter)});
   }
 }
 
 ParameterWriteCounts::~ParameterWriteCounts() {
-  for (std::size_t s = 0; s < stages_.size(); ++s) {
-    const auto& parameters = sinks_[s].all();
-    for (std::size_t i = 0; i < versions_[s].size(); ++i) {
-      if (stages_[s].borrows(i)) continue;
-      const auto writes = version_of(parameters[i]) - versions_[s][i];
-      if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
-    }
+  for (const auto& [stage, parameter, version] : before_) {
+    const auto writes = version_of(parameter) - version;
+    if (writes != 0) stage.own_writes[parameter.unsafeGetTensorImpl()] += writes;
   }
 }
 
-GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) : sinks_(sinks) {
-  for (const auto& of_stage : sinks) {
-    auto& before = before_.emplace_back();
-    for (const auto& parameter : of_stage.parameters()) before.push_back(std::exchange(parameter.mutable_grad(), {}));
+GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) {
+  for (std::size_t s = 0; s < sinks.size(); ++s) {
+    const auto& parameters = sinks[s].parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      before_.push_back({s, i, parameters[i], std::exchange(parameters[i].mutable_grad(), {})});
+    }
   }
 }
 
 GradientsAside::~GradientsAside() {
-  for (std::size_t s = 0; s < before_.size(); ++s) {
-    const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < before_[s].size(); ++i) parameters[i].mutable_grad() = std::move(before_[s][i]);
-  }
+  for (auto& [stage, index, parameter, gradient] : before_) parameter.mutable_grad() = std::move(gradient);
 }
 
 void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
-  for (std::size_t s = 0; s < sums.size(); ++s) {
-    const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < before_[s].size(); ++i) {
-      sums[s].add(i, std::exchange(parameters[i].mutable_grad(), {}));
-    }
+  for (const auto& [stage, index, parameter, gradient] : before_) {
+    sums[stage].add(index, std::exchange(parameter.mutable_grad(), {}));
   }
 }
 

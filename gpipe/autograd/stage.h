@@ -132,9 +132,12 @@ class ParameterWriteCounts {
   ParameterWriteCounts(const ParameterWriteCounts&) = delete;
 
  private:
-  std::vector<Stage>& stages_;
-  const std::vector<ParameterSinks>& sinks_;
-  std::vector<std::vector<std::uint32_t>> versions_;
+  struct Before {
+    Stage& stage;
+    at::Tensor parameter;
+    std::uint32_t version;
+  };
+  std::vector<Before> before_;
 };
 
 /// Sets `.grad` of all parameters aside for its lifetime. A layer's backward may run a backward of its own, as reentrant
@@ -150,8 +153,13 @@ class GradientsAside {
   void move_to(std::vector<GradientSums>& sums) const;
 
  private:
-  const std::vector<ParameterSinks>& sinks_;
-  std::vector<std::vector<at::Tensor>> before_;
+  struct Before {
+    std::size_t stage;
+    std::size_t index;  // of the stage's sinks
+    at::Tensor parameter;
+    at::Tensor gradient;
+  };
+  std::vector<Before> before_;
 };
 
 }  // namespace gpipe

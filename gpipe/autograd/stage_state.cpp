@@ -156,7 +156,7 @@ void StageState::for_each_of_memory(const at::Tensor& tensor, F f) {
   }
 }
 
-StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Tensor>& parameters) {
+StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Tensor>& parameters, bool earlier) {
   Moment moment;
   std::vector<at::Tensor> tensors;
   stage.locked([&] {
@@ -169,7 +169,8 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   const auto buffers = tensors.size();
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+  const auto count = earlier ? items_.size() : tensors_.size();
+  for (std::size_t i = 0; i < count; ++i) {
     const auto& item = items_[i];
     item->note_unseen();
     moment.values_.emplace_back(item, item->hold());

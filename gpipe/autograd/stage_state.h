@@ -61,8 +61,8 @@ class StageState {
     std::vector<std::pair<std::shared_ptr<Item>, std::shared_ptr<Value>>> values_;  // of tensors, then of generators
     std::size_t generators_ = 0;                                                    // their number
   };
-  /// `parameters`: the stage's own.
-  Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters);
+  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold, so that these can be restored.
+  Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters, bool earlier = false);
 
   /// Whether layers have made modules since.
   bool has_new_modules(const Stage& stage, const Moment& moment) const;

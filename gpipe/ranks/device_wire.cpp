@@ -27,14 +27,14 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
 void DeviceLink::send(std::span<const at::Tensor> tensors) {
   if (tensors.empty()) return;
   const auto ready = record_event(device_);
-  const OptionalStreamScope copying(stream_);
+  const c10::OptionalStreamGuard copying(stream_);
   wait(ready, device_);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
   wire_.transfer(tensors);
 }
 
 StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
-  const OptionalStreamScope copying(stream_);
+  const c10::OptionalStreamGuard copying(stream_);
   Landing landing;
   for (auto& parcel : parcels) {
     for (auto& tensor : parcel.tensors) {
@@ -53,7 +53,7 @@ StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
 void DeviceLink::settle(std::chrono::milliseconds limit) {
   StreamEvent ended;
   {
-    const OptionalStreamScope copying(stream_);
+    const c10::OptionalStreamGuard copying(stream_);
     ended = record_event(device_);
   }
   wait(ended, device_);

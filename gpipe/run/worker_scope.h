@@ -26,7 +26,7 @@ class WorkerScope {
 
  private:
   CallerStateScope state_;
-  OptionalStreamScope stream_;
+  c10::OptionalStreamGuard stream_;
   ByteCounter::Worker counted_;
 };
 

@@ -87,20 +87,6 @@ void use_on_current_stream(const at::Tensor& tensor) {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
 }
 
-OptionalStreamScope::OptionalStreamScope(const std::optional<c10::Stream>& stream) {
-  if (!stream) return;
-  const auto guard = guard_of(stream->device());
-  previous_device_ = guard.exchangeDevice(stream->device());
-  previous_stream_ = guard.exchangeStream(*stream);
-}
-
-OptionalStreamScope::~OptionalStreamScope() {
-  if (!previous_stream_) return;
-  const auto guard = guard_of(previous_stream_->device());
-  guard.exchangeStream(*previous_stream_);
-  guard.uncheckedSetDevice(*previous_device_);
-}
-
 std::optional<c10::Stream> new_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
@@ -168,8 +154,8 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c1
   {
     // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
     // copy does not wait for computation.
-    OptionalStreamScope target(link.target);
-    OptionalStreamScope source(link.source);
+    const c10::OptionalStreamGuard target(link.target);
+    const c10::OptionalStreamGuard source(link.source);
     auto source_device = to;
     for (auto& tensor : tensors) {
       if (!tensor.defined() || tensor.device() == to) continue;

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
-#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -40,19 +40,6 @@ void wait(const StreamEvents& events, c10::Device device);
 
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
-
-/// Makes a stream, if there is one, the current one of its device, and the device that of the thread, for a scope.
-class OptionalStreamScope {
- public:
-  explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);
-  ~OptionalStreamScope();
-  OptionalStreamScope(const OptionalStreamScope&) = delete;
-  OptionalStreamScope& operator=(const OptionalStreamScope&) = delete;
-
- private:
-  std::optional<c10::Stream> previous_stream_;
-  std::optional<c10::Device> previous_device_;
-};
 
 /// Returns a stream from the device's pool; std::nullopt on the CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);

@@ -96,7 +96,7 @@ TEST_F(CheckedDevice, AHostThatReadsItsMemoryCrashes) {
 
 TEST_F(CheckedDevice, FindsAMissingWait) {
   const auto x = torch::ones({4}, device(0));
-  const OptionalStreamScope scope(other_stream(0));
+  const c10::OptionalStreamGuard scope(other_stream(0));
   x.square();
   EXPECT_THAT(stream_order().take_violations(),
               ElementsAre(HasSubstr("aten::pow reads a tensor of shape [4] on stream")));
@@ -106,7 +106,7 @@ TEST_F(CheckedDevice, FindsMemoryThatIsFreedTooEarly) {
   auto x = torch::ones({4}, device(0));
   const auto made = record_event(device(0));
   {
-    const OptionalStreamScope scope(other_stream(0));
+    const c10::OptionalStreamGuard scope(other_stream(0));
     wait(made, device(0));
     x.square();
     x = Tensor();

@@ -34,7 +34,7 @@ class SideStreams {
   SideStreams() {
     const auto before = record_all();
     for (int d = 0; d < accelerator::kDevices; ++d)
-      scopes_.push_back(std::make_unique<OptionalStreamScope>(*new_stream(device(d))));
+      scopes_.push_back(std::make_unique<c10::OptionalStreamGuard>(*new_stream(device(d))));
     wait_for(before);
   }
   ~SideStreams() {
@@ -53,7 +53,7 @@ class SideStreams {
     for (int d = 0; d < accelerator::kDevices; ++d) wait(events, device(d));
   }
 
-  std::vector<std::unique_ptr<OptionalStreamScope>> scopes_;
+  std::vector<std::unique_ptr<c10::OptionalStreamGuard>> scopes_;
 };
 
 // The current device, and the current stream of each device.

@@ -65,7 +65,7 @@ mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, 
        "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
 mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;"
        GradientSums*)
-mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].version.changed())"
+mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())"
        "if (false)" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
@@ -76,7 +76,7 @@ mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/checkpointing.
        "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
-mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
+mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/boundary.cpp
        "if (retain_graph) function_ = std::move(function);" "" GPipe.RunsASecondBackward*)
 mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/run/micro_batch.cpp "shape[0] = sizes[i];"
        "shape[0] = sizes[0];" MicroBatch*)
