@@ -33,25 +33,21 @@ SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
   }
 }
 
-bool SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
-  bool sent = false;
+void SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (stage_.skips_out[k] != key) continue;
     auto& [root, parcel] = leaving_[k];
     if (!parcel.tensors.empty()) fail_twice(key, "stashed");
     root = leave(tensor);
     parcel.add_leaving(tensor);
-    sent = true;
   }
-  return sent;
 }
 
 void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
-  const bool sent = send(key, tensor);
+  send(key, tensor);
   const auto readers = stage_.skip_readers.find(key);
   if (readers == stage_.skip_readers.end()) return;
-  const auto version = sent ? VersionWatch(tensor) : VersionWatch();
-  if (!present_.emplace(key, Present{std::move(tensor), version, readers->second}).second) fail_twice(key, "stashed");
+  if (!present_.emplace(key, Present{std::move(tensor), {}, readers->second}).second) fail_twice(key, "stashed");
 }
 
 at::Tensor SkipRoutes::pop(const SkipKey& key) {

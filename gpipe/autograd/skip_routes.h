@@ -38,12 +38,12 @@ class SkipRoutes : public SkipContext {
   /// A skip that layers of the stage have yet to read.
   struct Present {
     at::Tensor tensor;
-    VersionWatch version;  // none for a skip of this stage
+    VersionWatch version;  // of one that has entered
     int readers;
   };
 
-  /// Sends a tensor to the workers' next stages that read it. Returns whether there are any.
-  bool send(const SkipKey& key, const at::Tensor& tensor);
+  /// Sends a tensor to the workers' next stages that read it.
+  void send(const SkipKey& key, const at::Tensor& tensor);
 
   const Stage& stage_;
   std::map<SkipKey, Present> present_;
