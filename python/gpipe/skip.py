@@ -95,18 +95,18 @@ class Skippable(nn.Module):
         self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, ns)}
         return self
 
-    def native_namespace(self, name: str) -> _C.Namespace:
-        """Returns the C++ namespace of a declared name."""
+    def native_key(self, name: str) -> _C.SkipKey:
+        """Returns the C++ key of a declared name."""
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
-        return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
+        return _C.SkipKey(_native.get(namespace) or _native.setdefault(namespace, _C.Namespace()), name)
 
-    def stashes(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer stashes, as the extension module takes it."""
-        return [(self.native_namespace(name), name) for name in sorted(self.stashable_names)]
+    def stashes(self) -> list[_C.SkipKey]:
+        """Returns the keys of what the layer stashes."""
+        return list(map(self.native_key, sorted(self.stashable_names)))
 
-    def pops(self) -> list[tuple[_C.Namespace, str]]:
-        """Returns what the layer pops, likewise."""
-        return [(self.native_namespace(name), name) for name in sorted(self.poppable_names)]
+    def pops(self) -> list[_C.SkipKey]:
+        """Returns the keys of what the layer pops."""
+        return list(map(self.native_key, sorted(self.poppable_names)))
 
     def name_in_messages(self, key: str) -> str:
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
@@ -164,7 +164,7 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
         done = "stashed" if tensor else "popped"
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
         raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
-    current.answer = call(current.layer.native_namespace(name), name, *tensor)
+    current.answer = call(current.layer.native_key(name), *tensor)
     return current.answer
 
 

@@ -255,10 +255,10 @@ class ExportedLayer(ConvertedLayer):
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
-        return _C.pop(self.native_namespace(name), name)
+        return _C.pop(self.native_key(name))
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
-        _C.stash(self.native_namespace(name), name, tensor)
+        _C.stash(self.native_key(name), tensor)
 
     def __repr__(self) -> str:
         return f"ExportedLayer({self.name})"
