@@ -165,11 +165,6 @@ def as_python(expression: Any, samples: str) -> str:
     return text
 
 
-def itself(value: Any) -> Any:
-    """The function of an operation that gives a value another name."""
-    return value
-
-
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
 _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.exporter import OPERATOR, run_whole
-from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of, itself
+from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of
 from gpipe.exported.layers import Route
 from gpipe.names import ConvertedLayer
 
@@ -130,8 +130,6 @@ class Writer:
         if operation.schema is not None and operation.schema.name == OPERATOR:
             inputs, arguments, _ = args
             return f"{name} = {self._function(run_whole)}({self._place(operation.call.path)}, {arguments}, {inputs})"
-        if operation.function is itself:
-            return f"{name} = {args[0]}"
         args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
         function = operation.function
         if function is torch.ops.aten.batch_norm.default:

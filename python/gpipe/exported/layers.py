@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, itself, leaves_of
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, leaves_of
 
 
 @dataclass(eq=False)
@@ -105,11 +105,11 @@ def owners_of_memory(graph: Graph) -> dict[Value, Value]:
 
 def _viewed_by(operation: Operation) -> Iterable[Value]:
     """Returns the values whose memory the result of an operation may share."""
-    if operation.function in (operator.getitem, itself):
+    if operation.function is operator.getitem:
         return operation.inputs()
     if operation.schema is None or all(result.alias_info is None for result in operation.schema.returns):
         return ()
-    return [each for argument, each in operation.given() if argument.alias_info and isinstance(each, Value)]
+    return inputs_of([each for argument, each in operation.given() if argument.alias_info])
 
 
 def _changed_by(operation: Operation) -> Iterator[Value]:
@@ -117,8 +117,8 @@ def _changed_by(operation: Operation) -> Iterator[Value]:
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.
-        if isinstance(value, Value) and (writes or argument.name in ("running_mean", "running_var")):
-            yield value
+        if writes or argument.name in ("running_mean", "running_var"):
+            yield from inputs_of(value)
 
 
 def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
