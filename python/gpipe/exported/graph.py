@@ -22,6 +22,7 @@ class Value:
     name: str  # a Python identifier that no other value has
     example: Any  # a fake tensor, or a symbolic number
     is_parameter: bool = False
+    mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
 
     @property
     def is_tensor(self) -> bool:
@@ -81,14 +82,14 @@ class Context(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """One call of a function. Its arguments hold values, choices, numbers and constants."""
+    """One call of a function, in the modes in which its result exists. Its arguments hold values, choices, numbers and
+    constants."""
 
     result: Value
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
-    mode: Mode | None = None  # the only mode in which the operation runs; ``None`` for both
     contexts: tuple[Context, ...] = ()
 
     def inputs(self) -> Iterator[Value]:
@@ -230,7 +231,7 @@ class Reader:
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 call = _innermost(node)
-                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, None, contexts)
+                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, contexts)
                 self.graph.operations.append(operation)
         raise AssertionError("a graph without output")
 

@@ -111,8 +111,8 @@ class Writer:
             around = [f"with {context.expression}:" for context in operation.contexts]
             self._needs_device |= any("_device" in each for each in around)
             keys = [context.key for context in operation.contexts]
-            if operation.mode is not None:
-                path, training = operation.mode
+            if operation.result.mode is not None:
+                path, training = operation.result.mode
                 around.append(f"if {'' if training else 'not '}{self._place(path)}.training:")
                 keys.append(around[-1])
             for depth in range(len(os.path.commonprefix([keys, opened])), len(keys)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, leaves_of
+from gpipe.exported.graph import Call, Choice, Graph, Number, Operation, Value, inputs_of, leaves_of
 
 
 @dataclass(eq=False)
@@ -148,14 +148,12 @@ class Routes:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
         self._source: dict[Value, int] = {}  # the layer that has a value first; 0 for inputs
-        self._operation: dict[Value, Operation] = {}
         self._tensors = set(graph.tensors.values())
         self._owners = owners_of_memory(graph)
         self._source |= dict.fromkeys(filter(None, graph.inputs), 0)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
-                self._operation.setdefault(operation.result, operation)
         self._inputs = list(filter(None, graph.inputs))
         self._samples = graph.samples()
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
@@ -163,10 +161,6 @@ class Routes:
     def _is_far(self, value: Value, index: int) -> bool:
         """Returns whether a layer gets a value from another layer."""
         return self._source.get(value, index) != index
-
-    def _mode(self, value: Value) -> Mode | None:
-        """Returns the only mode in which a value exists."""
-        return self._operation[value].mode if value in self._operation else None
 
     def _needed_tensors(self, index: int) -> dict[Value, None]:
         """Returns the tensors that a layer uses and does not compute, in the order of use."""
@@ -187,7 +181,7 @@ class Routes:
     def _number_of_samples(self, index: int, needed: dict[Value, None]) -> str:
         """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others. It may
         add an input of the model."""
-        always = [value for value in needed if self._mode(value) is None]
+        always = [value for value in needed if value.mode is None]
         for value in always + self._inputs:
             for dimension, size in enumerate(value.example.shape):
                 factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (1, None)
@@ -204,25 +198,22 @@ class Routes:
                 holders.setdefault(value, [self._source[value]]).append(index)
         skips: Counter[tuple[int, int]] = Counter()  # by their layers
         for value, layers in holders.items():
-            mode = self._mode(value)
             for giver, taker in itertools.pairwise(layers):
                 owner = self._owners.get(value)  # whose memory it shares
                 is_buffer = owner is not None and not owner.is_parameter
                 sent = self._copied(value, giver) if giver == layers[0] and is_buffer else value
-                if taker == giver + 1 and mode is None:
+                if taker == giver + 1 and value.mode is None:
                     self.routes[giver].leaving.append(sent)
                     self.routes[taker].arriving.append(value)
                     continue
                 skips[giver, taker] += 1
                 name = f"{self.routes[giver].name} -> {self.routes[taker].name}"
                 name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
-                self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
+                self.routes[giver].stashes.append((name, sent if value.mode is None else value.mode.only(sent)))
                 self.routes[taker].pops.append((name, value))
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
-        copy = Value(f"_copy_of_{value.name}", value.example)
-        mode = self._mode(value)
-        call = Call("", "") if value in self._tensors else self._operation[value].call
-        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, call, mode))
+        copy = Value(f"_copy_of_{value.name}", value.example, mode=value.mode)
+        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, Call("", "")))
         return copy

@@ -91,10 +91,10 @@ class Combination:
             if theirs is not None and self._share_arguments(ours, theirs):
                 self._same[theirs.result] = ours.result
                 return
-            ours.mode = Mode(self._decider(ours.call), True)
+            ours.result.mode = Mode(self._decider(ours.call), True)
         if theirs is not None:
             theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
-            theirs.mode = Mode(self._decider(theirs.call), False)
+            theirs.result.mode = Mode(self._decider(theirs.call), False)
             theirs.result.name = self._unused(theirs.result.name)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
@@ -121,8 +121,8 @@ class Combination:
         """Returns the path of the module that passes one or the other argument to a call."""
         sources = [self._sources[each] for each in (ours, theirs) if isinstance(each, Value) and each in self._sources]
         for source in sources:
-            if source.mode is not None:
-                return source.mode.path
+            if source.result.mode is not None:
+                return source.result.mode.path
         around = {each for source in sources for each in source.call.around()}
         return self._decider(next((each for each in call.around() if each in around or not sources), call))
 
@@ -130,10 +130,9 @@ class Combination:
         """Yields the operations, and checks before those that exist or choose by one module's mode and use what another
         module's mode decides about. These modules must be in one mode, because the exports show no other case."""
         deciders: dict[tuple[Value, bool], set[str]] = {}
-        for value, source in self._sources.items():
-            if source.mode is not None:
-                deciders[value, source.mode.training] = {source.mode.path}
         for operation in operations:
+            if (mode := operation.result.mode) is not None:
+                deciders[operation.result, mode.training] = {mode.path}
             for (path, training), value in _uses(None, (operation.args, operation.kwargs)):
                 deciders.setdefault((value, training), set()).add(path)
         checked: set[tuple[str, str]] = set()
@@ -147,7 +146,7 @@ class Combination:
                         yield Operation(Value(self._unused("checked"), None), check_modes, args, {}, call)
 
         for operation in operations:
-            yield from checks(_uses(operation.mode, (operation.args, operation.kwargs)), operation.call)
+            yield from checks(_uses(operation.result.mode, (operation.args, operation.kwargs)), operation.call)
             yield operation
         yield from checks(_uses(None, self.graph.outputs), operation.call)
 
