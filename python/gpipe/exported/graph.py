@@ -21,6 +21,7 @@ class Value:
 
     name: str  # a Python identifier that no other value has
     example: Any  # a fake tensor, or a symbolic number
+    tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
     mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
 
@@ -193,8 +194,8 @@ class Reader:
                     self._values[node] = spec.arg.value
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
-                value.is_parameter = spec.kind is InputKind.PARAMETER
-                self._values[node] = self.graph.tensors.setdefault(names[spec.target], value)
+                value.tensor, value.is_parameter = names[spec.target], spec.kind is InputKind.PARAMETER
+                self._values[node] = self.graph.tensors.setdefault(value.tensor, value)
             else:
                 raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
         self._samples = self.graph.samples()

@@ -67,13 +67,11 @@ def load(code: Code, name: str) -> Callable[..., Any]:
 
 
 class Writer:
-    """Writes the function of a layer. ``tensors`` are the names of the model's tensors. The first layer has the model's
-    flattened ``inputs`` and gets a list. The last layer has the model's flattened ``outputs`` and returns a list."""
+    """Writes the function of a layer. The first layer has the model's flattened ``inputs`` and gets a list. The last layer
+    has the model's flattened ``outputs`` and returns a list."""
 
-    def __init__(
-        self, route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None
-    ) -> None:
-        self._tensors = {value: tensors[value] for value in route.owned}
+    def __init__(self, route: Route, inputs: list[Value | None] | None, outputs: list[Any] | None) -> None:
+        self._owned = route.owned
         self._functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self._needs_device = False
@@ -88,7 +86,7 @@ class Writer:
             lines.append(f"_samples = {route.samples}")
         if self._needs_device:
             names = [*filter(None, arriving), *(value.name for _, value in route.pops)]
-            tensor = next(itertools.chain(names, map(self._argument, self._tensors), ["torch.tensor(0)"]))
+            tensor = next(itertools.chain(names, map(self._argument, self._owned), ["torch.tensor(0)"]))
             lines += [f"_device = {tensor}.device"]
         lines += body
         lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]
@@ -102,7 +100,7 @@ class Writer:
         """Returns the index of the last operation that uses each value."""
         last = {value: index for index, operation in enumerate(route.operations) for value in operation.inputs()}
         leaving = inputs_of((route.leaving, [value for _, value in route.stashes], outputs))
-        return last | dict.fromkeys([*leaving, *self._tensors], len(route.operations))
+        return last | dict.fromkeys([*leaving, *self._owned], len(route.operations))
 
     def _operations(self, operations: list[Operation]) -> list[str]:
         lines: list[str] = []
@@ -155,9 +153,9 @@ class Writer:
             yes, no = self._argument(arg.training), self._argument(arg.evaluation)
             return f"({yes} if {self._place(arg.path)}.training else {no})"
         if isinstance(arg, Value):
-            if (tensor := self._tensors.get(arg)) is None:
+            if arg not in self._owned:
                 return arg.name
-            owner, _, name = tensor.rpartition(".")
+            owner, _, name = arg.tensor.rpartition(".")
             plain = name.isidentifier() and not keyword.iskeyword(name)
             return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
         if isinstance(arg, Number):

@@ -32,7 +32,6 @@ def divide(graph: Graph) -> list[Route]:
     own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
     other layers have it too, a number follows.
     """
-    parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
     paths = {operation.call.path for operation in graph.operations}
     # Of modules inside which another module computes.
     outer = {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
@@ -40,7 +39,7 @@ def divide(graph: Graph) -> list[Route]:
     current: Call | None = None
     taken: set[str] = set()
     for operation in graph.operations:
-        own = [parameters[value] for value in operation.inputs() if value in parameters]
+        own = [value.tensor for value in operation.inputs() if value.is_parameter]
         begins = operation.call.path not in outer or bool(own)
         if not layers or (begins and operation.call != current):
             path = operation.call.path or (own[0] if own else "input")
@@ -70,7 +69,6 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
     changes, because other stages would not see the change; those between the first and the last use of a number that is
     computed, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
     because it changes what operators on its thread do."""
-    tensors = set(graph.tensors.values())
     memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
@@ -80,7 +78,7 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
         for operation in layer.operations:
             for value in operation.inputs():
                 uses.setdefault(memory.get(value, value), []).append(index)
-            together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            together.update(memory[value] for value in _changed_by(operation) if value in memory)
             name = getattr(operation.function, "__name__", "")
             if name == "_vmap_increment_nesting":
                 begun.append(index)
@@ -148,7 +146,6 @@ class Routes:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
         self._source: dict[Value, int] = {}  # the layer that has a value first; 0 for inputs
-        self._tensors = set(graph.tensors.values())
         self._owners = owners_of_memory(graph)
         self._source |= dict.fromkeys(filter(None, graph.inputs), 0)
         for index, each in enumerate(self.routes):
@@ -167,11 +164,11 @@ class Routes:
         needed: dict[Value, None] = {}
         values = itertools.chain.from_iterable(operation.inputs() for operation in self.routes[index].operations)
         for value in itertools.chain(values, self._outputs if index == len(self.routes) - 1 else ()):
-            if value in self._tensors:
+            if value.tensor:
                 self._source.setdefault(value, index)
             if self._is_far(value, index):
                 needed[value] = None
-            elif value in self._tensors and value not in self.routes[index].owned:
+            elif value.tensor and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
         arguments = [(each.args, each.kwargs) for each in self.routes[index].operations]
         if any(isinstance(leaf, Number) for leaf in leaves_of(arguments)):

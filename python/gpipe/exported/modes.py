@@ -18,11 +18,10 @@ def evaluation_of(graph: Graph) -> Graph:
     """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
     other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
     mode, or draws random numbers in another way."""
-    counters = {value for name, value in graph.tensors.items() if name.endswith("num_batches_tracked")}
     operations = []
     flags = []
     for each in graph.operations:
-        if counters.intersection(inputs_of(each.args[:1])):
+        if any(value.tensor.endswith("num_batches_tracked") for value in inputs_of(each.args[:1])):
             continue
         args, kwargs = list(each.args), dict(each.kwargs)
         arguments = [argument.name for argument in each.declared()]
