@@ -98,15 +98,18 @@ class Skippable(nn.Module):
         self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, ns)}
         return self
 
-    def native_namespace(self, name: str) -> _C.Namespace:
-        """Returns the C++ namespace of a declared name."""
+    def native_key(self, name: str) -> _C.SkipKey:
+        """Returns the C++ key of a declared name."""
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
-        return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
+        return _C.SkipKey(_native.get(namespace) or _native.setdefault(namespace, _C.Namespace()), name)
 
-    def declared(self) -> list[list[tuple[_C.Namespace, str]]]:
-        """Returns what the layer stashes, pops and peeks at, as the extension module takes it."""
-        kinds = self.stashable_names, self.poppable_names, self.peekable_names
-        return [[(self.native_namespace(name), name) for name in sorted(names)] for names in kinds]
+    def declared(self) -> tuple[list[_C.SkipKey], list[_C.SkipKey], list[_C.SkipKey]]:
+        """Returns the keys of what the layer stashes, pops and peeks at."""
+        stashes, pops, peeks = (
+            list(map(self.native_key, sorted(names)))
+            for names in (self.stashable_names, self.poppable_names, self.peekable_names)
+        )
+        return stashes, pops, peeks
 
     def name_in_messages(self, key: str) -> str:
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
@@ -167,7 +170,7 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
     if name not in declared:
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
         raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
-    current.answer = call(current.layer.native_namespace(name), name, *tensor)
+    current.answer = call(current.layer.native_key(name), *tensor)
     return current.answer
 
 

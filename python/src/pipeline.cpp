@@ -90,20 +90,15 @@ void poll() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::vector<SkipKey> to_keys(const Keys& keys) {
-  std::vector<SkipKey> result;
-  for (const auto& [ns, name] : keys) result.push_back({ns, name});
-  return result;
-}
-
 std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states) {
+  using Keys = std::vector<SkipKey>;
   using Skips = std::vector<std::tuple<py::object, Keys, Keys, Keys>>;
   std::vector<std::unique_ptr<Layer>> result;
   for (const auto& each : layers) {
     const auto [name, module, skips] = each.cast<std::tuple<std::string, py::object, Skips>>();
     std::vector<SkipNames> names;
     for (const auto& [skippable, stashes, pops, peeks] : skips) {
-      names.push_back({reference_to(skippable.ptr()), to_keys(stashes), to_keys(pops), to_keys(peeks)});
+      names.push_back({reference_to(skippable.ptr()), stashes, pops, peeks});
     }
     result.push_back(std::make_unique<PythonLayer>(name, module.ptr(), std::move(names), states));
   }

@@ -12,16 +12,12 @@
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
 #include "python/src/layer.h"
-#include "skip/skippable.h"
 
 namespace gpipe::python {
 
 /// A list and a tuple, for the signatures that Python shows.
 using Objects = pybind11::typing::List<pybind11::object>;
 using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
-/// Names of skips, with their namespaces.
-using Keys = std::vector<std::pair<Namespace, std::string>>;
-std::vector<SkipKey> to_keys(const Keys& keys);
 
 /// A pipeline of Python modules. REQUIRES: the interpreter's lock. Errors: also those of layers, with notes.
 class PythonPipeline {

@@ -55,10 +55,11 @@ std::pair<double, double> compare_losses(const py::object& loss, const Value& ou
 }
 
 /// Each declaration is a tuple (index of the layer, path of the module, stashes, pops, peeks). Errors: as match_skips().
-void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys, Keys>>& declarations) {
+void check_skips(const std::vector<std::tuple<int, std::string, std::vector<SkipKey>, std::vector<SkipKey>,
+                                              std::vector<SkipKey>>>& declarations) {
   std::vector<SkipDeclaration> declared;
   for (const auto& [layer, path, stashes, pops, peeks] : declarations) {
-    declared.push_back({layer, path, to_keys(stashes), to_keys(pops), to_keys(peeks)});
+    declared.push_back({layer, path, stashes, pops, peeks});
   }
   match_skips(declared);
 }
@@ -93,15 +94,12 @@ void init_training(py::module_& module) {
              });
 
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
-  module.def("stash", [](const Namespace& ns, const std::string& name, const std::optional<at::Tensor>& tensor) {
-    SkipContext::current().stash({ns, name}, tensor.value_or(at::Tensor()));
+  py::class_<SkipKey>(module, "SkipKey").def(py::init<Namespace, std::string>());
+  module.def("stash", [](const SkipKey& key, const std::optional<at::Tensor>& tensor) {
+    SkipContext::current().stash(key, tensor.value_or(at::Tensor()));
   });
-  module.def("pop", [](const Namespace& ns, const std::string& name) {
-    return SkipContext::current().pop({ns, name});
-  });
-  module.def("peek", [](const Namespace& ns, const std::string& name) {
-    return SkipContext::current().peek({ns, name});
-  });
+  module.def("pop", [](const SkipKey& key) { return SkipContext::current().pop(key); });
+  module.def("peek", [](const SkipKey& key) { return SkipContext::current().peek(key); });
   module.def("check_skips", &check_skips);
 
   py::class_<RandomScope>(module, "RandomScope").def(py::init<std::uint64_t, std::int64_t, std::int64_t>());

@@ -186,7 +186,6 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     """Returns the sequence of the layers of a model."""
     sequence = ExportedSequential()
     sequence.training = training
-    names = {value: name for name, value in model.graph.tensors.items()}
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
     inputs, in_spec = tree_flatten(example_input)
     example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
@@ -195,7 +194,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
-        code = Writer(each, names, inputs if first else None, model.graph.outputs if last else None).code
+        code = Writer(each, inputs if first else None, model.graph.outputs if last else None).code
         tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])
@@ -220,8 +219,7 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
     """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
     used belongs to the layer with the nearest name."""
-    names = {value: name for name, value in model.graph.tensors.items()}
-    users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
+    users = ((value.tensor, index) for index, each in enumerate(routes) for value in each.owned)
     layers = {id(model.tensors[name].tensor): index for name, index in users}
     owned: list[list[str]] = [[] for _ in routes]
     paths = [route.name.split(".") for route in routes]

@@ -21,7 +21,9 @@ class Value:
 
     name: str  # a Python identifier that no other value has
     example: Any  # a fake tensor, or a symbolic number
+    tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
+    mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
 
     @property
     def is_tensor(self) -> bool:
@@ -81,14 +83,14 @@ class Context(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """One call of a function. Its arguments hold values, choices, numbers and constants."""
+    """One call of a function, in the modes in which its result exists. Its arguments hold values, choices, numbers and
+    constants."""
 
     result: Value
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
-    mode: Mode | None = None  # the only mode in which the operation runs; ``None`` for both
     contexts: tuple[Context, ...] = ()
 
     def inputs(self) -> Iterator[Value]:
@@ -165,11 +167,6 @@ def as_python(expression: Any, samples: str) -> str:
     return text
 
 
-def itself(value: Any) -> Any:
-    """The function of an operation that gives a value another name."""
-    return value
-
-
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
 _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
@@ -197,8 +194,8 @@ class Reader:
                     self._values[node] = spec.arg.value
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
-                value.is_parameter = spec.kind is InputKind.PARAMETER
-                self._values[node] = self.graph.tensors.setdefault(names[spec.target], value)
+                value.tensor, value.is_parameter = names[spec.target], spec.kind is InputKind.PARAMETER
+                self._values[node] = self.graph.tensors.setdefault(value.tensor, value)
             else:
                 raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
         self._samples = self.graph.samples()
@@ -235,7 +232,7 @@ class Reader:
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 call = _innermost(node)
-                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, None, contexts)
+                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, contexts)
                 self.graph.operations.append(operation)
         raise AssertionError("a graph without output")
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.exporter import OPERATOR, run_whole
-from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of, itself
+from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of
 from gpipe.exported.layers import Route
 from gpipe.names import ConvertedLayer
 
@@ -67,13 +67,11 @@ def load(code: Code, name: str) -> Callable[..., Any]:
 
 
 class Writer:
-    """Writes the function of a layer. ``tensors`` are the names of the model's tensors. The first layer has the model's
-    flattened ``inputs`` and gets a list. The last layer has the model's flattened ``outputs`` and returns a list."""
+    """Writes the function of a layer. The first layer has the model's flattened ``inputs`` and gets a list. The last layer
+    has the model's flattened ``outputs`` and returns a list."""
 
-    def __init__(
-        self, route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None
-    ) -> None:
-        self._tensors = {value: tensors[value] for value in route.owned}
+    def __init__(self, route: Route, inputs: list[Value | None] | None, outputs: list[Any] | None) -> None:
+        self._owned = route.owned
         self._functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self._needs_device = False
@@ -89,7 +87,7 @@ class Writer:
             lines.append(f"_samples = {route.samples}")
         if self._needs_device:
             names = [*filter(None, arriving), *(value.name for _, value in route.pops + route.peeks)]
-            tensor = next(itertools.chain(names, map(self._argument, self._tensors), ["torch.tensor(0)"]))
+            tensor = next(itertools.chain(names, map(self._argument, self._owned), ["torch.tensor(0)"]))
             lines += [f"_device = {tensor}.device"]
         lines += body
         lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]
@@ -103,7 +101,7 @@ class Writer:
         """Returns the index of the last operation that uses each value."""
         last = {value: index for index, operation in enumerate(route.operations) for value in operation.inputs()}
         leaving = inputs_of((route.leaving, [value for _, value in route.stashes], outputs))
-        return last | dict.fromkeys([*leaving, *self._tensors], len(route.operations))
+        return last | dict.fromkeys([*leaving, *self._owned], len(route.operations))
 
     def _operations(self, operations: list[Operation]) -> list[str]:
         lines: list[str] = []
@@ -112,8 +110,8 @@ class Writer:
             around = [f"with {context.expression}:" for context in operation.contexts]
             self._needs_device |= any("_device" in each for each in around)
             keys = [context.key for context in operation.contexts]
-            if operation.mode is not None:
-                path, training = operation.mode
+            if operation.result.mode is not None:
+                path, training = operation.result.mode
                 around.append(f"if {'' if training else 'not '}{self._place(path)}.training:")
                 keys.append(around[-1])
             for depth in range(len(os.path.commonprefix([keys, opened])), len(keys)):
@@ -131,8 +129,6 @@ class Writer:
         if operation.schema is not None and operation.schema.name == OPERATOR:
             inputs, arguments, _ = args
             return f"{name} = {self._function(run_whole)}({self._place(operation.call.path)}, {arguments}, {inputs})"
-        if operation.function is itself:
-            return f"{name} = {args[0]}"
         args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
         function = operation.function
         if function is torch.ops.aten.batch_norm.default:
@@ -158,9 +154,9 @@ class Writer:
             yes, no = self._argument(arg.training), self._argument(arg.evaluation)
             return f"({yes} if {self._place(arg.path)}.training else {no})"
         if isinstance(arg, Value):
-            if (tensor := self._tensors.get(arg)) is None:
+            if arg not in self._owned:
                 return arg.name
-            owner, _, name = tensor.rpartition(".")
+            owner, _, name = arg.tensor.rpartition(".")
             plain = name.isidentifier() and not keyword.iskeyword(name)
             return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
         if isinstance(arg, Number):
@@ -257,13 +253,13 @@ class ExportedLayer(ConvertedLayer):
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
-        return _C.pop(self.native_namespace(name), name)
+        return _C.pop(self.native_key(name))
 
     def _peek(self, name: str) -> Tensor | None:
-        return _C.peek(self.native_namespace(name), name)
+        return _C.peek(self.native_key(name))
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
-        _C.stash(self.native_namespace(name), name, tensor)
+        _C.stash(self.native_key(name), tensor)
 
     def __repr__(self) -> str:
         return f"ExportedLayer({self.name})"

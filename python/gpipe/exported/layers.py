@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, itself, leaves_of
+from gpipe.exported.graph import Call, Choice, Graph, Number, Operation, Value, inputs_of, leaves_of
 
 
 @dataclass(eq=False)
@@ -33,7 +33,6 @@ def divide(graph: Graph) -> list[Route]:
     own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
     other layers have it too, a number follows.
     """
-    parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
     paths = {operation.call.path for operation in graph.operations}
     # Of modules inside which another module computes.
     outer = {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
@@ -41,7 +40,7 @@ def divide(graph: Graph) -> list[Route]:
     current: Call | None = None
     taken: set[str] = set()
     for operation in graph.operations:
-        own = [parameters[value] for value in operation.inputs() if value in parameters]
+        own = [value.tensor for value in operation.inputs() if value.is_parameter]
         begins = operation.call.path not in outer or bool(own)
         if not layers or (begins and operation.call != current):
             path = operation.call.path or (own[0] if own else "input")
@@ -71,7 +70,6 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
     changes, because other stages would not see the change; those between the first and the last use of a number that is
     computed, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
     because it changes what operators on its thread do."""
-    tensors = set(graph.tensors.values())
     memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
@@ -81,7 +79,7 @@ def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
         for operation in layer.operations:
             for value in operation.inputs():
                 uses.setdefault(memory.get(value, value), []).append(index)
-            together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            together.update(memory[value] for value in _changed_by(operation) if value in memory)
             name = getattr(operation.function, "__name__", "")
             if name == "_vmap_increment_nesting":
                 begun.append(index)
@@ -106,11 +104,11 @@ def owners_of_memory(graph: Graph) -> dict[Value, Value]:
 
 def _viewed_by(operation: Operation) -> Iterable[Value]:
     """Returns the values whose memory the result of an operation may share."""
-    if operation.function in (operator.getitem, itself):
+    if operation.function is operator.getitem:
         return operation.inputs()
     if operation.schema is None or all(result.alias_info is None for result in operation.schema.returns):
         return ()
-    return [each for argument, each in operation.given() if argument.alias_info and isinstance(each, Value)]
+    return inputs_of([each for argument, each in operation.given() if argument.alias_info])
 
 
 def _changed_by(operation: Operation) -> Iterator[Value]:
@@ -118,8 +116,8 @@ def _changed_by(operation: Operation) -> Iterator[Value]:
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.
-        if isinstance(value, Value) and (writes or argument.name in ("running_mean", "running_var")):
-            yield value
+        if writes or argument.name in ("running_mean", "running_var"):
+            yield from inputs_of(value)
 
 
 def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
@@ -149,14 +147,11 @@ class Routes:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
         self._source: dict[Value, int] = {}  # the layer that has a value first; 0 for inputs
-        self._operation: dict[Value, Operation] = {}
-        self._tensors = set(graph.tensors.values())
         self._owners = owners_of_memory(graph)
         self._source |= dict.fromkeys(filter(None, graph.inputs), 0)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
-                self._operation.setdefault(operation.result, operation)
         self._inputs = list(filter(None, graph.inputs))
         self._samples = graph.samples()
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
@@ -165,20 +160,16 @@ class Routes:
         """Returns whether a layer gets a value from another layer."""
         return self._source.get(value, index) != index
 
-    def _mode(self, value: Value) -> Mode | None:
-        """Returns the only mode in which a value exists."""
-        return self._operation[value].mode if value in self._operation else None
-
     def _needed_tensors(self, index: int) -> dict[Value, None]:
         """Returns the tensors that a layer uses and does not compute, in the order of use."""
         needed: dict[Value, None] = {}
         values = itertools.chain.from_iterable(operation.inputs() for operation in self.routes[index].operations)
         for value in itertools.chain(values, self._outputs if index == len(self.routes) - 1 else ()):
-            if value in self._tensors:
+            if value.tensor:
                 self._source.setdefault(value, index)
             if self._is_far(value, index):
                 needed[value] = None
-            elif value in self._tensors and value not in self.routes[index].owned:
+            elif value.tensor and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
         arguments = [(each.args, each.kwargs) for each in self.routes[index].operations]
         if any(isinstance(leaf, Number) for leaf in leaves_of(arguments)):
@@ -188,7 +179,7 @@ class Routes:
     def _number_of_samples(self, index: int, needed: dict[Value, None]) -> str:
         """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others. It may
         add an input of the model."""
-        always = [value for value in needed if self._mode(value) is None]
+        always = [value for value in needed if value.mode is None]
         for value in always + self._inputs:
             for dimension, size in enumerate(value.example.shape):
                 factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (1, None)
@@ -205,7 +196,7 @@ class Routes:
                 takers.setdefault(value, []).append(index)
         skips: Counter[tuple[int, int]] = Counter()  # by their first and last layers
         for value, (*others, last) in takers.items():
-            giver, mode = self._source[value], self._mode(value)
+            giver, mode = self._source[value], value.mode
             owner = self._owners.get(value)  # whose memory it shares
             sent = self._copied(value, giver) if owner is not None and not owner.is_parameter else value
             if last == giver + 1 and mode is None:
@@ -222,8 +213,6 @@ class Routes:
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
-        copy = Value(f"_copy_of_{value.name}", value.example)
-        mode = self._mode(value)
-        call = Call("", "") if value in self._tensors else self._operation[value].call
-        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, call, mode))
+        copy = Value(f"_copy_of_{value.name}", value.example, mode=value.mode)
+        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, Call("", "")))
         return copy

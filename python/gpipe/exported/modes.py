@@ -1,7 +1,7 @@
 """Combines the graphs of a model in training and in evaluation mode."""
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import zip_longest
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_values
 from gpipe.exported.layer import check_modes
 
 
@@ -18,11 +18,10 @@ def evaluation_of(graph: Graph) -> Graph:
     """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
     other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
     mode, or draws random numbers in another way."""
-    counters = {value for name, value in graph.tensors.items() if name.endswith("num_batches_tracked")}
     operations = []
     flags = []
     for each in graph.operations:
-        if counters.intersection(inputs_of(each.args[:1])):
+        if any(value.tensor.endswith("num_batches_tracked") for value in inputs_of(each.args[:1])):
             continue
         args, kwargs = list(each.args), dict(each.kwargs)
         arguments = [argument.name for argument in each.declared()]
@@ -57,8 +56,7 @@ class Combination:
     are called in both modes.
 
     An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
-    order. The others run in one mode only. Arguments that differ become a :class:`Choice`. An operation that uses
-    another value in each mode gets a merged value.
+    order. The others run in one mode only. Arguments that differ become a :class:`Choice`.
 
     A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
     mode of the innermost module around it that is called in both modes and computes different things in them.
@@ -77,14 +75,13 @@ class Combination:
                 self._same[theirs] = ours
         self._names = {operation.result.name for operation in training.operations}
         self._sources: dict[Value, Operation] = {}
-        self._merges: dict[tuple[Value, Value], Operation] = {}  # by the value in each mode
         order: list[Operation] = []
         for pair in _aligned(training.operations, evaluation.operations):
             order += self._combined(*pair)
         self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
         theirs_out = map_values(evaluation.outputs, self._same.__getitem__)
         self.graph.outputs = [_choice("", *pair) for pair in zip_longest(training.outputs, theirs_out)]
-        self.graph.operations = list(self._checked(self._with_merges(order)))
+        self.graph.operations = list(self._checked(order))
 
     def _combined(self, ours: Operation | None, theirs: Operation | None) -> Iterator[Operation]:
         """Yields one operation for both modes, or one for each."""
@@ -93,10 +90,10 @@ class Combination:
             if theirs is not None and self._share_arguments(ours, theirs):
                 self._same[theirs.result] = ours.result
                 return
-            ours.mode = Mode(self._decider(ours.call), True)
+            ours.result.mode = Mode(self._decider(ours.call), True)
         if theirs is not None:
             theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
-            theirs.mode = Mode(self._decider(theirs.call), False)
+            theirs.result.mode = Mode(self._decider(theirs.call), False)
             theirs.result.name = self._unused(theirs.result.name)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
@@ -116,39 +113,27 @@ class Combination:
 
     def _leaf(self, ours: Any, theirs: Any, call: Call) -> Any:
         """Returns the argument of a call for both modes."""
-        if isinstance(ours, Value) and isinstance(theirs, Value):
-            return ours if ours is theirs else self._merged(ours, theirs, call)
-        if isinstance(ours, Value) or isinstance(theirs, Value):
-            return _choice(self._chooser(ours, theirs, call), ours, theirs)
-        return _choice(call.path, ours, theirs)
-
-    def _merged(self, ours: Value, theirs: Value, call: Call) -> Value:
-        """Returns a value that is one value in training mode and another in evaluation mode."""
-        if (ours, theirs) not in self._merges:
-            result = Value(self._unused(f"{ours.name}_or_{theirs.name}"), ours.example)
-            choice = Choice(self._chooser(ours, theirs, call), ours, theirs)
-            self._merges[ours, theirs] = Operation(result, itself, (choice,), {}, call)
-        return self._merges[ours, theirs].result
+        differ = ours is not theirs and (isinstance(ours, Value) or isinstance(theirs, Value))
+        return _choice(self._chooser(ours, theirs, call) if differ else call.path, ours, theirs)
 
     def _chooser(self, ours: Any, theirs: Any, call: Call) -> str:
         """Returns the path of the module that passes one or the other argument to a call."""
         sources = [self._sources[each] for each in (ours, theirs) if isinstance(each, Value) and each in self._sources]
         for source in sources:
-            if source.mode is not None:
-                return source.mode.path
+            if source.result.mode is not None:
+                return source.result.mode.path
         around = {each for source in sources for each in source.call.around()}
         return self._decider(next((each for each in call.around() if each in around or not sources), call))
 
-    def _checked(self, operations: Iterable[Operation]) -> Iterator[Operation]:
+    def _checked(self, operations: list[Operation]) -> Iterator[Operation]:
         """Yields the operations, and checks before those that exist or choose by one module's mode and use what another
         module's mode decides about. These modules must be in one mode, because the exports show no other case."""
         deciders: dict[tuple[Value, bool], set[str]] = {}
-        for value, source in self._sources.items():
-            if source.mode is not None:
-                deciders[value, source.mode.training] = {source.mode.path}
-        for pair, merge in self._merges.items():
-            for use in zip(pair, (True, False)):
-                deciders.setdefault(use, set()).add(merge.args[0].path)
+        for operation in operations:
+            if (mode := operation.result.mode) is not None:
+                deciders[operation.result, mode.training] = {mode.path}
+            for (path, training), value in _uses(None, (operation.args, operation.kwargs)):
+                deciders.setdefault((value, training), set()).add(path)
         checked: set[tuple[str, str]] = set()
 
         def checks(uses: Iterator[tuple[Mode, Value]], call: Call) -> Iterator[Operation]:
@@ -160,7 +145,7 @@ class Combination:
                         yield Operation(Value(self._unused("checked"), None), check_modes, args, {}, call)
 
         for operation in operations:
-            yield from checks(_uses(operation.mode, (operation.args, operation.kwargs)), operation.call)
+            yield from checks(_uses(operation.result.mode, (operation.args, operation.kwargs)), operation.call)
             yield operation
         yield from checks(_uses(None, self.graph.outputs), operation.call)
 
@@ -175,18 +160,6 @@ class Combination:
             name += "_eval"
         self._names.add(name)
         return name
-
-    def _with_merges(self, order: list[Operation]) -> Iterator[Operation]:
-        """Yields the operations, and each merge as soon as both of its values exist."""
-        waiting, missing = list(self._merges.values()), set(self._sources)
-        for operation in [None, *order]:
-            if operation is not None:
-                yield operation
-                missing.discard(operation.result)
-            for merge in [each for each in waiting if missing.isdisjoint(each.inputs())]:
-                waiting.remove(merge)
-                yield replace(merge, call=(operation or order[0]).call)
-        assert not waiting
 
 
 def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
