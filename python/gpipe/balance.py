@@ -24,6 +24,7 @@ from torch import nn
 from gpipe import _C, checks
 from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.checks import Checkpoint
 from gpipe.exported.conversion import as_sequential
 from gpipe.exported.exporter import mode
 from gpipe.partition import layers_of, verify_module
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 Device = torch.device | int | str
-MODES = ("never", "except_last", "always")
+MODES: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 
 
 @checks.checks_arguments
@@ -105,7 +106,7 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: Device | None = None,
-    checkpoint: str = "except_last",
+    checkpoint: Checkpoint = "except_last",
 ) -> list[int]:
     """Measures a model. Returns the number of layers of each of ``partitions`` stages whose largest needs as few bytes as
     possible, skips included. Other arguments and errors as for :func:`profile`.
@@ -128,7 +129,7 @@ def predict(
     profile: Profile,
     balance: Iterable[int],
     chunks: int,
-    checkpoint: str = "except_last",
+    checkpoint: Checkpoint = "except_last",
     *,
     bandwidth: float = 0.0,
     copies: bool = False,
@@ -157,7 +158,7 @@ def suggest(
     devices: Sequence[Device],
     *,
     chunks: Sequence[int] = (),
-    checkpoints: Sequence[str] = MODES,
+    checkpoints: Sequence[Checkpoint] = MODES,
     memory_limit: int = 0,
     bandwidth: float = 0.0,
     schedule: str | None = "auto",
@@ -208,7 +209,7 @@ def plan_cluster(
     profiles: Sequence[Profile],
     samples: int,
     *,
-    checkpoints: Sequence[str] = MODES,
+    checkpoints: Sequence[Checkpoint] = MODES,
     schedule: str | None = "auto",
 ) -> ClusterPlan:
     """Chooses how to train a model on all devices of a cluster: the number of replicas, and what :func:`suggest` chooses.

@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from gpipe import _C
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Checkpoint = Literal["always", "except_last", "never"]
+Reduction = Literal["mean", "sum"]
 
 _ADVICE = "; gpipe.balance.balance_by_time(stages, model, sample) finds one"
 
@@ -89,9 +92,9 @@ def check_chunks(chunks: object, name: str = "chunks") -> int:
     return number
 
 
-def check_checkpoint(checkpoint: Any, name: str = "checkpoint") -> str:
+def check_checkpoint(checkpoint: Any, _: str = "") -> Checkpoint:
     """Returns the name of a checkpoint mode. Raises TypeError or ValueError for other values."""
-    return _C.check_checkpoint(checkpoint)
+    return cast(Checkpoint, _C.check_checkpoint(checkpoint))
 
 
 _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
@@ -99,11 +102,11 @@ _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
     "float": check_number,
     "bool": functools.partial(check_is, kind=bool, words="True or False"),
     "str": functools.partial(check_is, kind=str, words="a str"),
+    "Checkpoint": check_checkpoint,
 }
 check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
     "chunks": check_chunks,
-    "checkpoint": check_checkpoint,
     "memory_limit": functools.partial(check_whole, bits=63),
     "samples": functools.partial(check_whole, bits=63),
     "seed": functools.partial(check_whole, bits=64),

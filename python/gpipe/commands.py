@@ -13,6 +13,7 @@ from torch import nn
 from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.exported.conversion import as_sequential
+from gpipe.plan import progress_line
 from gpipe.structure import first_micro_batch, take_apart
 
 _V_SCHEDULES = [name for name, _, is_v in _C.schedule_rules() if is_v]
@@ -132,7 +133,7 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
     limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
     per_worker = 2 if options.schedule in _V_SCHEDULES else options.stages_per_worker
     scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": per_worker}
-    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _progress}
+    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": progress_line()}
     found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
     measured = balance.refine(model, batch, devices, found, options.refine) if options.refine and found.fits else []
     best = measured[0][0] if measured else found.candidates[0]
@@ -214,7 +215,7 @@ def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[
 def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:
     devices = _devices(options)
     workers = devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
-    measuring: dict[str, Any] = {"seconds": seconds, "param_scale": options.param_scale, "progress": _progress}
+    measuring: dict[str, Any] = {"seconds": seconds, "param_scale": options.param_scale, "progress": progress_line()}
     return balance.profile(model, sample, device=devices[0], workers=workers, **measuring)
 
 
@@ -255,8 +256,3 @@ def _code(candidate: Candidate, schedule: str, devices: list[str]) -> str:
     text = f"gpipe.GPipe(model, {candidate.balance}, devices={devices}, chunks={candidate.chunks}, "
     text += f"checkpoint={candidate.checkpoint!r}" + (f", schedule={schedule!r}" if schedule else "")
     return text + ("" if schedule.startswith("@") else placed.get(candidate.placed_by, "")) + ")"
-
-
-def _progress(part: float) -> None:
-    if sys.stderr.isatty():
-        print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)

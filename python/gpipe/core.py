@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -18,6 +19,9 @@ from gpipe.checks import Workers
 from gpipe.names import OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
+
+# Attributes of which another spelling is refused, because it would have no effect.
+_SETTINGS = "balance", "checkpoint", "chunks", "devices", "placement", "schedule"
 
 
 class StagedModel(OriginalNames):
@@ -118,6 +122,9 @@ class StagedModel(OriginalNames):
         return super().__getattr__(name) if stage is None else stage._modules[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTINGS and not hasattr(self, name):
+            for near in get_close_matches(name, _SETTINGS, 1, 0.8):
+                raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
         stage = self._stage_with(name) if isinstance(value, nn.Module) else None
         if stage is None:
             super().__setattr__(name, value)

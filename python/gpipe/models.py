@@ -53,7 +53,7 @@ class _Add(nn.Module):
         self.downsample = projection
 
     def forward(self, x: Tensor) -> Tensor:
-        skip: Tensor = pop("skip")
+        skip = pop("skip")
         return x + (skip if self.downsample is None else self.downsample(skip))
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map_only
 
 from gpipe import _C, checks
-from gpipe.balance import balance_by_time
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
-from gpipe.checks import BalanceError
+from gpipe.checks import BalanceError, Checkpoint, Reduction
 from gpipe.exported.conversion import input_of, to_sequential
+from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.partition import Partition, verify_module
+from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
-from gpipe.structure import first_micro_batch, take_apart
+from gpipe.structure import take_apart
 from gpipe.team import TeamCalls
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition", "reuse_cpu_memory"]
@@ -103,7 +106,7 @@ class GPipe(TeamCalls):
         *,
         devices: Iterable[torch.device | int | str] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         schedule: str = "gpipe",
@@ -129,28 +132,64 @@ class GPipe(TeamCalls):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
-        stages: int,
+        stages: int | None = None,
+        balance: Iterable[int] | None = None,
+        devices: Iterable[torch.device | int | str] | None = None,
+        chunks: int | None = None,
+        checkpoint: Checkpoint | None = None,
+        schedule: str | None = None,
+        placement: Iterable[int] | str = "looped",
+        deferred_batch_norm: bool = False,
+        keep_memory: bool = True,
+        group: ProcessGroup | Ranks | None = None,
         seconds: float = 5.0,
-        **options: Any,
     ) -> GPipe:
-        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
-        measures its layers for about ``seconds``, and cuts it into ``stages`` of equal time. Over ranks, rank 0 measures.
+        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input. Unless
+        ``balance`` is given, measures the layers for about ``seconds`` and chooses the fastest cut, schedule, number of
+        micro-batches and checkpoint mode that fit the devices' memory, with what is given. See :attr:`plan`. Over ranks,
+        rank 0 measures and chooses.
+
+            pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
+
+        Batch norm computes with the statistics of a micro-batch, so for a model that has it only you can choose the number
+        of micro-batches: the default is two per worker.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            options: as for the constructor.
+            stages: the number of stages. Default: one per worker, or two, whichever is faster.
+            devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
+            placement: only with a ``balance``; see the constructor, also for the other arguments.
 
-        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
+        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
+        if kwargs is not None:
+            checks.check_is(kwargs, "kwargs", dict, "a dict of the module's arguments", "give stages by name, stages=2")
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
-        sample, _ = first_micro_batch(input_of(args, kwargs or {}), checks.check_chunks(options.get("chunks", 1)))
+        ranks = ranks_of(group)
+        placed = None if devices is None else checks.check_devices(devices)
+        plan: Any = {"balance": balance, "placement": placement}
+        given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        if balance is not None:
+            plan |= {name: value for name, value in given.items() if value is not None}
+        else:
+            batch = input_of(args, kwargs or {})
+            choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
+            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, module, batch, **choice))))
+        options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}
+        return cls(model, devices=placed, **plan, **options)
 
-        def measured() -> str:
-            return " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds)))
-
-        text = on_rank_0(ranks_of(options.get("group")), measured)
-        return cls(model, [int(layers) for layers in text.split()], **options)
+    @property
+    def plan(self) -> Plan:
+        """How the pipeline runs its model: ``GPipe(model, **pipe.plan)`` makes another one that does. It has only numbers,
+        texts and lists, so a snapshot can keep it as JSON."""
+        return {
+            "balance": self.balance,
+            "chunks": self.chunks,
+            "checkpoint": self.checkpoint,
+            "schedule": self.schedule,
+            "placement": self.placement,
+        }
 
     @property
     def chunks(self) -> int:
@@ -162,12 +201,12 @@ class GPipe(TeamCalls):
         self._chunks = checks.check_chunks(chunks)
 
     @property
-    def checkpoint(self) -> str:
+    def checkpoint(self) -> Checkpoint:
         """Which micro-batches recompute their forward. May be assigned."""
         return self._checkpoint
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checks.check_checkpoint(checkpoint)
 
     @property
@@ -213,6 +252,15 @@ class GPipe(TeamCalls):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint, self.training)
 
+    def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
+        """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
+        the target of all samples. The target may be on any device. Over ranks, each computes the loss of its replica, so
+        give all of them the target. Restores the modules' modes."""
+        with mode(self, False), torch.no_grad():
+            device = self.devices[self.placement[-1]] if self.balance else torch.device("cpu")
+            output = self(input)
+            return loss(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+
     def _warn_of_schedule(self) -> None:
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
             return
@@ -223,6 +271,7 @@ class GPipe(TeamCalls):
             stacklevel=5,
         )
 
+    @overload
     def step(
         self,
         input: Any,
@@ -230,11 +279,38 @@ class GPipe(TeamCalls):
         loss: Callable[[Any, Any], Tensor],
         *,
         count: Callable[[Any], float] | None = None,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
+        scale: float | GradScaler = 1.0,
+        return_output: Literal[False] = False,
+        check: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        input: Any,
+        target: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        count: Callable[[Any], float] | None = None,
+        reduction: Reduction | None = None,
+        scale: float | GradScaler = 1.0,
+        return_output: Literal[True],
+        check: bool = True,
+    ) -> tuple[Tensor, Any]: ...
+
+    def step(
+        self,
+        input: Any,
+        target: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        count: Callable[[Any], float] | None = None,
+        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: bool = False,
         check: bool = True,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
         itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch; with
@@ -281,7 +357,7 @@ class GPipe(TeamCalls):
         loss: Callable[[Any, Any], Tensor],
         *,
         count: Callable[[Any], float] | None = None,
-        reduction: str | None = None,
+        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         check: bool = True,
     ) -> Tensor:

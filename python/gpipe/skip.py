@@ -187,17 +187,19 @@ def stash(name: str, tensor: Tensor | None) -> Any:
     return _execute(_C.stash, name, tensor)
 
 
-def pop(name: str) -> Any:
+def pop(name: str) -> Tensor:
     """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage. Call it
     in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. Raises RuntimeError if the layer does
     not, or if the name was not stashed."""
-    return _execute(_C.pop, name)
+    popped: Tensor = _execute(_C.pop, name)
+    return popped
 
 
-def peek(name: str) -> Any:
+def peek(name: str) -> Tensor:
     """As :func:`pop`, but leaves the tensor for later layers, which may peek at it too or pop it. Call it in the ``forward``
     of a layer that declares the name in ``@skippable(peek=[...])``."""
-    return _execute(_C.peek, name)
+    read: Tensor = _execute(_C.peek, name)
+    return read
 
 
 def _check_names(names: Iterable[str], what: str) -> frozenset[str]:

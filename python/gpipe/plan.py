@@ -1,0 +1,100 @@
+"""Chooses how a pipeline runs a model."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe import _C
+from gpipe.balance import MODES, Candidate, suggest
+from gpipe.checks import Checkpoint, check_checkpoint
+from gpipe.ranks import Ranks
+from gpipe.structure import take_apart
+
+_CLOSE = 1.03  # Candidates whose predicted times differ by less count as equally fast.
+
+
+class Plan(TypedDict):
+    """How a pipeline runs its model: arguments of :class:`gpipe.GPipe`."""
+
+    balance: list[int]
+    chunks: int
+    checkpoint: Checkpoint
+    schedule: str
+    placement: list[int]
+
+
+def choose_plan(
+    model: nn.Sequential,
+    original: nn.Module,
+    batch: Any,
+    *,
+    devices: Sequence[torch.device] | None,
+    stages: int | None,
+    chunks: int | None,
+    checkpoint: Checkpoint | None,
+    schedule: str | None,
+    ranks: Ranks | None,
+    seconds: float,
+) -> Plan:
+    """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
+    results do not depend on it, as they do with batch norm. Raises RuntimeError if nothing fits the devices' memory."""
+    processes = 1 if ranks is None else ranks.size // ranks.replicas
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if devices is None:
+        own = stages // processes if stages else 1 if processes > 1 else max(2, len(gpus))
+        devices = gpus[:own] if len(gpus) >= own else [torch.device("cpu")] * own
+    workers = len(devices) * processes
+    samples = len(take_apart(batch)[0][0])
+    if chunks is None and any(isinstance(each, _BatchNorm) and each.training for each in original.modules()):
+        chunks = min(2 * workers, samples)
+    tried = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
+    memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
+    found = suggest(
+        model,
+        batch,
+        list(devices) * processes,
+        chunks=tried,
+        checkpoints=[checkpoint] if checkpoint else MODES,
+        memory_limit=memory,
+        schedule=schedule or "auto",
+        seconds=seconds,
+        param_scale=4.0,
+        progress=progress_line(),
+    )
+    candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
+    if not candidates:
+        raise RuntimeError(found.reason or f"no schedule runs {stages} stages on {workers} workers; leave stages out")
+    fastest = min(each.seconds for each in candidates)
+    chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
+    return {
+        "balance": chosen.balance,
+        "chunks": chosen.chunks,
+        "checkpoint": check_checkpoint(chosen.checkpoint),
+        "schedule": chosen.schedule,
+        "placement": chosen.placement,
+    }
+
+
+def _order(candidate: Candidate) -> tuple[int, ...]:
+    """Orders candidates that are equally fast, so that measurements that differ a little lead to one choice."""
+    names = [name for name, _, _ in _C.schedule_rules()]
+    return MODES.index(candidate.checkpoint), len(candidate.balance), names.index(candidate.schedule), candidate.chunks
+
+
+def progress_line(seconds: float = 2.0) -> Callable[[float], None] | None:
+    """Returns a function that shows the completed share of the work on the terminal, if it takes longer than ``seconds``.
+    ``None`` without a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    start = time.monotonic()
+
+    def show(part: float) -> None:
+        if time.monotonic() - start > seconds:
+            print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)
+
+    return show

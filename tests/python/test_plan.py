@@ -1,0 +1,106 @@
+"""How from_module() chooses a plan; settings and evaluation of a pipeline."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.skip import peek, pop, skippable, stash
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, 3))
+
+
+def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measuring(monkeypatch):
+    x, y = torch.randn(12, 8), torch.randint(3, (12,))
+    given = {"chunks": 3, "checkpoint": "always", "schedule": "1f1b"}
+    pipe = gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1, **given)
+    plan = json.loads(json.dumps(pipe.plan))
+    assert plan == {"balance": pipe.balance, "placement": [0, 1], **given}
+    monkeypatch.setattr("gpipe.plan.suggest", None)
+    again = gpipe.GPipe.from_module(perceptron(), x, **plan)
+    assert again.plan == plan
+    loss = nn.functional.cross_entropy
+    assert torch.equal(again.step(x, y, loss), gpipe.GPipe(perceptron(), **plan).step(x, y, loss))
+
+
+def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_norm():
+    x = torch.randn(12, 8)
+    chosen = gpipe.GPipe.from_module(perceptron(), x, seconds=0.1)
+    assert chosen.chunks in (2, 4, 8, 12)
+    assert chosen.schedule in gpipe.SCHEDULES
+    with_norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1).chunks == 4
+    with_norm[1].eval()
+    assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1, checkpoint="never").checkpoint == "never"
+
+
+def test_wrong_arguments_of_from_module_are_errors_at_once():
+    x = torch.randn(12, 8)
+    with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
+        gpipe.GPipe.from_module(perceptron(), x, 2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
+        gpipe.GPipe.from_module(perceptron(), x, chunk=4)
+
+
+def test_a_misspelled_setting_is_an_error_and_other_attributes_are_not():
+    pipe = gpipe.GPipe(perceptron(), [5, 4])
+    with pytest.raises(AttributeError, match="a pipeline has no 'chunk'; did you mean 'chunks'?"):
+        pipe.chunk = 8
+    pipe.chunks = 8
+    pipe.note = "kept"
+    assert (pipe.chunks, pipe.note) == (8, "kept")
+
+
+def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    x, y = torch.randn(12, 8), torch.randint(3, (12,))
+    pipe = gpipe.GPipe(model, [2, 2], chunks=3)
+    pipe.step(x, y, nn.functional.cross_entropy)
+    model[2].eval()
+    modes = [module.training for module in pipe.modules()]
+    loss = pipe.evaluate(x, y, nn.functional.cross_entropy)
+    assert not loss.requires_grad
+    assert [module.training for module in pipe.modules()] == modes
+    with torch.no_grad():
+        torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
+
+
+@skippable(stash=["x"])
+class First(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        stash("x", x)
+        return x
+
+
+@skippable(peek=["x"])
+class Middle(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * peek("x").sigmoid()
+
+
+@skippable(pop=["x"])
+class Last(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + (yield pop("x"))
+
+
+def test_any_number_of_layers_peek_at_a_skip():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(First(8, 8), Middle(8, 8), nn.Tanh(), Middle(8, 8), Last(8, 8)).double()
+
+    x = torch.randn(6, 8, dtype=torch.float64)
+    whole, model = make(), make()
+    whole(x).sum().backward()
+    pipe = gpipe.GPipe(model, [1, 1, 2, 1], chunks=2, placement=[0, 1, 0, 1])
+    pipe(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    with pytest.raises(TypeError, match="layer '1' .* peeks at 'x', which no earlier layer stashes"):
+        gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Middle(8, 8)), [1, 1])
