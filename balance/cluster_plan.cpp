@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -169,11 +168,6 @@ std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares,
 }
 
 }  // namespace
-
-const Candidate& ClusterPlan::best() const {
-  if (!fits()) throw std::runtime_error(reason);
-  return candidates.front();
-}
 
 ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
                          const ClusterPlanOptions& options) {

@@ -65,33 +65,6 @@ class PopReporter : public SkipContext {
   const int micro_batch_;
 };
 
-class WatchedLayer : public LayerDecorator {
- public:
-  WatchedLayer(std::unique_ptr<Layer> layer, int index, bool is_last, std::shared_ptr<LayerTrace> trace)
-      : LayerDecorator(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
-
-  Value forward(Value input) override {
-    const bool recompute = is_recomputing();
-    const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
-    const int micro_batch = recompute ? 0 : forwards_++;
-    trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
-    if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
-    PopReporter context(*trace_, index_, micro_batch);
-    SkipContextGuard guard(context);
-    auto output = layer().forward(std::move(input));
-    if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
-    if (!graph) return output;
-    const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
-    return append_node(output, make_node<PartBegins>(trace_, backward));
-  }
-
- private:
-  const int index_;
-  const bool is_last_;
-  const std::shared_ptr<LayerTrace> trace_;
-  int forwards_ = 0;
-};
-
 }  // namespace
 
 std::int64_t bytes_of(const at::Tensor& tensor) {
@@ -104,7 +77,20 @@ LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
 std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
   const int count = static_cast<int>(layers.size());
   for (int i = 0; i < count; ++i) {
-    layers[i] = std::make_unique<WatchedLayer>(std::move(layers[i]), i, i + 1 == count, shared_from_this());
+    const auto forward = [trace = shared_from_this(), i, count, forwards = 0](Layer& layer, Value input) mutable {
+      const bool recompute = is_recomputing();
+      const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
+      const int micro_batch = recompute ? 0 : forwards++;
+      trace->begins({recompute ? Kind::R : Kind::F, graph, i, micro_batch});
+      if (!recompute) trace->reaches(i, micro_batch, input.tensors());
+      PopReporter context(*trace, i, micro_batch);
+      SkipContextGuard guard(context);
+      auto output = layer.forward(std::move(input));
+      if (i + 1 == count && !recompute) trace->reaches(count, micro_batch, output.tensors());
+      if (!graph) return output;
+      return append_node(output, make_node<PartBegins>(trace, Part{Kind::B, false, i, micro_batch}));
+    };
+    layers[i] = decorate(std::move(layers[i]), forward);
   }
   return layers;
 }

@@ -142,7 +142,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
 
 }  // namespace
 
-const Candidate& Suggestion::best() const {
+const Candidate& Candidates::best() const {
   if (!fits()) throw std::runtime_error(reason);
   return candidates.front();
 }

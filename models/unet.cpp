@@ -7,9 +7,10 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/upsampling.h>
 
-#include <stdexcept>
+#include <tuple>
 #include <utility>
 
+#include "gpipe/base/checks.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {
@@ -141,26 +142,20 @@ class UNetBuilder {
   nn::Sequential model_;
 };
 
-void require(bool ok, const char* option, const std::string& value, const char* allowed) {
-  if (ok) return;
-  throw std::invalid_argument(std::string("unet: ") + option + " is " + value + ", but must be " + allowed);
-}
-
-void require_positive(const char* option, std::int64_t value) {
-  require(value >= 1, option, std::to_string(value), "at least 1");
-}
-
 }  // namespace
 
 nn::Sequential unet(const UNetOptions& options) {
+  const auto require_positive = [](const char* option, std::int64_t value) {
+    require(value >= 1, "unet: %s is %d, but must be at least 1", option, value);
+  };
   require_positive("in_channels", options.in_channels());
   require_positive("out_channels", options.out_channels());
   require_positive("base_channels", options.base_channels());
   require_positive("convolutions", options.convolutions());
-  require(options.depth() >= 1 && options.depth() <= 16, "depth", std::to_string(options.depth()), "from 1 to 16");
-  require(options.dropout() >= 0 && options.dropout() < 1, "dropout", std::to_string(options.dropout()),
-          "at least 0 and below 1");
-  require(options.dims() == 2 || options.dims() == 3, "dims", std::to_string(options.dims()), "2 or 3");
+  const auto [depth, dropout, dims] = std::tuple(options.depth(), options.dropout(), options.dims());
+  require(depth >= 1 && depth <= 16, "unet: depth is %d, but must be from 1 to 16", depth);
+  require(dropout >= 0 && dropout < 1, "unet: dropout is %f, but must be at least 0 and below 1", dropout);
+  require(dims == 2 || dims == 3, "unet: dims is %d, but must be 2 or 3", dims);
   return options.dims() == 2 ? UNetBuilder<2>(options).build() : UNetBuilder<3>(options).build();
 }
 
