@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <tuple>
 #include <utility>
 
 #include "balance/trial.h"
@@ -180,6 +179,15 @@ bool in_weights(double time, const Timeline& timeline) {
   });
 }
 
+/// The bytes of blocks that differ in nothing else.
+using BytesOfBlocks = std::map<Block, std::int64_t>;
+
+void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
+  for (const auto& [block, size] : bytes) {
+    if (size > 0) blocks.emplace_back(block).bytes = size;
+  }
+}
+
 // The end of the action that a time is in.
 double end_of_action(double time, const Timeline& timeline) {
   for (const Span& span : timeline.spans) {
@@ -224,23 +232,23 @@ std::int64_t LayerTrace::peak_between(double start, double end, bool as_last) co
 // The part of a thread that runs a W is still the last one of an I.
 void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
   MutexLock lock(mutex_);
-  std::map<std::tuple<int, Kind, int>, std::int64_t> bytes;
+  BytesOfBlocks bytes;
+  const auto block = [](int layer, Kind until, int freed_by) {
+    return Block{.born = Kind::I, .layer = layer, .until = until, .freed_by = freed_by, .reaches = layer};
+  };
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
     if (born.kind != Kind::B || born.micro_batch != 0 || in_weights(allocation.born_at, timeline)) continue;
     const bool freed = allocation.end == Allocation::End::kPart;
     if (freed && in_weights(allocation.freed_at, timeline)) {
-      bytes[{born.layer, Kind::W, allocation.passes_back_to}] += allocation.bytes;
+      bytes[block(born.layer, Kind::W, allocation.passes_back_to)] += allocation.bytes;
     } else if (freed && allocation.freed_by.micro_batch == 0) {
-      if (allocation.freed_by != born) bytes[{born.layer, Kind::B, allocation.freed_by.layer}] += allocation.bytes;
+      if (allocation.freed_by != born) bytes[block(born.layer, Kind::B, allocation.freed_by.layer)] += allocation.bytes;
     } else {
-      bytes[{born.layer, Kind::B, HeldBytes::kNeverFreed}] += allocation.bytes;
+      bytes[block(born.layer, Kind::B, HeldBytes::kNeverFreed)] += allocation.bytes;
     }
   }
-  for (const auto& [key, size] : bytes) {
-    const auto [layer, until, freed_by] = key;
-    if (size > 0) profile.blocks.push_back({size, Kind::I, layer, until, freed_by, layer});
-  }
+  append(profile.blocks, bytes);
   read_peaks(profile, &timeline);
 }
 
@@ -273,7 +281,7 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
   for (const auto& [layer, version] : inputs_) {
     if (layer < static_cast<int>(profile.layers.size())) profile.layers[layer].changes_input |= version.changed();
   }
-  std::map<std::tuple<Kind, int, Kind, int, int, int>, std::int64_t> bytes;
+  BytesOfBlocks bytes;
   auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
@@ -290,22 +298,18 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
     const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
     const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
-    bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, allocation.reaches,
-           allocation.popped_by}] += size;
+    const int freeing_layer = by_part ? freed_by.layer : caller;
+    bytes[{0, born.kind, born.layer, until, freeing_layer, allocation.reaches, allocation.popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
   auto lowest = static_cast<int>(profile.layers.size());
   for (const auto& [part, start] : marks_) lowest = part.kind == Kind::B ? std::min(lowest, part.layer) : lowest;
   for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {
-    const auto late = bytes.find({Kind::B, i, Kind::B, lowest, i, -1});
+    const auto late = bytes.find({0, Kind::B, i, Kind::B, lowest, i});
     if (late != bytes.end()) late->second -= std::min(late->second, profile.layers[i].late_gradients);
   }
-  for (const auto& [key, size] : bytes) {
-    if (size == 0) continue;
-    const auto [born, layer, until, freed_by, reaches, popped_by] = key;
-    profile.blocks.push_back({size, born, layer, until, freed_by, reaches, popped_by});
-  }
+  append(profile.blocks, bytes);
 }
 
 }  // namespace gpipe

@@ -17,6 +17,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"
 
 namespace gpipe {
@@ -49,19 +50,15 @@ NamedTensors tensors_of(const torch::nn::Module& model) {
 }
 
 void check_writable(const std::string& name, const at::Tensor& tensor) {
-  const char* reason = nullptr;
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) reason = "some of its elements share memory";
-  if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) reason = "it was made in inference mode";
-  if (reason != nullptr) {
-    throw std::invalid_argument("cannot restore '" + name + "' of this model: " + reason + "; clone it first");
-  }
+  require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+          "cannot restore '%s' of this model: some of its elements share memory; clone it first", name);
+  require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
+          "cannot restore '%s' of this model: it was made in inference mode; clone it first", name);
 }
 
 void check_same_kind(const std::string& name, const std::string& saved, const std::string& own) {
-  if (saved != own) {
-    throw std::invalid_argument("the snapshot is of another model: '" + name + "' is " + saved +
-                                " in the snapshot and " + own + " in this model");
-  }
+  require(saved == own, "the snapshot is of another model: '%s' is %s in the snapshot and %s in this model", name,
+          saved, own);
 }
 
 // The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
@@ -127,8 +124,9 @@ void each_field(optim::SGDParamState& of, const optim::SGDOptions&, auto field) 
   field("momentum_buffer", of.momentum_buffer(), true);
 }
 
-[[noreturn]] void refuse_optimizer(const std::string& what) {
-  throw std::invalid_argument("the snapshot is of another optimizer: " + what);
+template <class... Parts>
+[[noreturn]] void refuse_optimizer(const Parts&... what) {
+  throw std::invalid_argument(absl::StrCat("the snapshot is of another optimizer: ", what...));
 }
 
 /// Copies the fields of an object of one of these classes to `to`.
@@ -178,7 +176,7 @@ struct Restore {
     return found->second;
   }
   [[noreturn]] void wrong(const char* name) const {
-    refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing or has another type or shape");
+    refuse_optimizer("its '", name, "' of ", owner, " is missing or has another type or shape");
   }
 };
 
@@ -189,7 +187,7 @@ void check_options(const OptimizerState& saved) {
       const auto found = group.options.find(name);
       if (found == group.options.end() || !found->second.isBool() || !found->second.toBool()) continue;
       if (saved.type == "Adam" || name == "maximize")
-        refuse_optimizer("its '" + name + "' is true, which LibTorch lacks");
+        refuse_optimizer("its '", name, "' is true, which LibTorch lacks");
     }
   }
 }
@@ -204,8 +202,9 @@ auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
   if (type == typeid(AdamW)) return call.template operator()<AdamWOptions, AdamWParamState>("AdamW");
   if (type == typeid(RMSprop)) return call.template operator()<RMSpropOptions, RMSpropParamState>("RMSprop");
   if (type == typeid(SGD)) return call.template operator()<SGDOptions, SGDParamState>("SGD");
-  throw std::invalid_argument(std::string("cannot capture or restore an optimizer of the class ") + type.name() +
-                              ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
+  throw invalid(
+      "cannot capture or restore an optimizer of the class %s: use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD",
+      type.name());
 }
 
 std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
@@ -216,12 +215,10 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
     auto& group = groups.emplace_back();
     for (const auto& parameter : optimizer.param_groups()[g].params()) {
       const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found == names.end()) {
-        throw std::invalid_argument(
-            "parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
-            " of the optimizer does not belong to the model: make the optimizer from the model's " +
-            "parameters, after moving the model to its device");
-      }
+      require(found != names.end(),
+              "parameter %d in group %d of the optimizer does not belong to the model: make the optimizer from the "
+              "model's parameters, after moving the model to its device",
+              group.size(), g);
       group.push_back(found->second);
     }
   }
@@ -231,8 +228,7 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
 /// Checks that both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
-    refuse_optimizer("it has " + std::to_string(saved.param_groups.size()) +
-                     " groups of parameters, but this one has " + std::to_string(names.size()));
+    refuse_optimizer("it has ", saved.param_groups.size(), " groups of parameters, but this one has ", names.size());
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
     auto ours = names[g];
@@ -242,7 +238,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
     const auto [our, their] = std::ranges::mismatch(ours, theirs);
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
-    refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+    refuse_optimizer("group ", g, missing ? " lacks '" : " also has '", missing ? *our : *their, "'");
   }
 }
 
@@ -293,8 +289,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
 void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
   const auto names = names_of(optimizer, model);
   with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
-    if (saved.type != type)
-      refuse_optimizer("it is of type '" + saved.type + "', but this one is of type '" + type + "'");
+    if (saved.type != type) refuse_optimizer("it is of type '", saved.type, "', but this one is of type '", type, "'");
     check_groups(names, saved);
     check_options(saved);
     std::vector<std::unique_ptr<Options>> options;
