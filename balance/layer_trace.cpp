@@ -12,6 +12,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
+#include "skip/context.h"
 
 namespace gpipe {
 
@@ -140,11 +141,12 @@ void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients
   }
 }
 
-std::map<SkipKey, LayerTrace::Skip> LayerTrace::skips() const {
+void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links) {
   MutexLock lock(mutex_);
-  std::map<SkipKey, Skip> skips;
-  for (const auto& [key, skip] : skips_) skips[key] = {skip.first, skip.second.changed()};
-  return skips;
+  for (const auto& link : links) {
+    const auto& [bytes, version] = skips_[link.key];
+    profile.skips.push_back({link.key.name, link.from, link.to, bytes, version.changed()});
+  }
 }
 
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {

@@ -17,7 +17,7 @@
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/version_watch.h"
 #include "gpipe/timeline.h"
-#include "skip/context.h"
+#include "skip/layout.h"
 
 namespace gpipe {
 
@@ -65,6 +65,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
   /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
   void read_memory(Profile& profile, const std::vector<Saved>& saved);
+  /// Adds the skips to the profile.
+  void read_skips(Profile& profile, const std::vector<SkipLink>& links);
   /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
@@ -75,13 +77,6 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   void pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
   /// The gradients of a layer's outputs, at the beginning of its part of a backward.
   void passes_back(int layer, const std::vector<at::Tensor>& gradients);
-
-  /// A skip as it was popped.
-  struct Skip {
-    std::int64_t bytes = 0;
-    bool changed = false;  ///< in place, since then
-  };
-  std::map<SkipKey, Skip> skips() const;
 
  private:
   struct Allocation {
@@ -114,8 +109,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<Allocation> allocations_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const void*, std::size_t> live_ ABSL_GUARDED_BY(mutex_);  // index, by address
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
-  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);                // by layer
+  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);  // as they were popped
 };
 
 /// Bytes of a tensor's elements; 0 for an undefined or sparse tensor.

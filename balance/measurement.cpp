@@ -294,11 +294,7 @@ class Measurement {
     whole.trace->read_memory(profile, splits.trace->saved_for_weights(*splits.timeline));
     listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
     splits.trace->read_split_memory(profile, *splits.timeline);
-    auto skips = whole.trace->skips();
-    for (const auto& link : skip_links(named_)) {
-      const auto& [bytes, changed] = skips[link.key];
-      profile.skips.push_back({link.key.name, link.from, link.to, bytes, changed});
-    }
+    whole.trace->read_skips(profile, skip_links(named_));
   }
 
   /// Divides the time of each stage's W among its layers, by how much less time their I takes than their B.

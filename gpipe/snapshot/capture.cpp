@@ -61,67 +61,43 @@ void check_same_kind(const std::string& name, const std::string& saved, const st
           saved, own);
 }
 
-// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
-// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
-// tensor, which can depend on an option.
+// The members of the classes of options and states, for both capture and restore. Members of one name are alike.
 
-template <class Class, class... Classes>
-concept OneOf = (std::is_same_v<Class, Classes> || ...);
-
-void each_field(optim::AdagradOptions& of, auto field) {
+/// Calls `field(name, value)` for each option.
+void each_option(auto& of, auto field) {
   field("lr", of.lr());
-  field("lr_decay", of.lr_decay());
   field("weight_decay", of.weight_decay());
-  field("initial_accumulator_value", of.initial_accumulator_value());
-  field("eps", of.eps());
+  if constexpr (requires { of.eps(); }) field("eps", of.eps());
+  if constexpr (requires { of.betas(); }) field("betas", of.betas());
+  if constexpr (requires { of.amsgrad(); }) field("amsgrad", of.amsgrad());
+  if constexpr (requires { of.momentum(); }) field("momentum", of.momentum());
+  if constexpr (requires { of.dampening(); }) field("dampening", of.dampening());
+  if constexpr (requires { of.nesterov(); }) field("nesterov", of.nesterov());
+  if constexpr (requires { of.alpha(); }) field("alpha", of.alpha());
+  if constexpr (requires { of.centered(); }) field("centered", of.centered());
+  if constexpr (requires { of.lr_decay(); }) field("lr_decay", of.lr_decay());
+  if constexpr (requires { of.initial_accumulator_value(); }) {
+    field("initial_accumulator_value", of.initial_accumulator_value());
+  }
 }
 
-void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, auto field) {
-  field("step", of.step());
-  field("sum", of.sum(), true);
-}
-
-void each_field(OneOf<optim::AdamOptions, optim::AdamWOptions> auto& of, auto field) {
-  field("lr", of.lr());
-  field("betas", of.betas());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("amsgrad", of.amsgrad());
-}
-
-void each_field(OneOf<optim::AdamParamState, optim::AdamWParamState> auto& of, const auto& with, auto field) {
-  field("step", of.step());
-  field("exp_avg", of.exp_avg(), true);
-  field("exp_avg_sq", of.exp_avg_sq(), true);
-  field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
-}
-
-void each_field(optim::RMSpropOptions& of, auto field) {
-  field("lr", of.lr());
-  field("alpha", of.alpha());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("momentum", of.momentum());
-  field("centered", of.centered());
-}
-
-void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, auto field) {
-  field("step", of.step());
-  field("square_avg", of.square_avg(), true);
-  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
-  field("grad_avg", of.grad_avg(), with.centered());
-}
-
-void each_field(optim::SGDOptions& of, auto field) {
-  field("lr", of.lr());
-  field("momentum", of.momentum());
-  field("dampening", of.dampening());
-  field("weight_decay", of.weight_decay());
-  field("nesterov", of.nesterov());
-}
-
-void each_field(optim::SGDParamState& of, const optim::SGDOptions&, auto field) {
-  field("momentum_buffer", of.momentum_buffer(), true);
+/// Calls `field(name, value)` for each number of a parameter's state, and `field(name, tensor, needed)` for each tensor.
+/// `needed` says whether the state must have the tensor, which can depend on an option.
+void each_state(auto& of, const auto& with, auto field) {
+  if constexpr (requires { of.step(); }) field("step", of.step());
+  if constexpr (requires { of.sum(); }) field("sum", of.sum(), true);
+  if constexpr (requires { of.exp_avg(); }) {
+    field("exp_avg", of.exp_avg(), true);
+    field("exp_avg_sq", of.exp_avg_sq(), true);
+    field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
+  }
+  if constexpr (requires { of.square_avg(); }) {
+    field("square_avg", of.square_avg(), true);
+    field("grad_avg", of.grad_avg(), with.centered());
+    field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
+  } else if constexpr (requires { of.momentum_buffer(); }) {
+    field("momentum_buffer", of.momentum_buffer(), true);
+  }
 }
 
 template <class... Parts>
@@ -274,12 +250,12 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
       auto& to = captured.param_groups.emplace_back();
       to.params = names[g];
       auto options = static_cast<const Options&>(group.options());
-      each_field(options, Capture{to.options});
+      each_option(options, Capture{to.options});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
         auto state = static_cast<const ParamState&>(*found->second);
-        each_field(state, options, Capture{captured.state[names[g][i]]});
+        each_state(state, options, Capture{captured.state[names[g][i]]});
       }
     }
   });
@@ -297,12 +273,12 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
     for (std::size_t g = 0; g < names.size(); ++g) {
       const auto& group = optimizer.param_groups()[g];
       options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
-      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      each_option(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = saved.state.find(names[g][i]);
         if (found == saved.state.end()) continue;
         auto state = std::make_unique<ParamState>();
-        each_field(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
+        each_state(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
         states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
       }
     }
