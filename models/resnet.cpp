@@ -37,53 +37,33 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// One end of a block's shortcut.
-template <typename Self>
-class Shortcut : public nn::Cloneable<Self>, public Skippable {
+/// One end of a block's shortcut, whose skip is the block's input or a projection of it. The stashing end returns its
+/// input. The popping end adds the skip to its input.
+class ShortcutImpl : public nn::Cloneable<ShortcutImpl>, public Skippable {
  public:
-  Shortcut(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)
-      : nn::Cloneable<Self>(type), Skippable(std::move(names)), projection_(projection) {
+  ShortcutImpl(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)
+      : Cloneable(type), Skippable(std::move(names)), projection_(projection) {
     isolate(ns);
     reset();
   }
   void reset() override {
-    if (projection_) downsample_ = this->register_module("downsample", projection_->make());
+    if (projection_) downsample_ = register_module("downsample", projection_->make());
   }
-
- protected:
-  torch::Tensor project(const torch::Tensor& x) { return projection_ ? downsample_->forward(x) : x; }
-
- private:
-  std::optional<Projection> projection_;
-  nn::Sequential downsample_{nullptr};
-};
-
-/// Stashes a block's input, or a projection of it, and returns the input.
-class StashShortcutImpl : public Shortcut<StashShortcutImpl> {
- public:
-  StashShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Shortcut("gpipe::models::Stash", {.stash = {skip}}, ns, projection) {}
-
-  torch::Tensor forward(torch::Tensor x) {
-    stash(stashes().front().name, project(x));
-    return x;
-  }
-};
-TORCH_MODULE(StashShortcut);
-
-/// Adds the skip, or a projection of it, to its input.
-class AddShortcutImpl : public Shortcut<AddShortcutImpl> {
- public:
-  AddShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Shortcut("gpipe::models::Join", {.pop = {skip}}, ns, projection) {}
-
   torch::Tensor forward(torch::Tensor x) {
     // Adding in place to x is safe, because batch norm's backward does not need its output. Adding in place to the skip
     // is not: it is the block's input, which the backward of the first convolution needs.
-    return x.add_(project(pop(pops().front().name)));
+    if (stashes().empty()) return x.add_(project(pop(pops().front().name)));
+    stash(stashes().front().name, project(x));
+    return x;
   }
+
+ private:
+  torch::Tensor project(const torch::Tensor& x) { return projection_ ? downsample_->forward(x) : x; }
+
+  std::optional<Projection> projection_;
+  nn::Sequential downsample_{nullptr};
 };
-TORCH_MODULE(AddShortcut);
+TORCH_MODULE(Shortcut);
 
 enum class Block { kBasic, kBottleneck };
 
@@ -137,7 +117,7 @@ class ResNetBuilder {
       const bool grows = channels_ > in * stride * stride;
       (grows ? after : before) = Projection{in, channels_, stride};
     }
-    add(prefix + "stash", StashShortcut(skip, skips_, before));
+    add(prefix + "stash", Shortcut("gpipe::models::Stash", Skippable::Names{.stash = {skip}}, skips_, before));
     if (block_ == Block::kBasic) {
       convolution(prefix, 1, conv(in, width, 3, stride));
       convolution(prefix, 2, conv(width, width, 3));
@@ -146,7 +126,7 @@ class ResNetBuilder {
       convolution(prefix, 2, conv(width, width, 3, stride));
       convolution(prefix, 3, conv(width, channels_, 1));
     }
-    add(prefix + "join", AddShortcut(skip, skips_, after));
+    add(prefix + "join", Shortcut("gpipe::models::Join", Skippable::Names{.pop = {skip}}, skips_, after));
     add_relu(prefix + "relu" + std::to_string(convolutions()));
   }
 
