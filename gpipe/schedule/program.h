@@ -15,6 +15,8 @@ struct Edge {
   int to = 0;
   /// For drawings and messages only; UTF-8.
   std::string name;
+
+  friend bool operator==(const Edge&, const Edge&) = default;
 };
 
 /// A skip, given by the layers that stash and pop it.
