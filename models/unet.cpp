@@ -42,34 +42,25 @@ struct Nd<3> {
   using Linear = torch::enumtype::kTrilinear;
 };
 
-/// Stashes its input and returns it.
-class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
+/// One end of a skip. The stashing end returns its input. The popping end concatenates the skip with its input, cropped
+/// to the size of the skip.
+class SkipEndImpl : public nn::Cloneable<SkipEndImpl>, public Skippable {
  public:
-  StashImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}) {
+  SkipEndImpl(const std::string& type, Names names, Namespace ns) : Cloneable(type), Skippable(std::move(names)) {
     isolate(ns);
   }
   void reset() override {}
   torch::Tensor forward(torch::Tensor x) {
+    if (stashes().empty()) {
+      const auto skip = pop(pops().front().name);
+      for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
+      return torch::cat({skip, x}, 1);
+    }
     stash(stashes().front().name, x);
     return x;
   }
 };
-TORCH_MODULE(Stash);
-
-/// Concatenates the skip with the input, cropped to the size of the skip.
-class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
- public:
-  JoinImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}) {
-    isolate(ns);
-  }
-  void reset() override {}
-  torch::Tensor forward(torch::Tensor x) {
-    const auto skip = pop(pops().front().name);
-    for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
-    return torch::cat({skip, x}, 1);
-  }
-};
-TORCH_MODULE(Join);
+TORCH_MODULE(SkipEnd);
 
 template <int D>
 class UNetBuilder {
@@ -82,7 +73,7 @@ class UNetBuilder {
       const auto name = "down" + std::to_string(level);
       block(name, channels, channels_at(level));
       channels = channels_at(level);
-      add(name + "_stash", Stash(skip_at(level), skips_));
+      add(name + "_stash", SkipEnd("gpipe::models::Stash", Skippable::Names{.stash = {skip_at(level)}}, skips_));
       // Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
       add(name + "_pool", typename Nd<D>::MaxPool(nn::MaxPoolOptions<D>(2).ceil_mode(true)));
     }
@@ -91,7 +82,7 @@ class UNetBuilder {
       const auto name = "up" + std::to_string(level);
       channels = channels_at(level);
       upsample(name, 2 * channels, channels);
-      add(name + "_join", Join(skip_at(level), skips_));
+      add(name + "_join", SkipEnd("gpipe::models::Join", Skippable::Names{.pop = {skip_at(level)}}, skips_));
       block(name, 2 * channels, channels);
     }
     add("head", conv(channels, options_.out_channels(), 1));

@@ -20,6 +20,7 @@
 #include <stdexcept>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_format.h"
 
 namespace gpipe {
 namespace {
@@ -60,11 +61,7 @@ class Checksum {
     if (size > 0) value_ = crc32_z(value_, static_cast<const Bytef*>(data), size);  // no data would restart the sum
   }
   /// Returns eight hexadecimal digits.
-  std::string text() const {
-    std::string digits(kChecksumSize, '0');
-    for (std::size_t i = 0; i < kChecksumSize; ++i) digits[i] = "0123456789abcdef"[value_ >> (28 - 4 * i) & 15];
-    return digits;
-  }
+  std::string text() const { return absl::StrFormat("%08x", value_); }
 
  private:
   uLong value_ = 0;
