@@ -168,7 +168,6 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   const auto found = live_.extract(data);
   if (!found) return;
   auto& allocation = allocations_[found.mapped()];
-  allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
 }
@@ -205,8 +204,7 @@ std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& tim
   std::vector<Saved> saved;
   for (const auto& allocation : allocations_) {
     if (allocation.born.kind != Kind::F || allocation.born.micro_batch != 0) continue;
-    saved.push_back(
-        {allocation.bytes, allocation.end != Allocation::End::kNone && in_weights(allocation.freed_at, timeline)});
+    saved.push_back({allocation.bytes, in_weights(allocation.freed_at, timeline)});
   }
   return saved;
 }
@@ -222,7 +220,7 @@ std::int64_t LayerTrace::peak_between(double start, double end, bool as_last) co
     add(allocation.born_at, allocation.bytes);
     const bool arrives = allocation.born.kind == Kind::B && allocation.born_at < start && allocation.freed_at >= start;
     if (as_last && arrives) continue;
-    if (allocation.end != Allocation::End::kNone) add(allocation.freed_at, -allocation.bytes);
+    add(allocation.freed_at, -allocation.bytes);
   }
   std::stable_sort(changes.begin(), changes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   auto now = before;
@@ -240,12 +238,12 @@ void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
   };
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
+    const auto& freed_by = allocation.freed_by;
     if (born.kind != Kind::B || born.micro_batch != 0 || in_weights(allocation.born_at, timeline)) continue;
-    const bool freed = allocation.end == Allocation::End::kPart;
-    if (freed && in_weights(allocation.freed_at, timeline)) {
+    if (freed_by && in_weights(allocation.freed_at, timeline)) {
       bytes[block(born.layer, Kind::W, allocation.passes_back_to)] += allocation.bytes;
-    } else if (freed && allocation.freed_by.micro_batch == 0) {
-      if (allocation.freed_by != born) bytes[block(born.layer, Kind::B, allocation.freed_by.layer)] += allocation.bytes;
+    } else if (freed_by && freed_by->micro_batch == 0) {
+      if (*freed_by != born) bytes[block(born.layer, Kind::B, freed_by->layer)] += allocation.bytes;
     } else {
       bytes[block(born.layer, Kind::B, HeldBytes::kNeverFreed)] += allocation.bytes;
     }
@@ -288,7 +286,6 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
     const auto size = allocation.bytes;
-    const auto end = allocation.end;
     const auto& freed_by = allocation.freed_by;
     if (born.micro_batch != 0) continue;
     bool kept = false;
@@ -296,13 +293,13 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
       kept = in_split->kept && in_split->bytes == size;
       in_split = in_split->bytes == size ? in_split + 1 : saved.end();
     }
-    if (end == Allocation::End::kPart && freed_by == born) continue;
-    const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
+    if (freed_by == born) continue;
+    const bool by_part = freed_by && freed_by->micro_batch == 0;
     const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
-    const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
-    const int freeing_layer = by_part ? freed_by.layer : caller;
+    const auto until = !by_part ? Kind::F : kept && freed_by->kind == Kind::B ? Kind::W : freed_by->kind;
+    const int freeing_layer = by_part ? freed_by->layer : caller;
     bytes[{0, born.kind, born.layer, until, freeing_layer, allocation.reaches, allocation.popped_by}] += size;
-    if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
+    if (born.kind == Kind::F && by_part && freed_by->kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
   auto lowest = static_cast<int>(profile.layers.size());

@@ -3,8 +3,10 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -84,11 +86,10 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     std::int64_t bytes = 0;
     int reaches = 0;
     int popped_by = -1;
-    enum class End { kNone, kPart, kCaller } end = End::kNone;
-    Part freed_by = {};
-    double born_at = 0;      ///< in seconds, on the clock of timelines
-    double freed_at = 0;     ///< likewise
-    int passes_back_to = 0;  ///< of a backward: the last layer whose part gets it
+    std::optional<Part> freed_by = {};                          ///< none if the caller frees it, or it is not freed
+    double born_at = 0;                                         ///< in seconds, on the clock of timelines
+    double freed_at = std::numeric_limits<double>::infinity();  ///< likewise
+    int passes_back_to = 0;                                     ///< of a backward: the last layer whose part gets it
   };
 
   void allocated(const void* data, std::int64_t bytes) override;
