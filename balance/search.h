@@ -24,8 +24,8 @@ struct Candidate {
   /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
   std::int64_t crossing = 0;
   int replicas = 1;  ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  double reduction =
-      0;  ///< the part of `seconds` after the last backward, until the replicas have summed all gradients
+  /// The part of `seconds` after the last backward, until the replicas have summed all gradients.
+  double reduction = 0;
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.
