@@ -81,7 +81,7 @@ void each_option(auto& of, auto field) {
   }
 }
 
-/// Calls `field(name, value)` for each number of a parameter's state, and `field(name, tensor, needed)` for each tensor.
+/// Calls `field(name, value)` for each number of a parameter's state and `field(name, tensor, needed)` for each tensor.
 /// `needed` says whether the state must have the tensor, which can depend on an option.
 void each_state(auto& of, const auto& with, auto field) {
   if constexpr (requires { of.step(); }) field("step", of.step());
