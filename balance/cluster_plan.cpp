@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,9 +17,9 @@ namespace gpipe {
 namespace {
 
 void check_link(const LinkSpeed& link, const char* where) {
-  if (link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency)) return;
-  throw invalid("[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where,
-                link.bandwidth, link.latency);
+  require(link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency),
+          "[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where, link.bandwidth,
+          link.latency);
 }
 
 }  // namespace
@@ -39,10 +38,9 @@ double Network::reduction(int worker, std::int64_t bytes) const {
 }
 
 void check(const Network& network) {
-  if (network.replicas < 1) throw invalid("[balance] replicas must be positive, but is %d", network.replicas);
-  if (network.devices_per_host < 0) {
-    throw invalid("[balance] devices_per_host must not be negative, but is %d", network.devices_per_host);
-  }
+  require(network.replicas >= 1, "[balance] replicas must be positive, but is %d", network.replicas);
+  require(network.devices_per_host >= 0, "[balance] devices_per_host must not be negative, but is %d",
+          network.devices_per_host);
   check_link(network.inside, "inside a host");
   check_link(network.between, "between hosts");
 }
@@ -106,23 +104,20 @@ std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers,
 }
 
 void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, const ClusterPlanOptions& options) {
-  if (cluster.hosts < 1 || cluster.devices_per_host < 1 || cluster.hosts > kMostDevices / cluster.devices_per_host) {
-    throw invalid("[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices", kMostDevices,
-                  cluster.hosts, cluster.devices_per_host);
-  }
+  const auto& [hosts, per_host, memory, inside, between] = cluster;
+  require(hosts >= 1 && per_host >= 1 && hosts <= kMostDevices / per_host,
+          "[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices", kMostDevices, hosts, per_host);
   check(cluster.network(1));
-  if (cluster.memory < 0) throw invalid("[suggest] memory must not be negative, but is %d", cluster.memory);
-  if (profiles.empty()) throw invalid("[suggest] give at least one profile");
-  if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
-  if (options.samples < 1) throw invalid("[suggest] samples must be positive, but is %d", options.samples);
+  require(memory >= 0, "[suggest] memory must not be negative, but is %d", memory);
+  require(!profiles.empty(), "[suggest] give at least one profile");
+  require(!options.checkpoints.empty(), "[suggest] give at least one checkpoint mode");
+  require(options.samples >= 1, "[suggest] samples must be positive, but is %d", options.samples);
   if (!options.schedule.empty() && options.schedule != kAnySchedule) schedule_rule(options.schedule);
   for (const auto& profile : profiles) {
-    if (profile.samples < 1) {
-      throw invalid("[suggest] a profile must have at least one sample, but has %d", profile.samples);
-    }
-    if (profile.layers.size() == profiles.front().layers.size()) continue;
-    throw invalid("[suggest] profiles have %d and %d layers; give profiles of one model",
-                  profiles.front().layers.size(), profile.layers.size());
+    require(profile.samples >= 1, "[suggest] a profile must have at least one sample, but has %d", profile.samples);
+    require(profile.layers.size() == profiles.front().layers.size(),
+            "[suggest] profiles have %d and %d layers; give profiles of one model", profiles.front().layers.size(),
+            profile.layers.size());
   }
 }
 
@@ -169,11 +164,6 @@ std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares,
 }
 
 }  // namespace
-
-const Candidate& ClusterPlan::best() const {
-  if (!fits()) throw std::runtime_error(reason);
-  return candidates.front();
-}
 
 ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
                          const ClusterPlanOptions& options) {

@@ -16,16 +16,8 @@ struct ClusterPlanOptions {
   std::string schedule = kAnySchedule;
 };
 
-/// Ways to train a model on all devices of a cluster. Every figure is a prediction.
-struct ClusterPlan {
-  /// The best for each number of replicas. Those that fit come first, fastest first.
-  std::vector<Candidate> candidates;
-  std::string reason;  ///< why nothing fits, as in Suggestion; empty if a candidate fits
-
-  bool fits() const { return !candidates.empty() && reason.empty(); }
-  /// The first candidate. Errors: std::runtime_error with the reason if nothing fits.
-  const Candidate& best() const;
-};
+/// Ways to train a model on all devices of a cluster: the best for each number of replicas.
+using ClusterPlan = Candidates;
 
 /// The most cells (stages x micro-batches) of a pipeline that a plan tries.
 inline constexpr std::int64_t kMostPlannedCells = 1 << 13;

@@ -9,10 +9,9 @@
 namespace gpipe {
 
 std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int, int)> cost) {
-  if (parts < 1) throw invalid("[best_partition] parts must be positive, but is %d", parts);
-  if (count < parts) {
-    throw invalid("[best_partition] %d layers cannot be cut into %d parts; each needs at least one", count, parts);
-  }
+  require(parts >= 1, "[best_partition] parts must be positive, but is %d", parts);
+  require(count >= parts, "[best_partition] %d layers cannot be cut into %d parts; each needs at least one", count,
+          parts);
   // of_part[end][first]: cost of the part first..end-1; infinite for all first < earliest[end].
   // worst[end]: cost of the most expensive part in the best cut of 0..end-1 into the parts so far.
   const double infinity = std::numeric_limits<double>::infinity();
@@ -21,9 +20,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
   for (int end = 1; end <= count; ++end) {
     for (int first = 0; first < end; ++first) {
       const double value = of_part[end].emplace_back(cost(first, end));
-      if (std::isnan(value)) {
-        throw invalid("[best_partition] the cost of layers %d to %d is not a number", first, end - 1);
-      }
+      require(!std::isnan(value), "[best_partition] the cost of layers %d to %d is not a number", first, end - 1);
       if (value == infinity && earliest[end] == first) earliest[end] = first + 1;
     }
   }
@@ -56,9 +53,8 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
 std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts) {
   std::vector<double> sum_to = {0};
   for (std::size_t i = 0; i < costs.size(); ++i) {
-    if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
-      throw invalid("[best_partition] cost %d is %f; costs must be finite and not negative", i, costs[i]);
-    }
+    require(costs[i] >= 0 && std::isfinite(costs[i]),
+            "[best_partition] cost %d is %f; costs must be finite and not negative", i, costs[i]);
     sum_to.push_back(sum_to.back() + costs[i]);
   }
   return best_partition(static_cast<int>(costs.size()), parts,
@@ -87,9 +83,8 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 }  // namespace
 
 void check_stages(int stages, int layers) {
-  if (stages >= 1 && stages <= layers) return;
-  throw invalid("[balance] the number of stages must be between 1 and the number of layers, %d, but is %d", layers,
-                stages);
+  require(stages >= 1 && stages <= layers,
+          "[balance] the number of stages must be between 1 and the number of layers, %d, but is %d", layers, stages);
 }
 
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {

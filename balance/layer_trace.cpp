@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
-#include <tuple>
 #include <utility>
 
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
+#include "skip/context.h"
 
 namespace gpipe {
 
@@ -67,33 +67,6 @@ class ReadReporter : public SkipContext {
   const int micro_batch_;
 };
 
-class WatchedLayer : public LayerDecorator {
- public:
-  WatchedLayer(std::unique_ptr<Layer> layer, int index, bool is_last, std::shared_ptr<LayerTrace> trace)
-      : LayerDecorator(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
-
-  Value forward(Value input) override {
-    const bool recompute = is_recomputing();
-    const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
-    const int micro_batch = recompute ? 0 : forwards_++;
-    trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
-    if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
-    ReadReporter context(*trace_, index_, micro_batch);
-    SkipContextGuard guard(context);
-    auto output = layer().forward(std::move(input));
-    if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
-    if (!graph) return output;
-    const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
-    return append_node(output, make_node<PartBegins>(trace_, backward));
-  }
-
- private:
-  const int index_;
-  const bool is_last_;
-  const std::shared_ptr<LayerTrace> trace_;
-  int forwards_ = 0;
-};
-
 }  // namespace
 
 std::int64_t bytes_of(const at::Tensor& tensor) {
@@ -106,7 +79,20 @@ LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
 std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
   const int count = static_cast<int>(layers.size());
   for (int i = 0; i < count; ++i) {
-    layers[i] = std::make_unique<WatchedLayer>(std::move(layers[i]), i, i + 1 == count, shared_from_this());
+    const auto forward = [trace = shared_from_this(), i, count, forwards = 0](Layer& layer, Value input) mutable {
+      const bool recompute = is_recomputing();
+      const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
+      const int micro_batch = recompute ? 0 : forwards++;
+      trace->begins({recompute ? Kind::R : Kind::F, graph, i, micro_batch});
+      if (!recompute) trace->reaches(i, micro_batch, input.tensors());
+      ReadReporter context(*trace, i, micro_batch);
+      SkipContextGuard guard(context);
+      auto output = layer.forward(std::move(input));
+      if (i + 1 == count && !recompute) trace->reaches(count, micro_batch, output.tensors());
+      if (!graph) return output;
+      return append_node(output, make_node<PartBegins>(trace, Part{Kind::B, false, i, micro_batch}));
+    };
+    layers[i] = decorate(std::move(layers[i]), forward);
   }
   return layers;
 }
@@ -157,11 +143,12 @@ void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients
   }
 }
 
-std::map<SkipKey, LayerTrace::Skip> LayerTrace::skips() const {
+void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links) {
   MutexLock lock(mutex_);
-  std::map<SkipKey, Skip> skips;
-  for (const auto& [key, skip] : skips_) skips[key] = {skip.first, skip.second.changed()};
-  return skips;
+  for (const auto& link : links) {
+    const auto& [bytes, version] = skips_[link.key];
+    profile.skips.push_back({link.key.name, link.from, distinct_readers(link), bytes, version.changed()});
+  }
 }
 
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {
@@ -183,7 +170,6 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   const auto found = live_.extract(data);
   if (!found) return;
   auto& allocation = allocations_[found.mapped()];
-  allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
 }
@@ -194,6 +180,15 @@ bool in_weights(double time, const Timeline& timeline) {
   return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
     return span.action.kind == Kind::W && span.start <= time && time <= span.end;
   });
+}
+
+/// The bytes of blocks that differ in nothing else.
+using BytesOfBlocks = std::map<Block, std::int64_t>;
+
+void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
+  for (const auto& [block, size] : bytes) {
+    if (size > 0) blocks.emplace_back(block).bytes = size;
+  }
 }
 
 // The end of the action that a time is in.
@@ -211,8 +206,7 @@ std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& tim
   std::vector<Saved> saved;
   for (const auto& allocation : allocations_) {
     if (allocation.born.kind != Kind::F || allocation.born.micro_batch != 0) continue;
-    saved.push_back(
-        {allocation.bytes, allocation.end != Allocation::End::kNone && in_weights(allocation.freed_at, timeline)});
+    saved.push_back({allocation.bytes, in_weights(allocation.freed_at, timeline)});
   }
   return saved;
 }
@@ -228,7 +222,7 @@ std::int64_t LayerTrace::peak_between(double start, double end, bool as_last) co
     add(allocation.born_at, allocation.bytes);
     const bool arrives = allocation.born.kind == Kind::B && allocation.born_at < start && allocation.freed_at >= start;
     if (as_last && arrives) continue;
-    if (allocation.end != Allocation::End::kNone) add(allocation.freed_at, -allocation.bytes);
+    add(allocation.freed_at, -allocation.bytes);
   }
   std::stable_sort(changes.begin(), changes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   auto now = before;
@@ -240,23 +234,23 @@ std::int64_t LayerTrace::peak_between(double start, double end, bool as_last) co
 // The part of a thread that runs a W is still the last one of an I.
 void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
   MutexLock lock(mutex_);
-  std::map<std::tuple<int, Kind, int>, std::int64_t> bytes;
+  BytesOfBlocks bytes;
+  const auto block = [](int layer, Kind until, int freed_by) {
+    return Block{.born = Kind::I, .layer = layer, .until = until, .freed_by = freed_by, .reaches = layer};
+  };
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
+    const auto& freed_by = allocation.freed_by;
     if (born.kind != Kind::B || born.micro_batch != 0 || in_weights(allocation.born_at, timeline)) continue;
-    const bool freed = allocation.end == Allocation::End::kPart;
-    if (freed && in_weights(allocation.freed_at, timeline)) {
-      bytes[{born.layer, Kind::W, allocation.passes_back_to}] += allocation.bytes;
-    } else if (freed && allocation.freed_by.micro_batch == 0) {
-      if (allocation.freed_by != born) bytes[{born.layer, Kind::B, allocation.freed_by.layer}] += allocation.bytes;
+    if (freed_by && in_weights(allocation.freed_at, timeline)) {
+      bytes[block(born.layer, Kind::W, allocation.passes_back_to)] += allocation.bytes;
+    } else if (freed_by && freed_by->micro_batch == 0) {
+      if (*freed_by != born) bytes[block(born.layer, Kind::B, freed_by->layer)] += allocation.bytes;
     } else {
-      bytes[{born.layer, Kind::B, HeldBytes::kNeverFreed}] += allocation.bytes;
+      bytes[block(born.layer, Kind::B, HeldBytes::kNeverFreed)] += allocation.bytes;
     }
   }
-  for (const auto& [key, size] : bytes) {
-    const auto [layer, until, freed_by] = key;
-    if (size > 0) profile.blocks.push_back({size, Kind::I, layer, until, freed_by, layer});
-  }
+  append(profile.blocks, bytes);
   read_peaks(profile, &timeline);
 }
 
@@ -289,12 +283,11 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
   for (const auto& [layer, version] : inputs_) {
     if (layer < static_cast<int>(profile.layers.size())) profile.layers[layer].changes_input |= version.changed();
   }
-  std::map<std::tuple<Kind, int, Kind, int, int, int>, std::int64_t> bytes;
+  BytesOfBlocks bytes;
   auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
     const auto size = allocation.bytes;
-    const auto end = allocation.end;
     const auto& freed_by = allocation.freed_by;
     if (born.micro_batch != 0) continue;
     bool kept = false;
@@ -302,26 +295,22 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
       kept = in_split->kept && in_split->bytes == size;
       in_split = in_split->bytes == size ? in_split + 1 : saved.end();
     }
-    if (end == Allocation::End::kPart && freed_by == born) continue;
-    const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
+    if (freed_by == born) continue;
+    const bool by_part = freed_by && freed_by->micro_batch == 0;
     const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
-    const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
-    bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, allocation.reaches,
-           allocation.read_by}] += size;
-    if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
+    const auto until = !by_part ? Kind::F : kept && freed_by->kind == Kind::B ? Kind::W : freed_by->kind;
+    const int freeing_layer = by_part ? freed_by->layer : caller;
+    bytes[{0, born.kind, born.layer, until, freeing_layer, allocation.reaches, allocation.read_by}] += size;
+    if (born.kind == Kind::F && by_part && freed_by->kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
   auto lowest = static_cast<int>(profile.layers.size());
   for (const auto& [part, start] : marks_) lowest = part.kind == Kind::B ? std::min(lowest, part.layer) : lowest;
   for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {
-    const auto late = bytes.find({Kind::B, i, Kind::B, lowest, i, -1});
+    const auto late = bytes.find({0, Kind::B, i, Kind::B, lowest, i});
     if (late != bytes.end()) late->second -= std::min(late->second, profile.layers[i].late_gradients);
   }
-  for (const auto& [key, size] : bytes) {
-    if (size == 0) continue;
-    const auto [born, layer, until, freed_by, reaches, read_by] = key;
-    profile.blocks.push_back({size, born, layer, until, freed_by, reaches, read_by});
-  }
+  append(profile.blocks, bytes);
 }
 
 }  // namespace gpipe

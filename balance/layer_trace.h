@@ -3,8 +3,10 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,7 +19,7 @@
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/timeline.h"
-#include "skip/skippable.h"
+#include "skip/layout.h"
 
 namespace gpipe {
 
@@ -65,6 +67,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
   /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
   void read_memory(Profile& profile, const std::vector<Saved>& saved);
+  /// Adds the skips to the profile.
+  void read_skips(Profile& profile, const std::vector<SkipLink>& links);
   /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
@@ -76,24 +80,16 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// The gradients of a layer's outputs, at the beginning of its part of a backward.
   void passes_back(int layer, const std::vector<at::Tensor>& gradients);
 
-  /// A skip as it was read.
-  struct Skip {
-    std::int64_t bytes = 0;
-    bool changed = false;  ///< in place, since then
-  };
-  std::map<SkipKey, Skip> skips() const;
-
  private:
   struct Allocation {
     Part born;
     std::int64_t bytes = 0;
     int reaches = 0;
     int read_by = -1;
-    enum class End { kNone, kPart, kCaller } end = End::kNone;
-    Part freed_by = {};
-    double born_at = 0;      ///< in seconds, on the clock of timelines
-    double freed_at = 0;     ///< likewise
-    int passes_back_to = 0;  ///< of a backward: the last layer whose part gets it
+    std::optional<Part> freed_by = {};                          ///< none if the caller frees it, or it is not freed
+    double born_at = 0;                                         ///< in seconds, on the clock of timelines
+    double freed_at = std::numeric_limits<double>::infinity();  ///< likewise
+    int passes_back_to = 0;                                     ///< of a backward: the last layer whose part gets it
   };
 
   void allocated(const void* data, std::int64_t bytes) override;
@@ -114,8 +110,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<Allocation> allocations_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const void*, std::size_t> live_ ABSL_GUARDED_BY(mutex_);  // index, by address
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
-  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);                // by layer
+  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);  // as they were popped
 };
 
 /// Bytes of a tensor's elements; 0 for an undefined or sparse tensor.

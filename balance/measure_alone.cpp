@@ -92,21 +92,14 @@ class LoneContext : public SkipContext {
   Skips own_;
 };
 
-/// Runs one layer as a model of its own. It reads copies of the entering skips, whose gradients are discarded. Its
-/// stashed tensors receive a gradient of ones in the backward.
-class LoneLayer : public LayerDecorator {
- public:
-  /// Reads from `entering`, and stashes to `leaving` unless that is null. Both must outlive it.
-  LoneLayer(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving)
-      : LayerDecorator(std::move(layer)),
-        entering_(entering),
-        leaving_(leaving),
-        shell_(std::make_shared<Shell>(this->layer().module())) {}
-
-  Value forward(Value input) override {
-    LoneContext context(entering_, leaving_);
+/// Makes a layer a model of its own. It reads copies of the `entering` skips, whose gradients are discarded. Its stashed
+/// tensors receive a gradient of ones in the backward, and go to `leaving` unless that is null. Its module has the
+/// layer's parameters, buffers and training mode, but declares no skips. Both maps must outlive it.
+std::unique_ptr<Layer> isolated(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving) {
+  const auto forward = [&entering, leaving](Layer& layer, Value input) {
+    LoneContext context(entering, leaving);
     const SkipContextGuard guard(context);
-    auto output = layer().forward(std::move(input));
+    auto output = layer.forward(std::move(input));
     if (context.stashed.empty()) return output;
     const auto node = make_node<AddOnes>();
     output = append_node(output, node);
@@ -115,15 +108,10 @@ class LoneLayer : public LayerDecorator {
       node->stashed.emplace_back(stashed.sizes().vec(), stashed.options());
     }
     return output;
-  }
-  /// Has the layer's parameters, buffers and training mode, but declares no skips.
-  std::shared_ptr<torch::nn::Module> module() const override { return shell_; }
-
- private:
-  const Skips& entering_;
-  Skips* const leaving_;
-  const std::shared_ptr<torch::nn::Module> shell_;
-};
+  };
+  auto module = std::make_shared<Shell>(layer->module());
+  return decorate(std::move(layer), forward, std::move(module));
+}
 
 // Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
 // unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory
@@ -195,7 +183,7 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
       std::vector<std::unique_ptr<Layer>> lone;
       lone.push_back(std::move(model.layers()[i]));
       lone = restore.watch(std::move(lone));
-      lone.front() = std::make_unique<LoneLayer>(std::move(lone.front()), skips, leaving);
+      lone.front() = isolated(std::move(lone.front()), skips, leaving);
       return lone;
     };
     auto tensors = value.tensors();

@@ -89,12 +89,9 @@ void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::M
          const std::vector<std::int64_t>& balance) {
   const bool splits = std::any_of(timeline.spans.begin(), timeline.spans.end(),
                                   [](const Span& span) { return span.action.kind == Kind::I; });
-  std::vector<int> stage_of;
-  for (const auto layers : balance) {
-    stage_of.insert(stage_of.end(), layers, stage_of.empty() ? 0 : stage_of.back() + 1);
-  }
+  const auto ends = stage_ends(balance);
   std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
-  for (const auto& mark : marks) of_stage[stage_of[mark.part.layer]].push_back(mark);
+  for (const auto& mark : marks) of_stage[stage_of(mark.part.layer, ends)].push_back(mark);
   for (const auto& [action, spans] : most_overlapped(timeline)) {
     const auto [stage, kind] = action;
     if (!splits || kind == Kind::I) add(times, spans, of_stage[stage]);
@@ -232,11 +229,10 @@ class Measurement {
 
   /// The layer of a stage whose part of the backward began last; -1 for none.
   static int last_backward(Watched& watched, int stage) {
-    const auto& balance = watched.pipe->balance();
-    const auto first = std::accumulate(balance.begin(), balance.begin() + stage, std::int64_t{0});
+    const auto ends = stage_ends(watched.pipe->balance());
     int layer = -1;
     for (const auto& [part, start] : watched.trace->take_marks()) {
-      if (part.kind == Kind::B && part.layer >= first && part.layer < first + balance[stage]) layer = part.layer;
+      if (part.kind == Kind::B && stage_of(part.layer, ends) == stage) layer = part.layer;
     }
     return layer;
   }
@@ -298,11 +294,7 @@ class Measurement {
     whole.trace->read_memory(profile, splits.trace->saved_for_weights(*splits.timeline));
     listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
     splits.trace->read_split_memory(profile, *splits.timeline);
-    auto skips = whole.trace->skips();
-    for (const auto& link : skip_links(named_)) {
-      const auto& [bytes, changed] = skips[link.key];
-      profile.skips.push_back({link.key.name, link.from, distinct_readers(link), bytes, changed});
-    }
+    whole.trace->read_skips(profile, skip_links(named_));
   }
 
   /// Divides the time of each stage's W among its layers, by how much less time their I takes than their B.

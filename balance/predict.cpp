@@ -26,12 +26,6 @@ void give_outputs_to_loss(std::vector<CellBytes>& stages) {
   }
 }
 
-bool connect_the_same(const std::vector<Edge>& a, const std::vector<Edge>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Edge& one, const Edge& other) {
-    return one.from == other.from && one.to == other.to && one.name == other.name;
-  });
-}
-
 }  // namespace
 
 Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
@@ -43,7 +37,7 @@ Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
 }
 
 const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
-  if (program_ && connect_the_same(edges, program_->edges())) return *program_;
+  if (program_ && edges == program_->edges()) return *program_;
   auto schedule = source_.make(layout, options_.checkpoint);
   program_ = Program::make(std::move(layout), std::move(edges), std::move(schedule));
   return *program_;

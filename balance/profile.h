@@ -1,5 +1,6 @@
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -67,7 +68,7 @@ struct Block {
   /// The last layer that reads the memory as a skip; -1 for none.
   int read_by = -1;
 
-  friend bool operator==(const Block&, const Block&) = default;
+  friend auto operator<=>(const Block&, const Block&) = default;
 };
 
 /// A skip connection for one micro-batch.

@@ -18,16 +18,8 @@ namespace {
 using absl::StrFormat;
 
 void check_devices(const SearchOptions& options, std::size_t workers) {
-  if (options.devices.empty() || options.devices.size() == workers) return;
-  throw invalid("[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers);
-}
-
-RunOptions run_options(int chunks, Checkpoint checkpoint, const Scheduling& scheduling, const SearchOptions& options) {
-  return {chunks, checkpoint, options.network, options.copies, scheduling};
-}
-
-int stages_of(const Scheduling& scheduling, const SearchOptions& options) {
-  return scheduling.placement.empty() ? options.stages : static_cast<int>(scheduling.placement.size());
+  require(options.devices.empty() || options.devices.size() == workers,
+          "[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers);
 }
 
 /// The device with the most bytes, and their number.
@@ -123,7 +115,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
       bytes_to_text(options.memory_limit), smallest.schedule.empty() ? "" : smallest.schedule + " with ",
       smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
-  const auto run = run_options(smallest.chunks, smallest.checkpoint, {}, options);
+  const RunOptions run{smallest.chunks, smallest.checkpoint, options.network, options.copies};
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
@@ -142,7 +134,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
 
 }  // namespace
 
-const Candidate& Suggestion::best() const {
+const Candidate& Candidates::best() const {
   if (!fits()) throw std::runtime_error(reason);
   return candidates.front();
 }
@@ -162,7 +154,8 @@ Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options) {
   const auto& name = candidate.schedule.empty() ? kFillAndDrain : candidate.schedule;
-  const auto run = run_options(candidate.chunks, candidate.checkpoint, {name, 1, candidate.placement}, options);
+  const RunOptions run{candidate.chunks, candidate.checkpoint, options.network, options.copies,
+                       Scheduling{name, 1, candidate.placement}};
   const Predictor predictor(profile, static_cast<int>(candidate.balance.size()), run);
   const auto work = predictor.workload(candidate.balance);
   check_devices(options, candidate.bytes.size());
@@ -219,20 +212,19 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
 }
 
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
-  if (profiles.empty()) throw invalid("[suggest] give at least one profile");
-  if (options.schedulings.empty()) throw invalid("[suggest] give at least one schedule");
-  if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
-  if (options.memory_limit < 0) {
-    throw invalid("[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
-  }
+  require(!profiles.empty(), "[suggest] give at least one profile");
+  require(!options.schedulings.empty(), "[suggest] give at least one schedule");
+  require(!options.checkpoints.empty(), "[suggest] give at least one checkpoint mode");
+  require(options.memory_limit >= 0, "[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
     const int most_stages = StageCost(profile).most_stages();
     Starts known;
     for (const auto checkpoint : options.checkpoints) {
       for (const auto& scheduling : options.schedulings) {
-        const auto run = run_options(chunks, checkpoint, scheduling, options);
-        const int stages = stages_of(scheduling, options);
+        const RunOptions run{chunks, checkpoint, options.network, options.copies, scheduling};
+        const int stages =
+            scheduling.placement.empty() ? options.stages : static_cast<int>(scheduling.placement.size());
         if (stages > most_stages && options.schedulings.size() > 1) continue;
         auto& balances = known[{stages, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);

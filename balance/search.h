@@ -24,8 +24,8 @@ struct Candidate {
   /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
   std::int64_t crossing = 0;
   int replicas = 1;  ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  double reduction =
-      0;  ///< the part of `seconds` after the last backward, until the replicas have summed all gradients
+  /// The part of `seconds` after the last backward, until the replicas have summed all gradients.
+  double reduction = 0;
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.
@@ -50,20 +50,24 @@ struct SearchOptions {
   std::int64_t most_actions = 1'000'000;
 };
 
-struct Suggestion {
-  std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
-  /// The best candidate for each number of chunks, checkpoint mode and schedule. Candidates that fit come first, fastest
-  /// first.
-  std::vector<Candidate> candidates;
-  /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all
-  /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
-  std::optional<Candidate> unpartitioned;
+/// Ways to run a model.
+struct Candidates {
+  std::vector<Candidate> candidates;  ///< those that fit come first, fastest first
   /// Why nothing fits: which device, how many bytes are missing, and what would fit. Empty if a candidate fits.
   std::string reason;
 
   bool fits() const { return !candidates.empty() && reason.empty(); }
   /// The first candidate. Errors: std::runtime_error with the reason if nothing fits.
   const Candidate& best() const;
+};
+
+/// The best candidate for each number of chunks, checkpoint mode and schedule.
+struct Suggestion : Candidates {
+  std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
+  /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all
+  /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
+  std::optional<Candidate> unpartitioned;
+
   /// The profile that a candidate was predicted from. Errors: std::invalid_argument for a number of chunks without
   /// profile.
   const Profile& profile_of(const Candidate& candidate) const;

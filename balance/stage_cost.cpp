@@ -55,11 +55,10 @@ int stage_of(int layer, const std::vector<int>& ends) {
 }
 
 void StageCost::check(const RunOptions& options) const {
-  if (options.chunks < 1) throw invalid("[balance] chunks must be positive, but is %d", options.chunks);
-  if (options.chunks * all_bytes_ > kMaxBytes) {
-    throw invalid("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
-                  options.chunks, all_bytes_);
-  }
+  require(options.chunks >= 1, "[balance] chunks must be positive, but is %d", options.chunks);
+  require(options.chunks * all_bytes_ <= kMaxBytes,
+          "[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks", options.chunks,
+          all_bytes_);
   gpipe::check(options.network);
 }
 

@@ -89,15 +89,6 @@ std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   return devices;
 }
 
-/// Device names per worker; each CPU worker counts as a device.
-std::vector<std::string> names(const std::vector<torch::Device>& devices) {
-  std::vector<std::string> names;
-  for (const auto& device : devices) {
-    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of worker %d", names.size()) : device.str());
-  }
-  return names;
-}
-
 void synchronize(const std::vector<torch::Device>& devices) {
   for (const auto& device : devices) {
     if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
@@ -187,6 +178,16 @@ bool copies_between(const std::vector<torch::Device>& devices) {
   return std::adjacent_find(indexed.begin(), indexed.end(), std::not_equal_to<>()) != indexed.end();
 }
 
+SearchOptions search_options(const std::vector<torch::Device>& devices, std::int64_t memory_limit, double bandwidth) {
+  SearchOptions options{
+      .memory_limit = memory_limit, .network = {.inside = {.bandwidth = bandwidth}}, .copies = copies_between(devices)};
+  for (const auto& device : with_index(devices)) {
+    const auto worker = options.devices.size();
+    options.devices.push_back(device.is_cpu() ? absl::StrFormat("the CPU of worker %d", worker) : device.str());
+  }
+  return options;
+}
+
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
                    const SuggestOptions& options) {
   check_devices(wanted);
@@ -208,13 +209,10 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     }
   }
   if (profiles.empty()) std::rethrow_exception(first_error);
-  const SearchOptions search_options{.checkpoints = options.checkpoints(),
-                                     .memory_limit = options.memory_limit(),
-                                     .devices = names(devices),
-                                     .network = {.inside = {.bandwidth = options.bandwidth()}},
-                                     .copies = copies_between(devices),
-                                     .schedulings = std::move(to_try)};
-  auto suggestion = search(std::move(profiles), search_options);
+  auto searched = search_options(devices, options.memory_limit(), options.bandwidth());
+  searched.checkpoints = options.checkpoints();
+  searched.schedulings = std::move(to_try);
+  auto suggestion = search(std::move(profiles), searched);
   suggestion.unpartitioned = unpartitioned(profiling, suggestion.profiles, options);
   profiling.finish();
   return suggestion;

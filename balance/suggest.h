@@ -29,6 +29,10 @@ struct SuggestOptions {
 /// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
 bool copies_between(const std::vector<torch::Device>& devices);
 
+/// Options of a search for workers on these devices, where each CPU worker counts as a device. `memory_limit` and
+/// `bandwidth` are as in SuggestOptions.
+SearchOptions search_options(const std::vector<torch::Device>& devices, std::int64_t memory_limit, double bandwidth);
+
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per
 /// device: schedule, placement, balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the
 /// unpartitioned model, so that the candidates can be compared with it.

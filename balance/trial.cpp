@@ -1,6 +1,5 @@
 #include "balance/trial.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/api/include/torch/autograd.h>
@@ -8,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,10 +14,37 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/snapshot.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
+namespace {
+
+class DecoratedLayer : public Layer {
+ public:
+  using Forward = std::function<Value(Layer& layer, Value input)>;
+
+  DecoratedLayer(std::unique_ptr<Layer> layer, Forward forward, std::shared_ptr<torch::nn::Module> module)
+      : layer_(std::move(layer)), forward_(std::move(forward)), module_(std::move(module)) {}
+
+  Value forward(Value input) override { return forward_(*layer_, std::move(input)); }
+  const std::string& name() const override { return layer_->name(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return module_ ? module_ : layer_->module(); }
+  Buffers buffers() const override { return layer_->buffers(); }
+
+ private:
+  const std::unique_ptr<Layer> layer_;
+  const Forward forward_;
+  const std::shared_ptr<torch::nn::Module> module_;
+};
+
+}  // namespace
+
+std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer&, Value)> forward,
+                                std::shared_ptr<torch::nn::Module> module) {
+  return std::make_unique<DecoratedLayer>(std::move(layer), std::move(forward), std::move(module));
+}
 
 void trial_step(GPipe& pipe, const Value& batch) {
   const auto output = pipe->forward(batch);
@@ -123,38 +148,27 @@ struct RestoreModule::State {
                      .is_parameter = is_parameter});
   }
 
-  std::vector<Saved> saved;
-  absl::flat_hash_map<const void*, std::size_t> indices;  // by tensor
-  std::vector<std::array<bool, 2>> watched;               // by layer: without and with autograd graph
-};
-
-/// Copies a layer's parameters during its first forwards. Keeps the copies of those that change.
-class RestoreModule::WatchedLayer : public LayerDecorator {
- public:
-  WatchedLayer(std::unique_ptr<Layer> layer, int index, std::shared_ptr<State> state)
-      : LayerDecorator(std::move(layer)), index_(index), state_(std::move(state)) {}
-
-  Value forward(Value input) override {
-    bool& watched = state_->watched[index_][at::GradMode::is_enabled() ? 1 : 0];
-    if (watched) return layer().forward(std::move(input));
-    watched = true;
-    const auto copies = copy_parameters();
+  /// Runs a layer's forward. In the first ones, copies its parameters, and keeps the copies of those that change.
+  Value forward(int index, Layer& layer, Value input) {
+    bool& is_watched = watched[index][at::GradMode::is_enabled() ? 1 : 0];
+    if (is_watched) return layer.forward(std::move(input));
+    is_watched = true;
+    const auto copies = copy_parameters(*layer.module());
     const absl::Cleanup keep = [&] { keep_changed(copies); };  // also if the forward throws
-    return layer().forward(std::move(input));
+    return layer.forward(std::move(input));
   }
 
- private:
   using Copies = std::vector<std::pair<Saved*, at::Tensor>>;
 
-  Copies copy_parameters() const {
+  Copies copy_parameters(const torch::nn::Module& module) {
     const at::NoGradGuard no_grad;
     Copies copies;
-    for (const auto& parameter : module()->parameters()) {
-      const auto found = state_->indices.find(parameter.unsafeGetTensorImpl());
-      if (found == state_->indices.end()) continue;
-      auto& saved = state_->saved[found->second];
-      if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory) || saved.version.changed()) continue;
-      copies.emplace_back(&saved, copy_of(saved.memory));
+    for (const auto& parameter : module.parameters()) {
+      const auto found = indices.find(parameter.unsafeGetTensorImpl());
+      if (found == indices.end()) continue;
+      auto& of = saved[found->second];
+      if (of.copy.defined() || !same_memory(of.tensor, of.memory) || of.version.changed()) continue;
+      copies.emplace_back(&of, copy_of(of.memory));
     }
     return copies;
   }
@@ -170,16 +184,13 @@ class RestoreModule::WatchedLayer : public LayerDecorator {
     }
   }
 
-  const int index_;
-  const std::shared_ptr<State> state_;
+  std::vector<Saved> saved;
+  absl::flat_hash_map<const void*, std::size_t> indices;  // by tensor
+  std::vector<std::array<bool, 2>> watched;               // by layer: without and with autograd graph
 };
 
-RestoreModule::RestoreModule(const torch::nn::Module& module) : state_(std::make_shared<State>()) {
-  {
-    auto source = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard<std::mutex> lock(source.mutex());
-    generator_state_ = source.get_state();
-  }
+RestoreModule::RestoreModule(const torch::nn::Module& module)
+    : state_(std::make_shared<State>()), random_(capture_random()) {
   for (const auto& each : module.modules()) modes_.emplace_back(each, each->is_training());
   const at::NoGradGuard no_grad;
   for (const auto& each : module.named_parameters()) state_->save(each.key(), each.value(), /*is_parameter=*/true);
@@ -192,17 +203,15 @@ RestoreModule::~RestoreModule() {
   for (const auto& [module, training] : modes_) {
     attempt([&, module = module.get(), training = training] { module->train(training); });
   }
-  attempt([&] {
-    auto target = at::detail::getDefaultCPUGenerator();
-    const std::lock_guard<std::mutex> lock(target.mutex());
-    target.set_state(generator_state_);
-  });
+  attempt([&] { restore_random(random_); });
 }
 
 std::vector<std::unique_ptr<Layer>> RestoreModule::watch(std::vector<std::unique_ptr<Layer>> layers) const {
   state_->watched.resize(layers.size());
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    layers[i] = std::make_unique<WatchedLayer>(std::move(layers[i]), static_cast<int>(i), state_);
+  for (int i = 0; i < std::ssize(layers); ++i) {
+    layers[i] = decorate(std::move(layers[i]), [state = state_, i](Layer& layer, Value input) {
+      return state->forward(i, layer, std::move(input));
+    });
   }
   return layers;
 }

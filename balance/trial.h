@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,22 +15,10 @@
 
 namespace gpipe {
 
-/// Base class of layers that wrap another layer. Derived classes replace forward(); other calls go to the wrapped
-/// layer.
-class LayerDecorator : public Layer {
- public:
-  explicit LayerDecorator(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
-
-  const std::string& name() const override { return layer_->name(); }
-  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
-  Buffers buffers() const override { return layer_->buffers(); }
-
- protected:
-  Layer& layer() const { return *layer_; }
-
- private:
-  const std::unique_ptr<Layer> layer_;
-};
+/// Returns a layer whose forward calls `forward` with `layer` and the input. Its module is `module`, or that of `layer`
+/// if null. Other calls go to `layer`.
+std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward,
+                                std::shared_ptr<torch::nn::Module> module = nullptr);
 
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
 void trial_step(GPipe& pipe, const Value& batch);
@@ -73,12 +62,11 @@ class RestoreModule {
   void check() const;
 
  private:
-  class WatchedLayer;
   struct Saved;
   struct State;
 
   const std::shared_ptr<State> state_;
-  at::Tensor generator_state_;
+  const at::Tensor random_;
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // parents before children
 };
 

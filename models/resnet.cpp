@@ -10,9 +10,9 @@
 
 #include <array>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"
 #include "skip/skippable.h"
 
@@ -37,53 +37,33 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// One end of a block's shortcut.
-template <typename Self>
-class Shortcut : public nn::Cloneable<Self>, public Skippable {
+/// One end of a block's shortcut, whose skip is the block's input or a projection of it. The stashing end returns its
+/// input. The popping end adds the skip to its input.
+class ShortcutImpl : public nn::Cloneable<ShortcutImpl>, public Skippable {
  public:
-  Shortcut(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)
-      : nn::Cloneable<Self>(type), Skippable(std::move(names)), projection_(projection) {
+  ShortcutImpl(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)
+      : Cloneable(type), Skippable(std::move(names)), projection_(projection) {
     isolate(ns);
     reset();
   }
   void reset() override {
-    if (projection_) downsample_ = this->register_module("downsample", projection_->make());
+    if (projection_) downsample_ = register_module("downsample", projection_->make());
   }
-
- protected:
-  torch::Tensor project(const torch::Tensor& x) { return projection_ ? downsample_->forward(x) : x; }
-
- private:
-  std::optional<Projection> projection_;
-  nn::Sequential downsample_{nullptr};
-};
-
-/// Stashes a block's input, or a projection of it, and returns the input.
-class StashShortcutImpl : public Shortcut<StashShortcutImpl> {
- public:
-  StashShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Shortcut("gpipe::models::Stash", {.stash = {skip}}, ns, projection) {}
-
-  torch::Tensor forward(torch::Tensor x) {
-    stash(stashes().front().name, project(x));
-    return x;
-  }
-};
-TORCH_MODULE(StashShortcut);
-
-/// Adds the skip, or a projection of it, to its input.
-class AddShortcutImpl : public Shortcut<AddShortcutImpl> {
- public:
-  AddShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
-      : Shortcut("gpipe::models::Join", {.pop = {skip}}, ns, projection) {}
-
   torch::Tensor forward(torch::Tensor x) {
     // Adding in place to x is safe, because batch norm's backward does not need its output. Adding in place to the skip
     // is not: it is the block's input, which the backward of the first convolution needs.
-    return x.add_(project(pop(pops().front().name)));
+    if (stashes().empty()) return x.add_(project(pop(pops().front().name)));
+    stash(stashes().front().name, project(x));
+    return x;
   }
+
+ private:
+  torch::Tensor project(const torch::Tensor& x) { return projection_ ? downsample_->forward(x) : x; }
+
+  std::optional<Projection> projection_;
+  nn::Sequential downsample_{nullptr};
 };
-TORCH_MODULE(AddShortcut);
+TORCH_MODULE(Shortcut);
 
 enum class Block { kBasic, kBottleneck };
 
@@ -137,7 +117,7 @@ class ResNetBuilder {
       const bool grows = channels_ > in * stride * stride;
       (grows ? after : before) = Projection{in, channels_, stride};
     }
-    add(prefix + "stash", StashShortcut(skip, skips_, before));
+    add(prefix + "stash", Shortcut("gpipe::models::Stash", Skippable::Names{.stash = {skip}}, skips_, before));
     if (block_ == Block::kBasic) {
       convolution(prefix, 1, conv(in, width, 3, stride));
       convolution(prefix, 2, conv(width, width, 3));
@@ -146,7 +126,7 @@ class ResNetBuilder {
       convolution(prefix, 2, conv(width, width, 3, stride));
       convolution(prefix, 3, conv(width, channels_, 1));
     }
-    add(prefix + "join", AddShortcut(skip, skips_, after));
+    add(prefix + "join", Shortcut("gpipe::models::Join", Skippable::Names{.pop = {skip}}, skips_, after));
     add_relu(prefix + "relu" + std::to_string(convolutions()));
   }
 
@@ -168,9 +148,7 @@ class ResNetBuilder {
 
 nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNetOptions& options) {
   const auto require_positive = [](const char* option, std::int64_t value) {
-    if (value >= 1) return;
-    throw std::invalid_argument(std::string("resnet: ") + option + " is " + std::to_string(value) +
-                                ", but must be at least 1");
+    require(value >= 1, "resnet: %s is %d, but must be at least 1", option, value);
   };
   require_positive("num_classes", options.num_classes());
   require_positive("in_channels", options.in_channels());
@@ -204,22 +182,18 @@ void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tens
   for (const auto& [key, value] : state) {
     const auto ours = from_torchvision(key);
     const auto* found = missing.find(ours);
-    if (found == nullptr) {
-      throw std::invalid_argument("load_torchvision: unexpected key '" + key + "': the model has no '" + ours +
-                                  "'; use the state of a ResNet of the same depth");
-    }
-    if (shape(value) != shape(*found)) {
-      throw std::invalid_argument("load_torchvision: '" + key + "' has the shape " + shape(value) +
-                                  ", but the model's '" + ours + "' has " + shape(*found));
-    }
+    require(found != nullptr,
+            "load_torchvision: unexpected key '%s': the model has no '%s'; use the state of a ResNet of the same depth",
+            key, ours);
+    require(shape(value) == shape(*found), "load_torchvision: '%s' has the shape %s, but the model's '%s' has %s", key,
+            shape(value), ours, shape(*found));
     copies.emplace_back(*found, value);
     missing.erase(ours);
   }
   for (const auto& target : missing) {
-    if (!target.key().ends_with(".num_batches_tracked")) {
-      throw std::invalid_argument("load_torchvision: the state has no key for the model's '" + target.key() +
-                                  "'; use the state of a ResNet of the same depth");
-    }
+    require(target.key().ends_with(".num_batches_tracked"),
+            "load_torchvision: the state has no key for the model's '%s'; use the state of a ResNet of the same depth",
+            target.key());
     copies.emplace_back(target.value(), torch::zeros_like(target.value()));
   }
   const torch::NoGradGuard no_grad;

@@ -7,9 +7,10 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/upsampling.h>
 
-#include <stdexcept>
+#include <tuple>
 #include <utility>
 
+#include "gpipe/base/checks.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {
@@ -41,34 +42,25 @@ struct Nd<3> {
   using Linear = torch::enumtype::kTrilinear;
 };
 
-/// Stashes its input and returns it.
-class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
+/// One end of a skip. The stashing end returns its input. The popping end concatenates the skip with its input, cropped
+/// to the size of the skip.
+class SkipEndImpl : public nn::Cloneable<SkipEndImpl>, public Skippable {
  public:
-  StashImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}) {
+  SkipEndImpl(const std::string& type, Names names, Namespace ns) : Cloneable(type), Skippable(std::move(names)) {
     isolate(ns);
   }
   void reset() override {}
   torch::Tensor forward(torch::Tensor x) {
+    if (stashes().empty()) {
+      const auto skip = pop(pops().front().name);
+      for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
+      return torch::cat({skip, x}, 1);
+    }
     stash(stashes().front().name, x);
     return x;
   }
 };
-TORCH_MODULE(Stash);
-
-/// Concatenates the skip with the input, cropped to the size of the skip.
-class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
- public:
-  JoinImpl(const std::string& skip, Namespace ns) : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}) {
-    isolate(ns);
-  }
-  void reset() override {}
-  torch::Tensor forward(torch::Tensor x) {
-    const auto skip = pop(pops().front().name);
-    for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
-    return torch::cat({skip, x}, 1);
-  }
-};
-TORCH_MODULE(Join);
+TORCH_MODULE(SkipEnd);
 
 template <int D>
 class UNetBuilder {
@@ -81,7 +73,7 @@ class UNetBuilder {
       const auto name = "down" + std::to_string(level);
       block(name, channels, channels_at(level));
       channels = channels_at(level);
-      add(name + "_stash", Stash(skip_at(level), skips_));
+      add(name + "_stash", SkipEnd("gpipe::models::Stash", Skippable::Names{.stash = {skip_at(level)}}, skips_));
       // Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
       add(name + "_pool", typename Nd<D>::MaxPool(nn::MaxPoolOptions<D>(2).ceil_mode(true)));
     }
@@ -90,7 +82,7 @@ class UNetBuilder {
       const auto name = "up" + std::to_string(level);
       channels = channels_at(level);
       upsample(name, 2 * channels, channels);
-      add(name + "_join", Join(skip_at(level), skips_));
+      add(name + "_join", SkipEnd("gpipe::models::Join", Skippable::Names{.pop = {skip_at(level)}}, skips_));
       block(name, 2 * channels, channels);
     }
     add("head", conv(channels, options_.out_channels(), 1));
@@ -141,26 +133,20 @@ class UNetBuilder {
   nn::Sequential model_;
 };
 
-void require(bool ok, const char* option, const std::string& value, const char* allowed) {
-  if (ok) return;
-  throw std::invalid_argument(std::string("unet: ") + option + " is " + value + ", but must be " + allowed);
-}
-
-void require_positive(const char* option, std::int64_t value) {
-  require(value >= 1, option, std::to_string(value), "at least 1");
-}
-
 }  // namespace
 
 nn::Sequential unet(const UNetOptions& options) {
+  const auto require_positive = [](const char* option, std::int64_t value) {
+    require(value >= 1, "unet: %s is %d, but must be at least 1", option, value);
+  };
   require_positive("in_channels", options.in_channels());
   require_positive("out_channels", options.out_channels());
   require_positive("base_channels", options.base_channels());
   require_positive("convolutions", options.convolutions());
-  require(options.depth() >= 1 && options.depth() <= 16, "depth", std::to_string(options.depth()), "from 1 to 16");
-  require(options.dropout() >= 0 && options.dropout() < 1, "dropout", std::to_string(options.dropout()),
-          "at least 0 and below 1");
-  require(options.dims() == 2 || options.dims() == 3, "dims", std::to_string(options.dims()), "2 or 3");
+  const auto [depth, dropout, dims] = std::tuple(options.depth(), options.dropout(), options.dims());
+  require(depth >= 1 && depth <= 16, "unet: depth is %d, but must be from 1 to 16", depth);
+  require(dropout >= 0 && dropout < 1, "unet: dropout is %f, but must be at least 0 and below 1", dropout);
+  require(dims == 2 || dims == 3, "unet: dims is %d, but must be 2 or 3", dims);
   return options.dims() == 2 ? UNetBuilder<2>(options).build() : UNetBuilder<3>(options).build();
 }
 

@@ -1,4 +1,4 @@
-#include "gpipe/ranks/network.h"
+#include "gpipe/ranks/meeting.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

@@ -7,7 +7,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {

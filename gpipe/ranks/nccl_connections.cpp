@@ -20,6 +20,14 @@ constexpr int kSender = 0;
 constexpr int kReceiver = 1;
 
 template <typename Function>
+void ignore_errors(Function function) noexcept {
+  try {
+    function();
+  } catch (const std::exception&) {
+  }
+}
+
+template <typename Function>
 void or_connection_error(Function function) {
   try {
     function();
@@ -45,7 +53,7 @@ class NcclWire : public DeviceWire {
           sends_ ? group_->send(bytes, kReceiver, /*tag=*/0) : group_->recv(bytes, kSender, /*tag=*/0);
         }
       } catch (...) {
-        end_coalescing_after_error();
+        ignore_errors([&] { group_->endCoalescing(); });  // or NCCL keeps collecting the operations of this thread
         throw;
       }
       if (const auto work = group_->endCoalescing()) work->blockCurrentStream();
@@ -61,21 +69,10 @@ class NcclWire : public DeviceWire {
   }
 
   void abort() noexcept {
-    try {
-      group_->abort();
-    } catch (const std::exception&) {  // the process ends soon
-    }
+    ignore_errors([&] { group_->abort(); });  // the process ends soon
   }
 
  private:
-  // Else NCCL keeps collecting the operations of this thread.
-  void end_coalescing_after_error() noexcept {
-    try {
-      group_->endCoalescing();
-    } catch (const std::exception&) {  // the first error says more
-    }
-  }
-
   const c10::intrusive_ptr<Group> group_;
   const bool sends_;
 };

@@ -1,4 +1,4 @@
-#include "gpipe/ranks/network.h"
+#include "gpipe/ranks/meeting.h"
 
 #include <netdb.h>
 #include <poll.h>

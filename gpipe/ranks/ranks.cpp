@@ -11,7 +11,6 @@
 #include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {

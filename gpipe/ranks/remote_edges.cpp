@@ -28,12 +28,6 @@ std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::v
   return plans;
 }
 
-std::vector<LastLayout*> pointers_to(std::deque<LastLayout>& layouts, std::size_t count) {
-  std::vector<LastLayout*> pointers;
-  for (std::size_t i = 0; i < count; ++i) pointers.push_back(&layouts[i]);
-  return pointers;
-}
-
 Wires::Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate)
     : connections_(connections), first_(first), delivery_(delivery), allocate_(std::move(allocate)) {}
 
@@ -90,7 +84,7 @@ RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const 
     } else if (is_here(to)) {
       auto& wire = receiving_[to].emplace_back(Wire{std::move(plan), ranks[from]});
       wire.receiver = &wires.receiver(number, wire.rank, limit);
-      wire.receiver->expect(pointers_to(wires.last_layouts(number, key, messages), messages));
+      wire.receiver->expect(wires.last_layouts(number, key, messages), messages);
     }
   }
 }

@@ -35,9 +35,6 @@ using LayoutKey = std::vector<std::int64_t>;
 /// Both ends of a wire keep the layouts of the keys that it has used last, so many.
 inline constexpr std::size_t kKeysPerWire = 8;
 
-/// Pointers to the first `count` layouts, for WireReceiver::expect().
-std::vector<LastLayout*> pointers_to(std::deque<LastLayout>& layouts, std::size_t count);
-
 /// The wires of one rank, which last as long as its connections. Thread safety: sender(), receiver() and last_layouts()
 /// on one thread at a time.
 class Wires {

@@ -82,7 +82,7 @@ Team::GradientWires Team::gradient_wires(Gradient kind, int stage, int replica, 
   const int there = number(this->replica(), replica);
   const int back = number(replica, this->replica());
   auto& receiver = wires_->receiver(back, counterpart(replica), timeout());
-  receiver.expect(pointers_to(wires_->last_layouts(back, {}, messages), messages));
+  receiver.expect(wires_->last_layouts(back, {}, messages), messages);
   return {replica, &wires_->sender(there, counterpart(replica)), &wires_->last_layouts(there, {}, messages), &receiver};
 }
 
@@ -91,7 +91,7 @@ void Team::expect(Subject subject, int from) {
   if (!expected_.insert(number).second) return;
   const bool within_call = subject != kWord && subject != kDecision;
   const auto limit = within_call ? timeout() : ranks_->options().join_timeout();
-  wires_->receiver(number, from, limit).expect({&wires_->last_layouts(number, {}, 1).front()});
+  wires_->receiver(number, from, limit).expect(wires_->last_layouts(number, {}, 1), 1);
 }
 
 void Team::send(Subject subject, int to, Parcel parcel) {

@@ -169,8 +169,8 @@ WireReceiver::WireReceiver(Connections& connections, int peer, int first_tag, st
 
 WireReceiver::~WireReceiver() = default;
 
-void WireReceiver::expect(std::vector<LastLayout*> messages) {
-  expected_.insert(expected_.end(), messages.begin(), messages.end());
+void WireReceiver::expect(std::deque<LastLayout>& layouts, std::size_t messages) {
+  for (std::size_t i = 0; i < messages; ++i) expected_.push_back(&layouts.at(i));
   post();
 }
 

@@ -100,10 +100,10 @@ class WireReceiver {
   /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
 
-  /// Announces the messages to come, by the last layout of each, and posts memory for the first ones. A lost connection
-  /// is an error of receive(). REQUIRES: the pointers differ and stay valid until these messages are received; all that
-  /// were announced before have been received.
-  void expect(std::vector<LastLayout*> messages);
+  /// Announces `messages` to come, of which the first `layouts` are the last layouts, and posts memory for the first
+  /// ones. A lost connection is an error of receive(). REQUIRES: the layouts stay valid until these messages are
+  /// received; all that were announced before have been received.
+  void expect(std::deque<LastLayout>& layouts, std::size_t messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
   /// malformed.

@@ -15,6 +15,8 @@ struct Edge {
   int to = 0;
   /// For drawings and messages only; UTF-8.
   std::string name;
+
+  friend bool operator==(const Edge&, const Edge&) = default;
 };
 
 /// A value of a layer that later layers read. A skip has one or more readers.

@@ -17,6 +17,7 @@
 #include <typeinfo>
 #include <unordered_map>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"
 
 namespace gpipe {
@@ -49,86 +50,59 @@ NamedTensors tensors_of(const torch::nn::Module& model) {
 }
 
 void check_writable(const std::string& name, const at::Tensor& tensor) {
-  const char* reason = nullptr;
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) reason = "some of its elements share memory";
-  if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) reason = "it was made in inference mode";
-  if (reason != nullptr) {
-    throw std::invalid_argument("cannot restore '" + name + "' of this model: " + reason + "; clone it first");
-  }
+  require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+          "cannot restore '%s' of this model: some of its elements share memory; clone it first", name);
+  require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
+          "cannot restore '%s' of this model: it was made in inference mode; clone it first", name);
 }
 
 void check_same_kind(const std::string& name, const std::string& saved, const std::string& own) {
-  if (saved != own) {
-    throw std::invalid_argument("the snapshot is of another model: '" + name + "' is " + saved +
-                                " in the snapshot and " + own + " in this model");
+  require(saved == own, "the snapshot is of another model: '%s' is %s in the snapshot and %s in this model", name,
+          saved, own);
+}
+
+// The members of the classes of options and states, for both capture and restore. Members of one name are alike.
+
+/// Calls `field(name, value)` for each option.
+void each_option(auto& of, auto field) {
+  field("lr", of.lr());
+  field("weight_decay", of.weight_decay());
+  if constexpr (requires { of.eps(); }) field("eps", of.eps());
+  if constexpr (requires { of.betas(); }) field("betas", of.betas());
+  if constexpr (requires { of.amsgrad(); }) field("amsgrad", of.amsgrad());
+  if constexpr (requires { of.momentum(); }) field("momentum", of.momentum());
+  if constexpr (requires { of.dampening(); }) field("dampening", of.dampening());
+  if constexpr (requires { of.nesterov(); }) field("nesterov", of.nesterov());
+  if constexpr (requires { of.alpha(); }) field("alpha", of.alpha());
+  if constexpr (requires { of.centered(); }) field("centered", of.centered());
+  if constexpr (requires { of.lr_decay(); }) field("lr_decay", of.lr_decay());
+  if constexpr (requires { of.initial_accumulator_value(); }) {
+    field("initial_accumulator_value", of.initial_accumulator_value());
   }
 }
 
-// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
-// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
-// tensor, which can depend on an option.
-
-template <class Class, class... Classes>
-concept OneOf = (std::is_same_v<Class, Classes> || ...);
-
-void each_field(optim::AdagradOptions& of, auto field) {
-  field("lr", of.lr());
-  field("lr_decay", of.lr_decay());
-  field("weight_decay", of.weight_decay());
-  field("initial_accumulator_value", of.initial_accumulator_value());
-  field("eps", of.eps());
+/// Calls `field(name, value)` for each number of a parameter's state and `field(name, tensor, needed)` for each tensor.
+/// `needed` says whether the state must have the tensor, which can depend on an option.
+void each_state(auto& of, const auto& with, auto field) {
+  if constexpr (requires { of.step(); }) field("step", of.step());
+  if constexpr (requires { of.sum(); }) field("sum", of.sum(), true);
+  if constexpr (requires { of.exp_avg(); }) {
+    field("exp_avg", of.exp_avg(), true);
+    field("exp_avg_sq", of.exp_avg_sq(), true);
+    field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
+  }
+  if constexpr (requires { of.square_avg(); }) {
+    field("square_avg", of.square_avg(), true);
+    field("grad_avg", of.grad_avg(), with.centered());
+    field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
+  } else if constexpr (requires { of.momentum_buffer(); }) {
+    field("momentum_buffer", of.momentum_buffer(), true);
+  }
 }
 
-void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, auto field) {
-  field("step", of.step());
-  field("sum", of.sum(), true);
-}
-
-void each_field(OneOf<optim::AdamOptions, optim::AdamWOptions> auto& of, auto field) {
-  field("lr", of.lr());
-  field("betas", of.betas());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("amsgrad", of.amsgrad());
-}
-
-void each_field(OneOf<optim::AdamParamState, optim::AdamWParamState> auto& of, const auto& with, auto field) {
-  field("step", of.step());
-  field("exp_avg", of.exp_avg(), true);
-  field("exp_avg_sq", of.exp_avg_sq(), true);
-  field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
-}
-
-void each_field(optim::RMSpropOptions& of, auto field) {
-  field("lr", of.lr());
-  field("alpha", of.alpha());
-  field("eps", of.eps());
-  field("weight_decay", of.weight_decay());
-  field("momentum", of.momentum());
-  field("centered", of.centered());
-}
-
-void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, auto field) {
-  field("step", of.step());
-  field("square_avg", of.square_avg(), true);
-  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
-  field("grad_avg", of.grad_avg(), with.centered());
-}
-
-void each_field(optim::SGDOptions& of, auto field) {
-  field("lr", of.lr());
-  field("momentum", of.momentum());
-  field("dampening", of.dampening());
-  field("weight_decay", of.weight_decay());
-  field("nesterov", of.nesterov());
-}
-
-void each_field(optim::SGDParamState& of, const optim::SGDOptions&, auto field) {
-  field("momentum_buffer", of.momentum_buffer(), true);
-}
-
-[[noreturn]] void refuse_optimizer(const std::string& what) {
-  throw std::invalid_argument("the snapshot is of another optimizer: " + what);
+template <class... Parts>
+[[noreturn]] void refuse_optimizer(const Parts&... what) {
+  throw std::invalid_argument(absl::StrCat("the snapshot is of another optimizer: ", what...));
 }
 
 /// Copies the fields of an object of one of these classes to `to`.
@@ -178,7 +152,7 @@ struct Restore {
     return found->second;
   }
   [[noreturn]] void wrong(const char* name) const {
-    refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing or has another type or shape");
+    refuse_optimizer("its '", name, "' of ", owner, " is missing or has another type or shape");
   }
 };
 
@@ -189,7 +163,7 @@ void check_options(const OptimizerState& saved) {
       const auto found = group.options.find(name);
       if (found == group.options.end() || !found->second.isBool() || !found->second.toBool()) continue;
       if (saved.type == "Adam" || name == "maximize")
-        refuse_optimizer("its '" + name + "' is true, which LibTorch lacks");
+        refuse_optimizer("its '", name, "' is true, which LibTorch lacks");
     }
   }
 }
@@ -204,8 +178,9 @@ auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
   if (type == typeid(AdamW)) return call.template operator()<AdamWOptions, AdamWParamState>("AdamW");
   if (type == typeid(RMSprop)) return call.template operator()<RMSpropOptions, RMSpropParamState>("RMSprop");
   if (type == typeid(SGD)) return call.template operator()<SGDOptions, SGDParamState>("SGD");
-  throw std::invalid_argument(std::string("cannot capture or restore an optimizer of the class ") + type.name() +
-                              ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
+  throw invalid(
+      "cannot capture or restore an optimizer of the class %s: use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD",
+      type.name());
 }
 
 std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
@@ -216,12 +191,10 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
     auto& group = groups.emplace_back();
     for (const auto& parameter : optimizer.param_groups()[g].params()) {
       const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found == names.end()) {
-        throw std::invalid_argument(
-            "parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
-            " of the optimizer does not belong to the model: make the optimizer from the model's " +
-            "parameters, after moving the model to its device");
-      }
+      require(found != names.end(),
+              "parameter %d in group %d of the optimizer does not belong to the model: make the optimizer from the "
+              "model's parameters, after moving the model to its device",
+              group.size(), g);
       group.push_back(found->second);
     }
   }
@@ -231,8 +204,7 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
 /// Checks that both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
-    refuse_optimizer("it has " + std::to_string(saved.param_groups.size()) +
-                     " groups of parameters, but this one has " + std::to_string(names.size()));
+    refuse_optimizer("it has ", saved.param_groups.size(), " groups of parameters, but this one has ", names.size());
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
     auto ours = names[g];
@@ -242,7 +214,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
     const auto [our, their] = std::ranges::mismatch(ours, theirs);
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
-    refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+    refuse_optimizer("group ", g, missing ? " lacks '" : " also has '", missing ? *our : *their, "'");
   }
 }
 
@@ -278,12 +250,12 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
       auto& to = captured.param_groups.emplace_back();
       to.params = names[g];
       auto options = static_cast<const Options&>(group.options());
-      each_field(options, Capture{to.options});
+      each_option(options, Capture{to.options});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
         auto state = static_cast<const ParamState&>(*found->second);
-        each_field(state, options, Capture{captured.state[names[g][i]]});
+        each_state(state, options, Capture{captured.state[names[g][i]]});
       }
     }
   });
@@ -293,8 +265,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
 void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
   const auto names = names_of(optimizer, model);
   with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
-    if (saved.type != type)
-      refuse_optimizer("it is of type '" + saved.type + "', but this one is of type '" + type + "'");
+    if (saved.type != type) refuse_optimizer("it is of type '", saved.type, "', but this one is of type '", type, "'");
     check_groups(names, saved);
     check_options(saved);
     std::vector<std::unique_ptr<Options>> options;
@@ -302,12 +273,12 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
     for (std::size_t g = 0; g < names.size(); ++g) {
       const auto& group = optimizer.param_groups()[g];
       options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
-      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      each_option(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
       for (std::size_t i = 0; i < names[g].size(); ++i) {
         const auto found = saved.state.find(names[g][i]);
         if (found == saved.state.end()) continue;
         auto state = std::make_unique<ParamState>();
-        each_field(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
+        each_state(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
         states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
       }
     }

@@ -122,7 +122,7 @@ class StagedModel(OriginalNames):
         return super().__getattr__(name) if stage is None else stage._modules[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _SETTINGS and not hasattr(self, name):
+        if not name.startswith("_") and name not in _SETTINGS and not hasattr(self, name):
             for near in get_close_matches(name, _SETTINGS, 1, 0.8):
                 raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
         stage = self._stage_with(name) if isinstance(value, nn.Module) else None

@@ -71,15 +71,6 @@ const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidat
                        py::repr(candidate).cast<std::string>());
 }
 
-SearchOptions search_options(const std::vector<torch::Device>& workers, std::int64_t memory_limit, double bandwidth) {
-  SearchOptions options{
-      .memory_limit = memory_limit, .network = {.inside = {.bandwidth = bandwidth}}, .copies = copies_between(workers)};
-  for (const auto& device : workers) {
-    options.devices.push_back(device.is_cpu() ? "CPU " + std::to_string(options.devices.size()) : device.str());
-  }
-  return options;
-}
-
 /// Returns a candidate for each scheduling, checkpoint mode and balance that differs from the best by one cut, moved by at
 /// most `near` layers.
 std::vector<Candidate> candidates(const Profile& profile, int chunks, const std::vector<Scheduling>& schedulings,

@@ -192,7 +192,7 @@ class FakeRank {
     };
     const auto receive = [&](int from) {
       auto& wire = wires.receiver(number(from, rank_), from, limit_);
-      wire.expect({&wires.last_layouts(number(from, rank_), {}, 1).front()});
+      wire.expect(wires.last_layouts(number(from, rank_), {}, 1), 1);
       awaited_ = from;
       wire.receive(call);
     };

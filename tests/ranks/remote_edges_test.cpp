@@ -19,7 +19,7 @@ struct Ends {
   bool call(const LayoutKey& key, const std::vector<Strings>& contents) {
     const int changed = network.sends(0, 1, kFirst * kTagsPerWire + 2);
     auto& wire = receiver.receiver(0, 0, kLongLimit);
-    wire.expect(pointers_to(receiver.last_layouts(0, key, contents.size()), contents.size()));
+    wire.expect(receiver.last_layouts(0, key, contents.size()), contents.size());
     auto& sent = sender.last_layouts(0, key, contents.size());
     for (std::size_t i = 0; i < contents.size(); ++i) sender.sender(0, 1).send(sent[i], i, message(contents[i]));
     for (std::size_t i = 0; i < contents.size(); ++i) EXPECT_EQ(strings(wire.receive(i)), contents[i]);

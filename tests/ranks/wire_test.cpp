@@ -148,7 +148,7 @@ void carry_random_messages(std::uint64_t seed) {
     }
   });
   for (const auto& messages : calls) {
-    wire.receiver.expect(pointers_to(wire.receiver_layouts, 12));
+    wire.receiver.expect(wire.receiver_layouts, 12);
     for (int i = 0; i < 12; ++i) EXPECT_EQ(wire.receive(i), messages[i]);
   }
 }
@@ -173,8 +173,8 @@ struct Header {
 void expect_refused(Header header, const std::string& layout_and_values, const std::vector<std::string>& words) {
   FakeNetwork network(2);
   WireReceiver receiver(network.of(1), 0, kFirstTag, kLongLimit, allocate);
-  LastLayout last;
-  receiver.expect({&last});
+  std::deque<LastLayout> layouts(1);
+  receiver.expect(layouts, 1);
   const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
   const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
   try {
@@ -185,7 +185,7 @@ void expect_refused(Header header, const std::string& layout_and_values, const s
   } catch (const std::runtime_error& error) {
     for (const auto& word : words) EXPECT_THAT(error.what(), HasSubstr(word));
   }
-  EXPECT_FALSE(last.known);
+  EXPECT_FALSE(layouts.front().known);
   network.of(1).close();
 }
 
@@ -259,8 +259,8 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
   for (const bool piece_comes : {false, true}) {
     FakeNetwork network(2);
     WireReceiver receiver(network.of(1), 0, kFirstTag, kShortLimit, allocate);
-    LastLayout last;
-    receiver.expect({&last});
+    std::deque<LastLayout> layouts(1);
+    receiver.expect(layouts, 1);
     Header header{.values_bytes = 2};
     const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
     std::shared_ptr<Transfer> second;

@@ -77,7 +77,7 @@ struct Wire {
   void expect(std::size_t messages) {
     sender_layouts.resize(messages);
     receiver_layouts.resize(messages);
-    receiver.expect(pointers_to(receiver_layouts, messages));
+    receiver.expect(receiver_layouts, messages);
   }
   void send(std::size_t position, const Strings& content) {
     sender->send(sender_layouts.at(position), position, message(content));
