@@ -1,5 +1,5 @@
-// Errors of a call: the exception, last_error(), and the state that is restored. Models, balances, options and inputs that
-// a pipeline refuses.
+// Errors of a call: the exception, last_error(), and the state that is restored. Models, balances, options and inputs
+// that a pipeline refuses.
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 

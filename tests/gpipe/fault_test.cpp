@@ -105,8 +105,8 @@ class FaultyAllocator : public c10::Allocator {
 constexpr int kStages = 4;
 constexpr int kMicroBatches = 4;
 
-/// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place layers,
-/// batch norm and dropout; each stage can throw.
+/// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place
+/// layers, batch norm and dropout; each stage can throw.
 class Trainee {
  public:
   Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {

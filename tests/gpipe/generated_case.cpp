@@ -56,9 +56,9 @@ Tensors gradients_of(const Tensors& outputs) {
   return gradients;
 }
 
-/// Trains a model: makes all calls, each with an optimizer's step after it. `train` returns the outputs of a call, and adds
-/// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank, and `has_input` whether the input is; nothing
-/// is known of others.
+/// Trains a model: makes all calls, each with an optimizer's step after it. `train` returns the outputs of a call, and
+/// adds to `.grad`. `is_here` tells whether a parameter or buffer is on this rank, and `has_input` whether the input
+/// is; nothing is known of others.
 template <class Train, class IsHere>
 CaseResults results_of(const Spec& spec, const Sequential& model, const std::optional<Devices>& devices, Train train,
                        IsHere is_here, bool has_input) {
@@ -235,7 +235,7 @@ Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const s
     if (outcome.verdict == Outcome::kEqual && !spec.single) outcome = difference(got, whole, 1e-9);
     return outcome;
   } catch (const std::exception& error) {
-    const auto text = text_of(error);
+    const auto text = "the pipeline throws: " + text_of(error);
     const bool is_documented = text.find("changed in place") != std::string::npos;
     const bool may_be_refused = spec.has(Unit::kChanges) && spec.has(Unit::kAliases);
     return {is_documented && may_be_refused ? Outcome::kRefused : Outcome::kDifferent, text};

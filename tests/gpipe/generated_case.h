@@ -75,9 +75,9 @@ struct Outcome {
   std::string what = {};  // the first difference, or the text of an error
 };
 
-/// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is cut
-/// like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every rank must
-/// call this with the same case, and compares what it has.
+/// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is
+/// cut like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every
+/// rank must call this with the same case, and compares what it has.
 Outcome compare(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
                 const std::shared_ptr<Ranks>& ranks = nullptr);
 

@@ -83,8 +83,8 @@ Spec generate(std::uint64_t seed, bool portable) {
   if (spec.splits() && one_in(2)) spec.width = kWide;
   spec.single = !portable && one_in(3);
   const int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
-  // The checked device takes the micro-batches of an input for one tensor. So a linear layer comes before units that may
-  // write to it.
+  // The checked device takes the micro-batches of an input for one tensor. So a linear layer comes before units that
+  // may write to it.
   if (portable) spec.uses.push_back({&units().front()});
   for (int left = draw(random, 1, 6); left > 0; --left) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));

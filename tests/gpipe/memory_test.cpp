@@ -76,8 +76,8 @@ void StepMemory::expect_at_most_what_the_simulator_predicts() {
         EXPECT_LE(span.bytes.peak, accounted.spans[i].bytes.peak) << to_string(span.action);
         EXPECT_LE(span.bytes.after, accounted.spans[i].bytes.after) << to_string(span.action);
       }
-      // With one stage far slower than its neighbours, everything that can wait for it does. Where forwards take less from
-      // stage to stage, nothing waits.
+      // With one stage far slower than its neighbours, everything that can wait for it does. Where forwards take less
+      // from stage to stage, nothing waits.
       const auto program = make(checkpoint, chunks)->program(chunks);
       std::vector<std::int64_t> most(3);
       std::vector<std::int64_t> least(3, std::numeric_limits<std::int64_t>::max());
