@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/gradients.h"
 #include "gpipe/timeline.h"
@@ -20,7 +19,6 @@
 #include "tests/accelerator/scenarios.h"
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 namespace {
@@ -68,18 +66,7 @@ std::string fault(const Spec& spec) {
 }
 
 TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
-  const auto seeds = seeds_from_environment(60);
-  const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
-  torch::set_num_threads(1);
-  const auto fails = [](const Spec& spec) { return !fault(spec).empty(); };
-  int failures = 0;
-  for (std::uint64_t seed = seeds.first; seed < seeds.first + seeds.count && failures < 3; ++seed) {
-    const auto spec = generate(seed, /*portable=*/true);
-    if (!fails(spec)) continue;
-    ++failures;
-    const auto small = shrink(spec, smaller, fails);
-    ADD_FAILURE() << fault(small) << "\n  " << to_string(small) << "\n  shrunk from " << to_string(spec);
-  }
+  expect_no_fault(seeds_from_environment(60), /*portable=*/true, fault);
 }
 
 // What a step asks of the devices. docs/design.md has the table.
@@ -118,9 +105,8 @@ TEST(Counts, TheHostNeverWaitsForADevice) {
     auto it = counted_pipe({device(0), device(1), device(2)}, checkpoint);
     const auto x = torch::ones({8, 6}, device(0)).requires_grad_();
     const auto target = torch::zeros({8, 6}, device(2));
-    const auto loss = tensor_loss([](const Tensor& output, const Tensor& t) { return (output - t).square().mean(); });
     EXPECT_EQ(host_waits([&] { it->forward(x).sum().backward(); }), 0);
-    EXPECT_EQ(host_waits([&] { it->step(x, target, loss); }), 0);
+    EXPECT_EQ(host_waits([&] { it->step(x, target, kMse); }), 0);
   }
 }
 

@@ -70,8 +70,6 @@ struct AddProductImpl : nn::Module {
 };
 TORCH_MODULE(AddProduct);
 
-Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
-
 void train(Subject& it, const Tensor& input) {
   it.adam.zero_grad();
   it.pipe->forward(input).square().mean().backward();
@@ -88,7 +86,7 @@ std::vector<Scenario> make_scenarios() {
     for (int i = 0; i < 3; ++i) {
       train(it, it.x);
       it.adam.zero_grad();
-      it.pipe->step(it.x, target, tensor_loss(squared_error)).loss.item<float>();
+      it.pipe->step(it.x, target, kMse).loss.item<float>();
       it.adam.step();
     }
   });
@@ -96,7 +94,7 @@ std::vector<Scenario> make_scenarios() {
     for (const auto& where : {device(3), kCpu}) {
       const auto target = torch::zeros({8, 5}).to(where) + 1;
       const auto options = StepOptions().return_output(true);
-      it.pipe->step(it.x, target, tensor_loss(squared_error), options).output.tensor().mul_(2);
+      it.pipe->step(it.x, target, kMse, options).output.tensor().mul_(2);
     }
   });
   add("split_backward", [](Subject& it) {
@@ -106,7 +104,7 @@ std::vector<Scenario> make_scenarios() {
                Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
     const auto x = it.x.repeat({8, 1}).requires_grad_();
     const auto target = torch::zeros({64, 5}, it.x.options());
-    for (int i = 0; i < 3; ++i) pipe->step(x, target, tensor_loss(squared_error));
+    for (int i = 0; i < 3; ++i) pipe->step(x, target, kMse);
     for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
     x.grad().mul_(2);
   });
@@ -131,7 +129,7 @@ std::vector<Scenario> make_scenarios() {
     const auto x = it.x.repeat({8, 1});
     for (int i = 0; i < 3; ++i) {
       sgd.zero_grad();
-      pipe->step(x, target, tensor_loss(squared_error));
+      pipe->step(x, target, kMse);
       sgd.step();
       pipe->forward(x).sum().backward();
     }
@@ -139,12 +137,12 @@ std::vector<Scenario> make_scenarios() {
   add("loss", [](Subject& it) {
     const auto x = it.x.clone().requires_grad_();
     const auto target = torch::zeros({8, 5}, device(1)) + 1;
-    (it.pipe->loss(x, target, tensor_loss(squared_error)) * 2).backward();
+    (it.pipe->loss(x, target, kMse) * 2).backward();
     x.grad().mul_(2);
   });
   add("loss_on_side_streams", [](Subject& it) {
     const SideStreams streams;
-    (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)) * 2).backward();
+    (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
     it.adam.step();
   });
   add("input_elsewhere", [](Subject& it) {
@@ -218,7 +216,7 @@ std::vector<Scenario> make_scenarios() {
       it.faults->arm(where, [] { throw std::runtime_error("stop"); });
       if (where == FaultPlan::kForward) expect_error([&] { it.pipe->forward(it.x * 1); });
       if (where == FaultPlan::kBackward) expect_error([&] { std::exchange(loss, Tensor()).backward(); });
-      expect_error([&] { it.pipe->step(it.x * 1, target, tensor_loss(squared_error)); });
+      expect_error([&] { it.pipe->step(it.x * 1, target, kMse); });
       it.faults->disarm();
       train(it, it.x);
     }
@@ -228,7 +226,7 @@ std::vector<Scenario> make_scenarios() {
     it.pipe->trace(timeline);
     train(it, it.x);
     it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
-    expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)); });
+    expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), kMse); });
     it.faults->disarm();
     it.pipe->trace(nullptr);
     EXPECT_GT(timeline->makespan(), 0);

@@ -5,16 +5,10 @@
 namespace gpipe {
 namespace {
 
-class Cuda : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "this machine has no CUDA device";
-  }
-  const torch::Device gpu{torch::kCUDA, 0};
-};
-
 // All stages on the first GPU, or the second stage on the CPU.
-TEST_F(Cuda, UNetComputesTheSameAsTheUnpartitionedModel) {
+TEST(Cuda, UNetComputesTheSameAsTheUnpartitionedModel) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "this machine has no CUDA device";
+  const torch::Device gpu(torch::kCUDA, 0);
   torch::manual_seed(1);
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
   model->to(torch::kFloat64);

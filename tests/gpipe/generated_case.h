@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tests/gpipe/generated_units.h"
+#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 
@@ -32,6 +33,12 @@ struct Spec {
   int calls = 1;
   bool backward_twice = false;
   bool eval = false;  // in the second call
+
+  int stages() const { return static_cast<int>(placement.size()); }
+  /// Whether the schedule splits backwards.
+  bool splits() const;
+  /// Whether a unit has any of the flags.
+  bool has(int flags) const;
 };
 
 std::string to_string(const Spec& spec);
@@ -39,8 +46,11 @@ std::string to_string(const Spec& spec);
 /// `portable`: the pipeline runs the case on several devices or over ranks too.
 Spec generate(std::uint64_t seed, bool portable);
 
-/// Returns the simpler cases to try in place of one that fails.
-std::vector<Spec> smaller(const Spec& spec);
+Sequential build(const Spec& spec);
+
+/// Tries a case for each seed, until three have failed. Reports each of these in its smallest form. `fault_of` returns
+/// what is wrong with a case, or "". Operators run on one thread meanwhile.
+void expect_no_fault(const Seeds& seeds, bool portable, const std::function<std::string(const Spec&)>& fault_of);
 
 /// The features of a case, to be counted.
 std::vector<std::string> features(const Spec& spec);
@@ -65,9 +75,9 @@ struct Outcome {
   std::string what = {};  // the first difference, or the text of an error
 };
 
-/// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is cut
-/// like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every rank must
-/// call this with the same case, and compares what it has.
+/// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is
+/// cut like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every
+/// rank must call this with the same case, and compares what it has.
 Outcome compare(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
                 const std::shared_ptr<Ranks>& ranks = nullptr);
 

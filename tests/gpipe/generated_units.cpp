@@ -39,8 +39,8 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
   }
 };
 
-/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it. The pair is a
-/// tensor twice, or a tensor and its first half.
+/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it. The pair
+/// is a tensor twice, or a tensor and its first half.
 void pair_of_tensors(Builder& b, bool has_half, bool change) {
   const auto pass_on = [&] {
     if (b.variant % 2 == 1) b.add([](TensorPair in) -> TensorPair { return in; });

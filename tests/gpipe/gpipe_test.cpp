@@ -117,6 +117,19 @@ TEST(GPipe, TakesChunksAndCheckpointModeForOneCall) {
   }
 }
 
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+TEST(GPipe, WarnsOnceThatAForwardFillsAndDrains) {
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().schedule("1f1b"));
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  for (int i = 0; i < 2; ++i) pipe->forward(torch::randn({4, 6}));
+  EXPECT_THAT(warnings.texts, ::testing::ElementsAre(::testing::HasSubstr("only step() has the schedule '1f1b'")));
+}
+
 TEST(GPipe, ReturnsATensorForATensorAndAVectorForAVector) {
   GPipe sum(Sequential(function_layer([](std::vector<Tensor> in) { return in[0] + in[1]; })), {1}, in_chunks(2));
   const auto x = torch::randn({4, 6});

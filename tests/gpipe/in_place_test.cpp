@@ -96,19 +96,18 @@ void expect_same_gradients(Sequential model, Balance balance, Checkpoint checkpo
   EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
 }
 
+// overlap_test.cpp tries all kinds of overlap.
 TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
-  const std::function<Pair(Tensor)> splits[] = {
-      [](Tensor x) { return Pair(x, x); },
-      [](Tensor x) { return Pair(x, x.slice(1, 0, 3)); },
-      [](Tensor x) { return Pair(x.slice(1, 0, 4), x.slice(1, 3, 6)); },
+  const std::pair<const char*, std::function<Pair(Tensor)>> splits[] = {
+      {"the same", [](Tensor x) { return Pair(x, x); }},
+      {"overlapping", [](Tensor x) { return Pair(x.slice(1, 0, 4), x.slice(1, 3, 6)); }},
   };
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (int i = 0; i < 3; ++i) {
+    for (const auto& [name, split] : splits) {
       for (const bool second : {false, true}) {
-        SCOPED_TRACE("split " + std::to_string(i) + (second ? ", second, " : ", first, ") + to_string(checkpoint));
-        const auto cut_at = [&](std::int64_t layer) {
-          const auto model = model_of(splits[i], second ? change<1> : change<0>);
-          expect_same_gradients(model, {layer, 4 - layer}, checkpoint);
+        SCOPED_TRACE(std::string(name) + (second ? ", second, " : ", first, ") + to_string(checkpoint));
+        const auto cut_at = [&, &split = split](std::int64_t layer) {
+          expect_same_gradients(model_of(split, second ? change<1> : change<0>), {layer, 4 - layer}, checkpoint);
         };
         EXPECT_THAT([&] { cut_at(2); }, throws<std::runtime_error>("a tensor was changed in place by layer '2'"));
         cut_at(3);  // autograd sees a change inside a stage
@@ -118,13 +117,9 @@ TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
 }
 
 TEST(AliasCheck, MayBeChangedWhereTensorsDoNotOverlap) {
-  const std::function<Pair(Tensor)> splits[] = {
-      [](Tensor x) { return Pair(x.slice(1, 0, 3), x.slice(1, 3, 6)); },
-      [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); },
-      [](Tensor x) { return Pair(x.select(1, 2).unsqueeze(1), x.slice(1, 3, 6)); },
-  };
+  const auto split = [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); };
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (const auto& split : splits) expect_same_gradients(model_of(split, change<0>), {2, 2}, checkpoint);
+    expect_same_gradients(model_of(split, change<0>), {2, 2}, checkpoint);
   }
 }
 

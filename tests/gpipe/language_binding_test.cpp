@@ -74,21 +74,5 @@ TEST(LanguageBinding, CannotGiveObjectsToCppLayers) {
   EXPECT_THAT([&] { pipe->forward(Value(torch::randn({4, 4}))); }, refused("cannot take a pair"));
 }
 
-TEST(LanguageBinding, PreparesAWorkerBeforeItsPart) {
-  std::vector<std::thread::id> entered;
-  std::thread::id ran;
-  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
-    EXPECT_EQ(entered.size(), 1U);
-    begin(0);
-    ran = std::this_thread::get_id();
-    return input;
-  };
-  const auto enter_worker = [&] { entered.push_back(std::this_thread::get_id()); };
-  GPipe pipe(make_layers(*Sequential(Linear(4, 4))), {1}, GPipeOptions(),
-             {.run_layers = {run}, .enter_worker = enter_worker});
-  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
-  EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran));
-}
-
 }  // namespace
 }  // namespace gpipe

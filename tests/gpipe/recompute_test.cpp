@@ -13,31 +13,22 @@ void expect_same_in_all_modes(Run run) {
   for (const auto checkpoint : kModes) EXPECT_TRUE(same(run(checkpoint), expected)) << to_string(checkpoint);
 }
 
-/// Scales by the first element of a table, which changes from the third micro-batch on.
-struct LateTableImpl : nn::Module {
-  enum Writes { kInPlace, kHidden, kAssigned, kUnseen };
+using Write = void (*)(Tensor& table);
 
-  LateTableImpl(Writes writes, std::int64_t width, bool frozen_parameter)
-      : table(torch::ones({width})), writes(writes) {
+/// Scales by the first element of a table, to which it writes from the third micro-batch on.
+struct LateTableImpl : nn::Module {
+  LateTableImpl(Write write, std::int64_t width, bool frozen_parameter) : table(torch::ones({width})), write(write) {
     if (frozen_parameter) register_parameter("table", table, /*requires_grad=*/false);
     if (!frozen_parameter) register_buffer("table", table);
   }
   Tensor forward(Tensor x) {
     calls.add_(1);
-    if (calls.item<float>() > 2) change();
+    if (calls.item<float>() > 2) write(table);
     return linear(x) * table[0].clone();
-  }
-  void change() {
-    if (writes == kInPlace) table.add_(1);
-    if (writes == kHidden) table.variable_data().add_(1);
-    if (writes == kAssigned) table.set_data(table + 1);
-    if (writes != kUnseen) return;
-    table.data_ptr<float>()[0] += 1;
-    table.unsafeGetTensorImpl()->bump_version();
   }
   Linear linear = register_module("linear", Linear(6, 6));
   Tensor table;
-  const Writes writes;
+  const Write write;
   Tensor calls = register_buffer("calls", torch::zeros({}));
 };
 
@@ -50,11 +41,16 @@ void expect_gradient(const LateTableImpl& layer, const Tensor& x) {
 
 TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
   const auto x = torch::randn({8, 6});
-  for (const auto writes : {LateTableImpl::kInPlace, LateTableImpl::kHidden, LateTableImpl::kAssigned}) {
+  const std::pair<std::string, Write> writes[] = {
+      {"in place", [](Tensor& table) { table.add_(1); }},
+      {"hidden", [](Tensor& table) { table.variable_data().add_(1); }},
+      {"assigned", [](Tensor& table) { table.set_data(table + 1); }},
+  };
+  for (const auto& [name, write] : writes) {
     for (const std::int64_t width : {6, 100000}) {
       for (const bool frozen_parameter : {false, true}) {
-        SCOPED_TRACE(std::to_string(writes) + " " + std::to_string(width) + (frozen_parameter ? " parameter" : ""));
-        auto layer = std::make_shared<LateTableImpl>(writes, width, frozen_parameter);
+        SCOPED_TRACE(name + " " + std::to_string(width) + (frozen_parameter ? " parameter" : ""));
+        auto layer = std::make_shared<LateTableImpl>(write, width, frozen_parameter);
         GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
         pipe->forward(x).sum().backward();
         expect_gradient(*layer, x);
@@ -65,7 +61,11 @@ TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
 }
 
 TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
-  auto layer = std::make_shared<LateTableImpl>(LateTableImpl::kUnseen, 100000, /*frozen_parameter=*/false);
+  const auto write = [](Tensor& table) {
+    table.data_ptr<float>()[0] += 1;
+    table.unsafeGetTensorImpl()->bump_version();
+  };
+  auto layer = std::make_shared<LateTableImpl>(write, 100000, /*frozen_parameter=*/false);
   GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
   const auto x = torch::randn({8, 6});
   EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("a tensor of layer '0' was changed"));
@@ -287,16 +287,15 @@ TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
   EXPECT_NO_THROW(GPipe(Sequential(one, two), {2})->forward(x));
 }
 
-/// Multiplies by a table, which it may change. Hidden writes leave the version counter as it is.
+/// Multiplies by a table, to which it may write.
 struct PositionsImpl : nn::Module {
   explicit PositionsImpl(const Tensor& table) : table(register_buffer("table", table)) {}
   Tensor forward(Tensor x) {
-    if (writes) (hidden ? table.variable_data() : table).add_(1);
+    if (write != nullptr) write(table);
     return x * table;
   }
   Tensor table;
-  bool writes = false;
-  bool hidden = false;
+  Write write = nullptr;
 };
 
 TEST(SharedBuffers, WorkUntilAStageWritesToThemAndAfterwards) {
@@ -306,11 +305,11 @@ TEST(SharedBuffers, WorkUntilAStageWritesToThemAndAfterwards) {
     GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, in_chunks(2));
     const auto x = torch::ones({4, 6});
     if (!hidden) EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
-    second->hidden = hidden;
-    second->writes = true;
+    second->write = [](Tensor& of_stages) { of_stages.add_(1); };
+    if (hidden) second->write = [](Tensor& of_stages) { of_stages.variable_data().add_(1); };
     EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("'table' of stages 0 and 1"));
     EXPECT_TRUE(same(table, torch::arange(6.0)));
-    second->writes = false;
+    second->write = nullptr;
     EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
   }
 }

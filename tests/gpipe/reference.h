@@ -18,8 +18,9 @@ struct ReferenceStep {
 };
 
 /// Runs the model on the calling thread, micro-batch by micro-batch, with the random scopes and boundary nodes of a
-/// pipeline of this balance. Runs the backwards, and sums gradients, in the given order of micro-batches. Draws its seed
-/// like a pipeline. A pipeline on the CPU must equal it bit by bit. With one stage it is a plain loop over the layers.
+/// pipeline of this balance. Runs the backwards, and sums gradients, in the given order of micro-batches. Draws its
+/// seed like a pipeline. A pipeline on the CPU must equal it bit by bit. With one stage it is a plain loop over the
+/// layers.
 ///
 /// Returns the outputs. The gradients replace those of the input and the parameters.
 std::vector<Tensor> reference(const Sequential& model, const Balance& balance, const ReferenceStep& step);

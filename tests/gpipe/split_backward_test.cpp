@@ -1,4 +1,5 @@
-// What I and W of a split backward compute and hold. The generated cases compare schedules that split with the reference.
+// What I and W of a split backward compute and hold. The generated cases compare schedules that split with the
+// reference.
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 

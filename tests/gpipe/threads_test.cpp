@@ -18,17 +18,6 @@ TEST(Threads, RunAForwardAndItsBackward) {
   EXPECT_TRUE(same(x.grad(), expected));
 }
 
-TEST(Threads, TakeTurnsInForwards) {
-  GPipe pipe(mlp(), {2, 2}, in_chunks(2));
-  const auto x = torch::randn({4, 6});
-  const auto expected = pipe->forward(x);
-  std::vector<std::thread> threads;
-  std::vector<Tensor> outputs(4);
-  for (auto& output : outputs) threads.emplace_back([&] { output = pipe->forward(x); });
-  for (auto& thread : threads) thread.join();
-  for (const auto& output : outputs) EXPECT_TRUE(same(output, expected));
-}
-
 TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
   GPipe pipe(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 2},
              in_chunks(3, Checkpoint::kAlways));

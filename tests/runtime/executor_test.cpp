@@ -1,13 +1,9 @@
 #include "gpipe/runtime/executor.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <array>
 #include <chrono>
 #include <future>
 #include <map>
-#include <memory>
 #include <thread>
 
 #include "gpipe/schedules.h"
@@ -87,28 +83,6 @@ TEST(Executor, ConcurrentCallersTakeTurns) {
     });
   }
   for (auto& caller : callers) caller.join();
-}
-
-TEST(Executor, RefusesToRunInAForkedProcess) {
-  const auto program = gpipe_program(straight(2, 2));
-  auto executor = std::make_unique<Executor>(2);
-  FakeCells cells(program);
-  expect_success(executor->run(program, Part::kAll, cells));
-  const auto child = fork();
-  if (child == 0) {
-    int code = executor->forked() ? 1 : 2;
-    try {
-      executor->run(program, Part::kAll, cells);
-    } catch (const std::logic_error& error) {
-      if (std::string(error.what()).find("forked") != std::string::npos) code = 0;
-    }
-    executor.reset();  // must not join threads
-    _exit(code);
-  }
-  int status = -1;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status));
-  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(ExecutorFailure, StopsWorkersThatExchangeNothing) {

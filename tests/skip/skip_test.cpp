@@ -1,6 +1,5 @@
-#include "skip/skippable.h"
 #include "skip/layout.h"
-#include "tests/gpipe/helpers.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
@@ -9,36 +8,15 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// Stashes its input under some names, runs nested layers, then adds the tensors that it reads under other names.
-struct SkipLayer : torch::nn::Module, Skippable {
-  explicit SkipLayer(Names declared) : Skippable(declared), names(std::move(declared)) {}
-  Tensor forward(Tensor x) {
-    for (const auto& name : names.stash) stash(name, x);
-    for (const auto& child : nested) x = child->forward(x);
-    for (const auto& name : names.peek) x = x + peek(name);
-    for (const auto& name : names.pop) x = x + pop(name);
-    return x;
-  }
-  SkipLayer& nest(const std::string& name, std::shared_ptr<SkipLayer> child) {
-    nested.push_back(register_module(name, std::move(child)));
-    return *this;
-  }
-  using Skippable::pop;
-  using Skippable::stash;
-  const Names names;
-  std::vector<std::shared_ptr<SkipLayer>> nested;
-};
+std::shared_ptr<StashImpl> stashing(const std::string& name) { return std::make_shared<StashImpl>(name, 1); }
+std::shared_ptr<PopImpl> popping(const std::string& name) {
+  return std::make_shared<PopImpl>(name, [](Tensor x, Tensor skip) { return x + skip; });
+}
 
-std::shared_ptr<SkipLayer> stashing(const std::string& name) {
-  return std::make_shared<SkipLayer>(Skippable::Names{.stash = {name}});
+/// A layer that only declares names.
+std::shared_ptr<SkipFunctionImpl> declaring(Skippable::Names names) {
+  return std::make_shared<SkipFunctionImpl>(std::move(names), [](Tensor x, SkipFunctionImpl&) { return x; });
 }
-std::shared_ptr<SkipLayer> popping(const std::string& name) {
-  return std::make_shared<SkipLayer>(Skippable::Names{.pop = {name}});
-}
-std::shared_ptr<SkipLayer> peeking(const std::string& name) {
-  return std::make_shared<SkipLayer>(Skippable::Names{.peek = {name}});
-}
-std::shared_ptr<SkipLayer> plain() { return std::make_shared<SkipLayer>(Skippable::Names{}); }
 
 using Links = std::vector<std::tuple<std::string, int, std::vector<int>>>;
 
@@ -108,31 +86,32 @@ TEST(SkipContextGuard, SetsTheContextAndNests) {
 
 TEST(Skippable, RefusesInvalidDeclarations) {
   EXPECT_THAT([] { stashing(""); }, refused("empty name"));
-  EXPECT_THAT([] { SkipLayer({.stash = {"x", "y", "x"}}); }, refused("'x'"));
-  EXPECT_THAT([] { SkipLayer({.stash = {"y"}, .pop = {"x", "y"}}); }, refused("'y'"));
-  EXPECT_THAT([] { SkipLayer({.pop = {"x"}, .peek = {"x"}}); }, refused("'x'"));
+  EXPECT_THAT([] { declaring({.stash = {"x", "y", "x"}}); }, refused("'x'"));
+  EXPECT_THAT([] { declaring({.stash = {"y"}, .pop = {"x", "y"}}); }, refused("'y'"));
+  EXPECT_THAT([] { declaring({.pop = {"x"}, .peek = {"x"}}); }, refused("'x'"));
 }
 
 TEST(Skippable, RefusesUndeclaredNames) {
-  SkipLayer layer({.stash = {"a", "b"}});
-  EXPECT_THAT([&] { layer.stash("c", torch::ones({1})); },
+  const auto layer = declaring({.stash = {"a", "b"}});
+  EXPECT_THAT([&] { layer->stash("c", torch::ones({1})); },
               refused("'c' was stashed by a layer that does not declare it; it declares 'a' 'b'"));
-  EXPECT_THAT([&] { layer.pop("a"); }, refused("'a' was popped by a layer that does not declare it; it declares none"));
+  EXPECT_THAT([&] { layer->pop("a"); },
+              refused("'a' was popped by a layer that does not declare it; it declares none"));
 }
 
 TEST(Isolate, AllowsTheSameLayersTwiceInOneModel) {
   Sequential model{stashing("x"), stashing("x"), popping("x"), popping("x")};
   EXPECT_THROW(verify_skippables(model), std::invalid_argument);
   const Namespace ns;
-  for (const int i : {1, 2}) model[i]->as<SkipLayer>()->isolate(ns);
+  for (const int i : {1, 2}) model[i]->as<SkipFunctionImpl>()->isolate(ns);
   EXPECT_NO_THROW(verify_skippables(model));
   EXPECT_TRUE(torch::equal(model->forward(torch::ones({2})), torch::full({2}, 3)));
 }
 
 TEST(Isolate, MovesNamesOfNestedLayersAndOnlyTheGivenOnes) {
-  const auto inner = std::make_shared<SkipLayer>(Skippable::Names{.stash = {"x", "y"}});
+  const auto inner = declaring({.stash = {"x", "y"}});
   const auto outer = popping("x");
-  outer->nest("inner", inner);
+  outer->register_module("inner", inner);
   const Namespace ns;
   outer->isolate(ns, {"x"});
   EXPECT_EQ(outer->pops(), (std::vector<SkipKey>{{ns, "x"}}));
@@ -151,38 +130,38 @@ TEST(Isolate, RefusesUnknownNamesAndMovesNothing) {
 
 TEST(SkipLinks, AreInTheOrderOfStashes) {
   EXPECT_EQ(
-      links_of({{"a", stashing("z")}, {"b", stashing("y")}, {"c", plain()}, {"d", popping("y")}, {"e", popping("z")}}),
+      links_of(
+          {{"a", stashing("z")}, {"b", stashing("y")}, {"c", declaring({})}, {"d", popping("y")}, {"e", popping("z")}}),
       (Links{{"z", 0, {4}}, {"y", 1, {3}}}));
 }
 
 TEST(SkipLinks, HaveAnyNumberOfReadersOfWhichTheLastMayPop) {
-  const auto twice = plain();
-  twice->nest("a", peeking("x")).nest("b", peeking("x"));
-  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", peeking("x")}, {"c", twice}}), (Links{{"x", 0, {1, 2, 2}}}));
-  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", peeking("x")}, {"c", popping("x")}}), (Links{{"x", 0, {1, 2}}}));
-  Sequential model{stashing("x"), peeking("x"), popping("x")};
-  EXPECT_TRUE(torch::equal(model->forward(torch::ones({2})), torch::full({2}, 3)));
+  const NestedSequential twice{{"a", Peek("x")}, {"b", Peek("x")}};
+  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", Peek("x").ptr()}, {"c", twice.ptr()}}),
+            (Links{{"x", 0, {1, 2, 2}}}));
+  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", Peek("x").ptr()}, {"c", popping("x")}}), (Links{{"x", 0, {1, 2}}}));
 }
 
 TEST(SkipLinks, NestedLayersCountAsTheirOuterLayer) {
-  const auto encoder = plain();
-  encoder->nest("deep", stashing("x"));
-  const auto decoder = plain();
-  decoder->nest("first", stashing("y")).nest("second", popping("x")).nest("third", popping("y"));
-  EXPECT_EQ(links_of({{"encoder", encoder}, {"decoder", decoder}}), (Links{{"x", 0, {1}}, {"y", 1, {1}}}));
+  const NestedSequential encoder{{"deep", stashing("x")}};
+  const NestedSequential decoder{{"first", stashing("y")}, {"second", popping("x")}, {"third", popping("y")}};
+  EXPECT_EQ(links_of({{"encoder", encoder.ptr()}, {"decoder", decoder.ptr()}}), (Links{{"x", 0, {1}}, {"y", 1, {1}}}));
 }
 
 TEST(SkipLinks, ALayerCanPopASkipOfItsChild) {
-  const auto outer = popping("x");
-  outer->nest("child", stashing("x"));
-  EXPECT_EQ(links_of({{"outer", outer}}), (Links{{"x", 0, {0}}}));
+  const auto child = stashing("x");
+  SkipFunction outer(Skippable::Names{.pop = {"x"}}, [child](const Tensor& x, SkipFunctionImpl& self) {
+    const auto y = child->forward(x);
+    return y + self.pop("x");
+  });
+  outer->register_module("child", child);
+  EXPECT_EQ(links_of({{"outer", outer.ptr()}}), (Links{{"x", 0, {0}}}));
   EXPECT_TRUE(torch::equal(outer->forward(torch::ones({1})), torch::full({1}, 2)));
 }
 
 TEST(SkipLinks, RefuseAPopBeforeItsStashInOneLayer) {
-  const auto outer = plain();
-  outer->nest("a", popping("x")).nest("ab", stashing("x"));
-  const std::vector<NamedLayer> layers = {{"outer", outer}};
+  const NestedSequential outer{{"a", popping("x")}, {"ab", stashing("x")}};
+  const std::vector<NamedLayer> layers = {{"outer", outer.ptr()}};
   EXPECT_THAT([&] { links_of(layers); },
               refused("layer 'outer.a' (0) pops 'x', which no earlier layer stashes: layer 'outer.ab' (0) does"));
 }
@@ -197,7 +176,7 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
                     {"late", stashing("late")},
                     {"good", stashing("fine")},
                     {"fine", popping("fine")},
-                    {"after", peeking("fine")},
+                    {"after", Peek("fine")},
                     {"last", popping("nowhere")}});
   const auto line = [](const std::string& fault) { return HasSubstr("\n  * layer " + fault); };
   EXPECT_THAT([&] { verify_skippables(model); },
@@ -215,7 +194,7 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
 TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {
   Sequential model{stashing("x"), popping("x")};
   const Namespace ns;
-  model[1]->as<SkipLayer>()->isolate(ns);
+  model[1]->as<SkipFunctionImpl>()->isolate(ns);
   EXPECT_THAT([&] { verify_skippables(model); },
               ThrowsMessage<std::invalid_argument>(
                   AllOf(HasSubstr("stashes 'x', which no layer pops"),
