@@ -33,6 +33,10 @@ int server = -1;  // the socket to the server
 Request present;  // in a rank: its job; else the last one
 int this_rank = -1;
 
+/// A folder that all processes of these tests share.
+std::filesystem::path shared_folder() {
+  return std::filesystem::temp_directory_path() / ("gpipe_ranks_" + std::to_string(tests_process));
+}
 std::filesystem::path folder_of(const Request& request) {
   return shared_folder() / ("job" + std::to_string(request.job));
 }
@@ -118,10 +122,6 @@ void start_server() {
 }  // namespace
 
 int rank_of_this_process() { return this_rank; }
-
-std::filesystem::path shared_folder() {
-  return std::filesystem::temp_directory_path() / ("gpipe_ranks_" + std::to_string(tests_process));
-}
 
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
   static int made = 0;

@@ -22,9 +22,6 @@ using ::testing::Not;
 /// The rank of this process in a job of run_job(); -1 in the process that starts the job.
 int rank_of_this_process();
 
-/// A folder that all processes of these tests share.
-std::filesystem::path shared_folder();
-
 /// How a process ended.
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
