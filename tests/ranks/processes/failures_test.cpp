@@ -39,7 +39,7 @@ struct Subject {
   void forward() { pipe->forward(torch::ones({8, 4})); }
   void forward_and_backward() { pipe->forward(torch::ones({8, 4})).sum().backward(); }
   void step(const Tensor& x = torch::ones({8, 4}), const StepOptions& options = {}) {
-    pipe->step(x, torch::ones_like(x), kSquaredError, options);
+    pipe->step(x, torch::ones_like(x), kMse, options);
   }
 
   std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();

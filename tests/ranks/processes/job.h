@@ -87,7 +87,4 @@ Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer);
 /// Restores this rank's part of the state that all ranks have.
 void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole);
 
-inline const LossFunction kSquaredError =
-    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });
-
 }  // namespace gpipe
