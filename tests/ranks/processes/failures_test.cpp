@@ -99,13 +99,17 @@ void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject
 
 /// Kills a rank at a random moment: the first ones while they train, later ones also while the ranks meet.
 TEST(RanksFailures, ARankIsKilled) {
-  repeat_job(number_of_kills(), [](int kill) {
+  const char* kills = std::getenv("GPIPE_KILLS");
+  repeat_job(kills == nullptr ? 3 : std::atoi(kills), [](int kill) {
     const int culprit = kill % kRanks;
     const bool early = kill % 10 > 6;
     const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
       const auto kill_later = [&] {
-        const std::chrono::microseconds delay(kill * 102947 % (early ? 50000 : 200000));
-        if (ranks->rank() == culprit) kill_after(delay);
+        if (ranks->rank() != culprit) return;
+        std::thread([delay = std::chrono::microseconds(kill * 102947 % (early ? 50000 : 200000))] {
+          std::this_thread::sleep_for(delay);
+          raise(SIGKILL);
+        }).detach();
       };
       if (early) kill_later();
       train(ranks, [&](Subject&) {

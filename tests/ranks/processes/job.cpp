@@ -176,18 +176,6 @@ void repeat_job(int count, const std::function<void(int number)>& run) {
   }
 }
 
-int number_of_kills() {
-  const char* kills = std::getenv("GPIPE_KILLS");
-  return kills == nullptr ? 3 : std::atoi(kills);
-}
-
-void kill_after(std::chrono::microseconds delay) {
-  std::thread([delay] {
-    std::this_thread::sleep_for(delay);
-    raise(SIGKILL);
-  }).detach();
-}
-
 std::string message_from(const std::function<void()>& function) {
   try {
     function();

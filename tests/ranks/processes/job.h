@@ -61,12 +61,6 @@ void expect_failed(const std::vector<End>& ends, int culprit, const std::string&
 /// job's number only. Stops when an expectation has failed.
 void repeat_job(int count, const std::function<void(int number)>& run);
 
-/// How often tests kill a rank: GPIPE_KILLS, or a few times.
-int number_of_kills();
-
-/// Kills this process after a delay.
-void kill_after(std::chrono::microseconds delay);
-
 /// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 
