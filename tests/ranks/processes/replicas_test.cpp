@@ -163,7 +163,6 @@ RANKS_TEST(RanksReplicas, ThreeOfSeveralStages, 3, {.ranks = patient().replicas(
 }
 
 RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas(2)}) {
-  torch::manual_seed(1);
   struct Odd : torch::nn::Module {
     Tensor forward(Tensor x) {
       if (x.index({0, 0}).item<double>() < 0.5) x = x * some;  // on the first replica only
@@ -180,14 +179,10 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
     return in_double(
         Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
   };
-  GPipe over(model(), {5}, GPipeOptions().chunks(1).ranks(ranks));
-  torch::manual_seed(1);
-  GPipe alone(model(), {5}, GPipeOptions().chunks(2));
+  Pair pair(ranks, model, {5}, GPipeOptions().chunks(1));
+  auto& [of, seed, over, alone] = pair;
   const auto x = torch::cat({torch::zeros({4, 6}, torch::kDouble), torch::ones({4, 6}, torch::kDouble)});
-  const auto [begin, end] = ranks->part(8);
-  const auto step_over = [&, x = x.slice(0, begin, end), y = targets(8).slice(0, begin, end)] {
-    over->step(x, y, kMse);
-  };
+  const auto step_over = [&] { pair.over->step(pair.own(x), pair.own(targets(8)), kMse); };
   alone->step(x, targets(8), kMse);
   step_over();
   expect_near(over, alone, true);
