@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "balance/model.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/support/support.h"
