@@ -34,34 +34,6 @@ const std::vector<torch::Device> kTwoCpus(2, torch::kCPU);
 
 nn::Sequential four_layers() { return nn::Sequential(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh()); }
 
-TEST(Profiler, RestoresTheModelAndTheSample) {
-  nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)));
-  model->extend(*models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1)));
-  model->eval();
-  model[3]->train();
-  const auto x = torch::randn({4, 3, 16, 16});
-  const auto x_before = x.clone();
-  const auto state = generator_state();
-  const auto parameters = copies(model->parameters());
-  const auto buffers = copies(model->buffers());
-  int hooks = 0;
-  for (auto& parameter : model->parameters()) parameter.register_hook([&](torch::Tensor) { ++hooks; });
-  model->parameters()[0].mutable_grad() = torch::ones_like(model->parameters()[0]);
-
-  const auto profiled = profile(model, x.narrow(0, 0, 2), brief().workers(2));
-  const auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks({2}).profile(brief()));
-  refine(model, x, kTwoCpus, suggestion, 2, 1);
-
-  EXPECT_TRUE(same(x, x_before));
-  EXPECT_TRUE(same(model->parameters(), parameters));
-  EXPECT_TRUE(same(model->buffers(), buffers));
-  EXPECT_TRUE(torch::equal(model->parameters()[0].grad(), torch::ones_like(model->parameters()[0])));
-  for (std::size_t i = 1; i < model->parameters().size(); ++i) EXPECT_FALSE(model->parameters()[i].grad().defined());
-  for (std::size_t i = 0; i < model->size(); ++i) EXPECT_EQ(model[i]->is_training(), i == 3);
-  EXPECT_TRUE(same(generator_state(), state));
-  EXPECT_EQ(hooks, 0);
-}
-
 /// Creates its buffer in the first forward.
 struct LazyImpl : nn::Module {
   torch::Tensor forward(torch::Tensor x) {

@@ -13,6 +13,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/byte_counter.h"
+#include "models/unet.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/support/support.h"
 
@@ -184,19 +185,13 @@ TEST(Profiler, RefusesALayerThatChangesParametersLater) {
               HasSubstr("parameter '1.weight' was changed after its layer's first forwards"));
 }
 
-/// Its embedding renormalises rows in place.
-nn::Sequential renormalising_model() {
-  return nn::Sequential(nn::Embedding(nn::EmbeddingOptions(20, kSize).max_norm(0.5)), nn::Linear(kSize, kSize),
-                        nn::ReLU(), nn::Linear(kSize, kSize));
-}
-
 TEST(Profiler, RestoresWeightsAfterAFailedProfile) {
-  auto model = renormalising_model();
   Changes layer([](ChangesImpl& of) {
     of.weight.mul_(2);
     throw std::runtime_error("tired");
   });
-  model->push_back(layer);
+  // The embedding renormalises rows in place.
+  nn::Sequential model(nn::Embedding(nn::EmbeddingOptions(20, kSize).max_norm(0.5)), layer);
   const Seen table(model[0]->parameters()[0]);
   const Seen weight(layer->weight);
   EXPECT_THROW(profile(model, torch::randint(20, {8}), ProfileOptions().seconds(0).repeats(1)), std::runtime_error);
@@ -204,25 +199,40 @@ TEST(Profiler, RestoresWeightsAfterAFailedProfile) {
   weight.expect(layer->weight);
 }
 
-TEST(Profiler, RestoresWeightsThatTheirLayerRenormalises) {
-  auto model = renormalising_model();
-  std::vector<Seen> before;
-  for (const auto& parameter : model->parameters()) before.emplace_back(parameter);
+TEST(Profiler, EveryMeasurementRestoresTheModelAndTheSample) {
+  nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)), Changes([](ChangesImpl& of) { of.weight.clamp_(-0.1, 0.1); }));
+  model->extend(*models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1)));
+  model->eval();
+  model[3]->train();
+  const auto parameters = model->parameters();
+  int hooks = 0;
+  for (const auto& parameter : parameters) parameter.register_hook([&](const Tensor&) { ++hooks; });
+  parameters.back().mutable_grad() = torch::ones_like(parameters.back());
+  const auto x = torch::randn({4, 3, 16, 16});
+  const auto x_before = x.clone();
+  const std::vector<Seen> before(parameters.begin(), parameters.end());
+  const auto buffers = copies(model->buffers());
+  const auto state = generator_state();
   const auto expect_same = [&](const char* after) {
     SCOPED_TRACE(after);
-    for (std::size_t i = 0; i < before.size(); ++i) before[i].expect(model->parameters()[i]);
+    for (std::size_t i = 0; i < before.size(); ++i) before[i].expect(parameters[i]);
+    EXPECT_TRUE(same(model->buffers(), buffers));
+    for (std::size_t i = 0; i < model->size(); ++i) EXPECT_EQ(model[i]->is_training(), i == 3);
+    EXPECT_TRUE(same(x, x_before));
+    EXPECT_TRUE(same(generator_state(), state));
+    EXPECT_EQ(hooks, 0);
   };
-  const auto ids = torch::randint(20, {8});
   const auto brief = ProfileOptions().seconds(0).repeats(1);
-  EXPECT_EQ(balance_by_time(2, model, ids, brief).size(), 2U);
+  profile(model, x, ProfileOptions(brief).workers(2));
+  expect_same("profile");
+  balance_by_time(2, model, x, brief);
   expect_same("balance_by_time");
-  EXPECT_EQ(balance_by_size(2, model, ids, /*chunks=*/2).size(), 2U);
+  balance_by_size(2, model, x, /*chunks=*/2);
   expect_same("balance_by_size");
   const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
-  const auto suggestion = suggest(model, ids, devices, SuggestOptions().chunks({1, 2}).profile(brief));
-  EXPECT_TRUE(suggestion.fits());
+  const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks({1, 2}).profile(brief));
   expect_same("suggest");
-  refine(model, ids, devices, suggestion, /*candidates=*/6, /*repeats=*/1);
+  refine(model, x, devices, suggestion, /*candidates=*/6, /*repeats=*/1);
   expect_same("refine");
 }
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -155,6 +156,14 @@ class YieldAdd(nn.Module):
     def forward(self, x):
         skip = yield pop("skip")
         return x + skip
+
+
+def built(name):
+    """Returns the path of a program or library of the C++ tests. Skips the test if it has not been built."""
+    path = Path(os.environ.get("GPIPE_BUILD_DIR", "")) / "tests" / name
+    if not path.exists():
+        pytest.skip("needs a build folder with tests in GPIPE_BUILD_DIR")
+    return path
 
 
 _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"

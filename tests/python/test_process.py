@@ -25,7 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import gpipe
-from helpers import Double, Fail, gradients, run
+from helpers import Double, Fail, built, gradients, run
 
 
 def test_each_stage_keeps_its_worker_thread():
@@ -254,9 +254,7 @@ def test_neither_modules_nor_folders_import_in_circles():
 
 
 def test_pipelines_on_devices_that_check_the_order_of_streams():
-    device = Path(os.environ.get("GPIPE_BUILD_DIR", "")) / "tests" / "accelerator" / "libchecked_device.so"
-    if not device.exists():
-        pytest.skip("needs a build folder with tests in GPIPE_BUILD_DIR")
     program = Path(__file__).with_name("on_devices.py")
+    device = built("accelerator/libchecked_device.so")
     done = subprocess.run([sys.executable, program, device], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -189,6 +189,20 @@ def test_layers_that_checkpoint_repeat_their_draws(reentrant):
     assert all(map(torch.equal, *results))
 
 
+def test_a_layer_that_seeds_does_not_seed_its_caller():
+    class Seeds(nn.Module):
+        def forward(self, x):
+            torch.manual_seed(5)
+            return x
+
+    draws = []
+    for layer in (nn.Identity(), Seeds()):
+        torch.manual_seed(0)
+        gpipe.GPipe(nn.Sequential(layer), [1])(torch.rand(2, 3))
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)
+
+
 class Draws(nn.Module):
     """Scales its output with draws of Python's and NumPy's generators."""
 

@@ -6,7 +6,6 @@
 #include <array>
 #include <thread>
 
-#include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 
 namespace gpipe::testing {
@@ -112,52 +111,6 @@ TEST(Wire, KeepsAnOwnerUntilDelivery) {
   wire.expect(3);
   EXPECT_FALSE(send(2, "again")) << "a small message of a known layout is copied";
   wire.network.of(0).close();
-}
-
-/// The same sizes, other bytes.
-Strings altered(Strings strings) {
-  for (auto& string : strings) {
-    for (auto& letter : string) ++letter;
-  }
-  return strings;
-}
-
-/// Several calls of random messages in one direction, some as in the call before. Each end is on its own thread.
-void carry_random_messages(std::uint64_t seed) {
-  std::mt19937_64 random(seed);
-  const std::vector<Strings> all = {{"values", "small", ""},
-                                    {"values", std::string(kLarge, 'x'), "", "tail"},
-                                    {""},
-                                    {"values without pieces"},
-                                    {"", "", ""},
-                                    {"", std::string(kLarge, 'y'), std::string(kLarge + 1, 'z')},
-                                    {"other values", "longer pieces, but small"}};
-  std::vector<std::vector<Strings>> calls(draw(random, 1, 4), std::vector<Strings>(12));
-  for (std::size_t call = 0; call < calls.size(); ++call) {
-    for (int i = 0; i < 12; ++i) {
-      const bool repeats = call > 0 && draw(random, 0, 2) > 0;
-      calls[call][i] = repeats ? altered(calls[call - 1][i]) : all[draw(random, 0, static_cast<int>(all.size()) - 1)];
-    }
-  }
-  Wire wire(seed);
-  wire.sender_layouts.resize(12);
-  wire.receiver_layouts.resize(12);
-  std::jthread sender([&] {
-    for (const auto& messages : calls) {
-      for (int i = 0; i < 12; ++i) wire.send(i, messages[i]);
-    }
-  });
-  for (const auto& messages : calls) {
-    wire.receiver.expect(wire.receiver_layouts, 12);
-    for (int i = 0; i < 12; ++i) EXPECT_EQ(wire.receive(i), messages[i]);
-  }
-}
-
-TEST(Wire, CarriesRandomMessagesUnderDelays) {
-  for (std::uint64_t seed = 1; seed <= 20 && !HasFailure(); ++seed) {
-    SCOPED_TRACE("seed " + std::to_string(seed));
-    carry_random_messages(seed);
-  }
 }
 
 /// What stands before each message.

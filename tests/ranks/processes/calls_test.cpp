@@ -114,7 +114,7 @@ RANKS_TEST(RanksCalls, GatherTimelines, 2) {
   auto pipe = make_pipe(4, "1f1b", ranks);
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
-  for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kSquaredError);
+  for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse);
   const auto all = pipe->gather(*timeline);
   EXPECT_EQ(all.spans.empty(), ranks->rank() != 0);
   if (ranks->rank() != 0) return;
@@ -143,7 +143,7 @@ GPipe with_gradients(const std::shared_ptr<Ranks>& ranks) {
   GPipe pipe(Sequential(Linear(6, 6), Stash("a"), torch::nn::Tanh(), Linear(6, 6), Pop("a"), Linear(6, 6)), {2, 2, 2},
              GPipeOptions().chunks(2).ranks(ranks));
   const auto x = torch::arange(48, torch::kFloat).view({8, 6}).sin();
-  pipe->step(x, x.cos(), kSquaredError);
+  pipe->step(x, x.cos(), kMse);
   return pipe;
 }
 

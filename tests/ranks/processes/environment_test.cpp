@@ -105,7 +105,7 @@ GPipe make_pipe(const std::shared_ptr<Ranks>& ranks) {
 void step(const std::shared_ptr<Ranks>& ranks, const std::shared_ptr<Timeline>& timeline = nullptr) {
   auto pipe = make_pipe(ranks);
   if (timeline) pipe->trace(timeline);
-  pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kSquaredError);
+  pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kMse);
   if (timeline) *timeline = pipe->gather(*timeline);
 }
 

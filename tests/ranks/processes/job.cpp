@@ -33,6 +33,10 @@ int server = -1;  // the socket to the server
 Request present;  // in a rank: its job; else the last one
 int this_rank = -1;
 
+/// A folder that all processes of these tests share.
+std::filesystem::path shared_folder() {
+  return std::filesystem::temp_directory_path() / ("gpipe_ranks_" + std::to_string(tests_process));
+}
 std::filesystem::path folder_of(const Request& request) {
   return shared_folder() / ("job" + std::to_string(request.job));
 }
@@ -119,10 +123,6 @@ void start_server() {
 
 int rank_of_this_process() { return this_rank; }
 
-std::filesystem::path shared_folder() {
-  return std::filesystem::temp_directory_path() / ("gpipe_ranks_" + std::to_string(tests_process));
-}
-
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
   static int made = 0;
   const auto file = folder_of(present) / ("store" + std::to_string(made++));
@@ -174,18 +174,6 @@ void repeat_job(int count, const std::function<void(int number)>& run) {
     present.number = number;
     run(number);
   }
-}
-
-int number_of_kills() {
-  const char* kills = std::getenv("GPIPE_KILLS");
-  return kills == nullptr ? 3 : std::atoi(kills);
-}
-
-void kill_after(std::chrono::microseconds delay) {
-  std::thread([delay] {
-    std::this_thread::sleep_for(delay);
-    raise(SIGKILL);
-  }).detach();
 }
 
 std::string message_from(const std::function<void()>& function) {

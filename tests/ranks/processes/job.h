@@ -22,9 +22,6 @@ using ::testing::Not;
 /// The rank of this process in a job of run_job(); -1 in the process that starts the job.
 int rank_of_this_process();
 
-/// A folder that all processes of these tests share.
-std::filesystem::path shared_folder();
-
 /// How a process ended.
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
@@ -64,12 +61,6 @@ void expect_failed(const std::vector<End>& ends, int culprit, const std::string&
 /// job's number only. Stops when an expectation has failed.
 void repeat_job(int count, const std::function<void(int number)>& run);
 
-/// How often tests kill a rank: GPIPE_KILLS, or a few times.
-int number_of_kills();
-
-/// Kills this process after a delay.
-void kill_after(std::chrono::microseconds delay);
-
 /// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 
@@ -89,8 +80,5 @@ Record gradients_of(const GPipe& pipe);
 Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer);
 /// Restores this rank's part of the state that all ranks have.
 void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole);
-
-inline const LossFunction kSquaredError =
-    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });
 
 }  // namespace gpipe

@@ -101,30 +101,5 @@ TEST(ParcelMessage, RefusesLayoutsThatNeedTooMuchMemory) {
   EXPECT_NO_THROW(changed({{11, 4}})());
 }
 
-/// Returns its input, and notes the strides and the address.
-struct PlaceImpl : torch::nn::Module {
-  Tensor forward(Tensor x) {
-    strides = x.strides().vec();
-    lead = lead_of(x);
-    return x * 1;
-  }
-  std::vector<std::int64_t> strides;
-  std::size_t lead = 0;
-};
-TORCH_MODULE(Place);
-
-RANKS_TEST(ParcelMessage, BringsSlicesToOtherRanks, 2) {
-  Place place;
-  const auto slice = [](Tensor x) { return x.slice(1, 3, 7); };
-  GPipe pipe(Sequential(Linear(4, 10), Functional(slice), place, Linear(4, 1)), Balance{2, 2},
-             GPipeOptions().chunks(2).ranks(ranks));
-  for (int call = 0; call < 3; ++call) {
-    pipe->forward(torch::ones({6, 4})).sum().backward();
-    if (ranks->rank() == 0) continue;
-    EXPECT_EQ(place->strides, (std::vector<std::int64_t>{10, 1}));
-    EXPECT_EQ(place->lead, 12);
-  }
-}
-
 }  // namespace
 }  // namespace gpipe

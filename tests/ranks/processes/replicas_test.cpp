@@ -97,8 +97,7 @@ struct Pair {
   }
 
   /// Steps both, which must leave the same.
-  void step(std::int64_t samples, bool with_buffers, const LossFunction& loss = kSquaredError,
-            StepOptions options = {}) {
+  void step(std::int64_t samples, bool with_buffers, const LossFunction& loss = kMse, StepOptions options = {}) {
     torch::manual_seed(seed);
     const auto expected = alone->step(inputs(samples), targets(samples), loss, options);
     torch::manual_seed(seed + (ranks->rank() == 0 ? 0 : 50));  // the first rank's counts
@@ -164,7 +163,6 @@ RANKS_TEST(RanksReplicas, ThreeOfSeveralStages, 3, {.ranks = patient().replicas(
 }
 
 RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas(2)}) {
-  torch::manual_seed(1);
   struct Odd : torch::nn::Module {
     Tensor forward(Tensor x) {
       if (x.index({0, 0}).item<double>() < 0.5) x = x * some;  // on the first replica only
@@ -181,15 +179,11 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
     return in_double(
         Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
   };
-  GPipe over(model(), {5}, GPipeOptions().chunks(1).ranks(ranks));
-  torch::manual_seed(1);
-  GPipe alone(model(), {5}, GPipeOptions().chunks(2));
+  Pair pair(ranks, model, {5}, GPipeOptions().chunks(1));
+  auto& [of, seed, over, alone] = pair;
   const auto x = torch::cat({torch::zeros({4, 6}, torch::kDouble), torch::ones({4, 6}, torch::kDouble)});
-  const auto [begin, end] = ranks->part(8);
-  const auto step_over = [&, x = x.slice(0, begin, end), y = targets(8).slice(0, begin, end)] {
-    over->step(x, y, kSquaredError);
-  };
-  alone->step(x, targets(8), kSquaredError);
+  const auto step_over = [&] { pair.over->step(pair.own(x), pair.own(targets(8)), kMse); };
+  alone->step(x, targets(8), kMse);
   step_over();
   expect_near(over, alone, true);
   expect_equal_replicas(ranks, over);
@@ -215,12 +209,12 @@ RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
   const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
   pair.step(9, true, sum, StepOptions().reduction(Reduction::kSum));
-  pair.step(9, true, kSquaredError, StepOptions().scale(4));
+  pair.step(9, true, kMse, StepOptions().scale(4));
   // The weights are those of all replicas' micro-batches.
   const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
   const auto x = inputs(9);
   const auto y = targets(9);
-  const auto result = pair.over->step(pair.own(x), pair.own(y), kSquaredError, StepOptions().count(count));
+  const auto result = pair.over->step(pair.own(x), pair.own(y), kMse, StepOptions().count(count));
   double weighted = 0;
   double total = 0;
   for (const auto& [from, to] : std::vector<std::pair<int, int>>{{0, 3}, {3, 5}, {5, 7}, {7, 9}}) {
@@ -238,8 +232,8 @@ RANKS_TEST(RanksReplicas, TakeTheFirstOnesBuffers, 2, {.ranks = patient().replic
   Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
   torch::manual_seed(3);
   GPipe first(model(), {3}, GPipeOptions().chunks(1));
-  pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kSquaredError);
-  first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kSquaredError);
+  pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kMse);
+  first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kMse);
   pair.over->eval(), first->eval();
   const torch::NoGradGuard no_grad;
   EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
@@ -280,7 +274,7 @@ RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().rep
 
 RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replicas(2)}) {
   GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
-  const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kSquaredError); };
+  const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kMse); };
   if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
   EXPECT_THAT(message_from([&] { step(); }), HasSubstr("rank 1 trains 7 parameters"));
   pipe->parameters().front().set_requires_grad(true);
@@ -308,7 +302,7 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replic
 
 RANKS_TEST(RanksReplicas, RefuseOtherParameters, 4, {.ranks = patient().replicas(2)}) {
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
-  const auto step = [&] { pair.over->step(inputs(4), targets(4), kSquaredError); };
+  const auto step = [&] { pair.over->step(inputs(4), targets(4), kMse); };
   step();
   if (ranks->rank() == 3) {  // as if it had loaded another snapshot
     const torch::NoGradGuard no_grad;
@@ -326,7 +320,7 @@ RANKS_TEST(RanksReplicas, NameTheFirstFailure, 4, {.ranks = patient().replicas(2
   std::raise(SIGPIPE);  // as a write to a rank that has ended does; must not end this rank
   const auto error = message_from([&] {
     // Ranks that have all gradients they wait for learn of it in their next call.
-    for (int step = 0; step < 2; ++step) pipe->step(inputs(8), targets(8), kSquaredError);
+    for (int step = 0; step < 2; ++step) pipe->step(inputs(8), targets(8), kMse);
   });
   EXPECT_THAT(error, HasSubstr("out of ideas"));
   if (ranks->rank() != 1) EXPECT_THAT(error, HasSubstr("rank 1 failed in 0B"));

@@ -2,8 +2,6 @@
 // make.
 
 #include <algorithm>
-#include <csignal>
-#include <numeric>
 
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/tied_model.h"
@@ -165,51 +163,6 @@ RANKS_TEST(RanksSnapshot, RanksThatGatherDifferentStatesAreTold, 2) {
               }),
               HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));
   EXPECT_EQ(gather(*pipe, good).model.contains("2.weight"), rank == 0);
-}
-
-/// Gathers and writes snapshots until an error ends it. All values in a snapshot are the number of the gather.
-void write_snapshots(const std::shared_ptr<Ranks>& ranks, const std::filesystem::path& path,
-                     const std::function<void()>& after_first) {
-  constexpr std::int64_t kLarge = 1500;  // so that most of the time is spent in the transfer
-  GPipe pipe(Sequential(Linear(kLarge, kLarge), Linear(kLarge, kLarge), Linear(kLarge, kLarge)), Balance{1, 1, 1},
-             GPipeOptions().ranks(ranks));
-  for (int number = 1;; ++number) {
-    const torch::NoGradGuard no_grad;
-    for (auto& parameter : pipe->parameters()) parameter.fill_(number);
-    Snapshot mine;
-    mine.model = capture_model(*pipe);
-    mine.epoch = number;
-    const auto whole = gather(*pipe, mine);
-    if (ranks->rank() == 0) write_snapshot(path, whole);
-    if (number == 1) {
-      pipe->largest(0);  // the file is there now
-      after_first();
-    }
-  }
-}
-
-TEST(RanksSnapshot, ARankIsKilledWhileTheyGather) {
-  constexpr int kRanks = 3;
-  repeat_job(number_of_kills(), [&](int kill) {
-    const int culprit = (kill + 1) % kRanks;
-    const auto folder = shared_folder() / ("gather" + std::to_string(kill));
-    const auto path = folder / "latest.snapshot";
-    std::filesystem::create_directories(folder);
-    const auto ends = run_job(kRanks, [&](const std::shared_ptr<Ranks>& ranks) {
-      write_snapshots(ranks, path, [&] {
-        if (ranks->rank() == culprit) kill_after(std::chrono::microseconds(kill * 102947 % 300000));
-      });
-    });
-    EXPECT_EQ(ends[culprit].status, -SIGKILL);
-    expect_failed(ends, culprit, "rank " + std::to_string(culprit) + " was lost");
-    const auto snapshot = read_snapshot(path);
-    EXPECT_EQ(snapshot.model.size(), 6);
-    for (const auto& tensor : snapshot.model) {
-      EXPECT_TRUE(tensor->eq(snapshot.epoch).all().item<bool>()) << tensor.key();
-    }
-    const auto files = std::distance(std::filesystem::directory_iterator(folder), {});
-    if (culprit != 0) EXPECT_EQ(files, 1);  // a rank 0 that is killed while it writes leaves a second one
-  });
 }
 
 // Layers that factories make.

@@ -37,7 +37,7 @@ struct TrainedModel {
   std::vector<Cut> cuts;  // the first can run on any number of ranks
   std::function<Tensor(std::int64_t samples)> input = waves;
   std::function<Tensor(const Tensor& input)> target = [](const Tensor& x) { return x.cos(); };
-  LossFunction loss = kSquaredError;
+  LossFunction loss = kMse;
 };
 
 GPipe make_stateful(const Balance& balance, const GPipeOptions& options) {
@@ -296,7 +296,7 @@ RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3) {
         record["output"] = pipe->forward(waves(7));
         EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
         if (trained >= 0) record["output"].sum().backward();
-        record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
+        record["loss"] = pipe->step(waves(7), waves(7), kMse).loss;
         const auto leaf = waves(7).requires_grad_();
         pipe->forward(leaf).sum().backward();
         if (leaf.grad().defined()) record["input"] = leaf.grad();
@@ -346,7 +346,7 @@ RANKS_TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind, 2) {
   const auto step_some = [&] {
     for (int i = 0; i < 150; ++i, ++step) {
       const auto x = torch::ones({1 + step * 7 % 50, 4});
-      pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
+      pipe->step(x, x, kMse, StepOptions().scale(1 + step / 1e4));
     }
     return Used();
   };
