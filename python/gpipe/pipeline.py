@@ -46,8 +46,8 @@ class GPipe(TeamCalls):
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
-    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has the
-    unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
+    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has
+    the unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
 
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
