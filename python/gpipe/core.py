@@ -21,9 +21,9 @@ from gpipe.ranks import Ranks
 
 
 class StagedModel(OriginalNames):
-    """A model that is cut into stages. It is a sequence of layers, and its state has the names of the model without stages.
-    The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their layers.
-    """
+    """A model that is cut into stages. It is a sequence of layers, and its state has the names of the model without
+    stages. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
+    layers."""
 
     partitions: Stages
 
