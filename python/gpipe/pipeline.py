@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from gpipe import _C, checks
 from gpipe.balance import balance_by_time
 from gpipe.batchnorm import one_mini_batch
-from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
+from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
@@ -203,7 +203,7 @@ class GPipe(TeamCalls):
                     "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
                 )
             refuse_tracing()
-            refuse_sharded_layers(self.partitions)
+            refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
                 take_apart(input)
                 return input
@@ -296,8 +296,7 @@ class GPipe(TeamCalls):
     ) -> tuple[Any, Any]:
         with self.refusing():
             refuse_tracing()
-            refuse_step_of_sharded(self, method)
-            refuse_sharded_layers(self.partitions)
+            refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._pipeline()
