@@ -28,36 +28,34 @@ def refuse_tracing() -> None:
         )
 
 
-def refuse_sharded_layers(stages: nn.Module) -> None:
+def refuse_sharding(pipe: nn.Module, stages: nn.Module, method: str) -> None:
     """Raises RuntimeError if a stage or a layer is sharded: FSDP would reduce its gradients once per micro-batch. And in
-    PyTorch 2.11, a thread that has run operators of DTensors aborts the process when it ends."""
+    PyTorch 2.11, a thread that has run operators of DTensors aborts the process when it ends. Raises RuntimeError too if
+    the whole pipeline is sharded and the gradients of ``method`` would not reach the sharded parameters."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     tensors = sys.modules.get("torch.distributed.tensor")
     if (fsdp is None and tensors is None) or not torch.distributed.is_initialized():
         return
+
+    def has_shards(module: nn.Module, recurse: bool) -> bool:
+        return tensors is not None and any(isinstance(own, tensors.DTensor) for own in module.parameters(recurse))
+
+    if fsdp is not None and isinstance(pipe, fsdp.FSDPModule) and method != "forward":
+        if method == "step" or has_shards(pipe, True):
+            raise RuntimeError(
+                f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
+                "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
+            )
     for name, module in stages.named_modules():
         if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
             how = "FSDP"
-        elif tensors is not None and any(isinstance(own, tensors.DTensor) for own in module.parameters(recurse=False)):
+        elif has_shards(module, False):
             how = "its parameters are DTensors"
         else:
             continue
         raise RuntimeError(
             f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be; shard the whole "
             "pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
-        )
-
-
-def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
-    """Raises RuntimeError for calls on a sharded pipeline whose gradients would not reach the sharded parameters."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(pipe, fsdp.FSDPModule):
-        return
-    tensors = sys.modules["torch.distributed.tensor"]
-    if method == "step" or any(isinstance(parameter, tensors.DTensor) for parameter in pipe.parameters()):
-        raise RuntimeError(
-            f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
-            "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
         )
 
 

@@ -25,8 +25,9 @@ _SETTINGS = "balance", "checkpoint", "chunks", "devices", "placement", "schedule
 
 
 class StagedModel(OriginalNames):
-    """A model that is cut into stages: as a sequence, of its layers; with the names of the model without stages. Makes the
-    C++ pipeline when first needed, and a copy makes its own. Stages of other ranks lose their layers then."""
+    """A model that is cut into stages. It is a sequence of layers, and its state has the names of the model without
+    stages. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
+    layers."""
 
     partitions: Stages
 
@@ -48,7 +49,8 @@ class StagedModel(OriginalNames):
         self._schedule = schedule
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
-        self.partitions = Stages(split(module, balance, [self.devices[worker] for worker in self.placement], self._is_here))
+        of_stages = [self.devices[worker] for worker in self.placement]
+        self.partitions = Stages(split(module, balance, of_stages, self._is_here))
         self._borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
         self.training = module.training
         state = {} if ranks is None else self.state_dict(keep_vars=True)

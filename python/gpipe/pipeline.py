@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
-from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
+from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError, Checkpoint, Reduction
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
@@ -49,8 +49,8 @@ class GPipe(TeamCalls):
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
-    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has the
-    unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
+    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has
+    the unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
 
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
@@ -242,7 +242,7 @@ class GPipe(TeamCalls):
                     "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
                 )
             refuse_tracing()
-            refuse_sharded_layers(self.partitions)
+            refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
                 take_apart(input)
                 return input
@@ -372,8 +372,7 @@ class GPipe(TeamCalls):
     ) -> tuple[Any, Any]:
         with self.refusing():
             refuse_tracing()
-            refuse_step_of_sharded(self, method)
-            refuse_sharded_layers(self.partitions)
+            refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._pipeline()

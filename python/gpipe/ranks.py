@@ -150,8 +150,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: ProcessGroup | Ranks | None) -> Ranks | None:
-    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``. Raises TypeError
-    for anything else."""
+    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``. Raises
+    TypeError for anything else."""
     if group is None or isinstance(group, Ranks):
         return group
     ranks = _of_groups.get(group) if isinstance(group, ProcessGroup) else None

@@ -94,7 +94,7 @@ def _tensors_of_module(module: nn.Module) -> dict[str, Owned]:
 
 
 def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Owned]) -> dict[str, str]:
-    """Returns one name for each of a program's tensors, also if it is tied. ``own`` are the names of the model's tensors.
+    """Returns one name for each tensor of a program, also if it is tied. ``own`` are the names of the model's tensors.
     Adds constants to ``tensors``, except those that equal a constant of an earlier program."""
     free = [name for name in tensors if name not in own]
     names = {}

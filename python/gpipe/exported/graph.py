@@ -172,8 +172,8 @@ _CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
 
 
 class Reader:
-    """Reads the graph of an exported program. ``names`` are its tensors' names in the graph, equal ones for a tied tensor.
-    Raises ValueError for control flow that depends on data."""
+    """Reads the graph of an exported program. ``names`` are the names that its tensors get, one for a tied tensor. Raises
+    ValueError for control flow that depends on data."""
 
     def __init__(self, program: ExportedProgram, names: Mapping[str, str]) -> None:
         signature = program.graph_signature

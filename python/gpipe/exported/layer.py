@@ -67,8 +67,8 @@ def load(code: Code, name: str) -> Callable[..., Any]:
 
 
 class Writer:
-    """Writes the function of a layer. The first layer has the model's flattened ``inputs`` and gets a list. The last layer
-    has the model's flattened ``outputs`` and returns a list."""
+    """Writes the function of a layer. The first layer has the model's flattened ``inputs`` and gets a list. The last
+    layer has the model's flattened ``outputs`` and returns a list."""
 
     def __init__(self, route: Route, inputs: list[Value | None] | None, outputs: list[Any] | None) -> None:
         self._owned = route.owned

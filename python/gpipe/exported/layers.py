@@ -177,8 +177,8 @@ class Routes:
         return needed
 
     def _number_of_samples(self, index: int, needed: dict[Value, None]) -> str:
-        """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others. It may
-        add an input of the model."""
+        """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others, to
+        which it may add an input of the model."""
         always = [value for value in needed if value.mode is None]
         for value in always + self._inputs:
             for dimension, size in enumerate(value.example.shape):

@@ -94,7 +94,9 @@ class Combination:
         if theirs is not None:
             theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
             theirs.result.mode = Mode(self._decider(theirs.call), False)
-            theirs.result.name = self._unused(theirs.result.name)
+            while theirs.result.name in self._names:
+                theirs.result.name += "_eval"
+            self._names.add(theirs.result.name)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
 
@@ -142,7 +144,7 @@ class Combination:
                     if (path, other) not in checked:
                         checked.add((path, other))
                         args = (path, Choice(path, True, False), other, Choice(other, True, False))
-                        yield Operation(Value(self._unused("checked"), None), check_modes, args, {}, call)
+                        yield Operation(Value("_", None), check_modes, args, {}, call)
 
         for operation in operations:
             yield from checks(_uses(operation.result.mode, (operation.args, operation.kwargs)), operation.call)
@@ -154,12 +156,6 @@ class Combination:
         ours, theirs = self._computed
         called = (each for each in call.around() if each.path in self._called)
         return next((each.path for each in called if ours.get(each.key) != theirs.get(each.key)), "")
-
-    def _unused(self, name: str) -> str:
-        while name in self._names:
-            name += "_eval"
-        self._names.add(name)
-        return name
 
 
 def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
