@@ -3,8 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "gpipe/ranks/remote_edges.h"
-#include "gpipe/run/pipeline.h"
-#include "gpipe/tensors/byte_counter.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 
@@ -34,14 +33,16 @@ class BorrowedValues {
 /// orders each edge's put before its take. activity() may be called on any thread.
 class Edges {
  public:
-  /// `counter`, which may be null, learns when memory sent to another rank is freed. All but `key` must outlive this.
+  /// `counter`, which may be null, learns when memory sent to another rank is freed. `inputs`: what the caller sends to the
+  /// first stage. All but `key` must outlive this.
   Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-        std::shared_ptr<ByteCounter> counter);
+        std::shared_ptr<ByteCounter> counter, CallerInputs& inputs);
   ~Edges();
   Edges(const Edges&) = delete;
 
-  /// Returns what an action takes, in the order of Wiring::takes(). A parcel of gradients has only its tensors. Waits for
-  /// other ranks. Errors: ConnectionError; std::runtime_error if a tensor was changed in place after it was sent.
+  /// Returns what an action takes, in the order of Wiring::takes(). For an F of the first stage, the input comes first. A parcel
+  /// of gradients has only its tensors. Waits for other ranks. Errors: ConnectionError; std::runtime_error if a tensor was
+  /// changed in place after it was sent.
   std::vector<Parcel> receive(const Action& action);
   /// Takes what an action puts, in the order of Wiring::puts(). Errors: ConnectionError.
   void send(const Action& action, std::vector<Parcel> parcels);
@@ -65,6 +66,7 @@ class Edges {
   Pipeline& pipeline_;
   const Program& program_;
   const std::shared_ptr<ByteCounter> counter_;
+  CallerInputs& inputs_;
   std::vector<Slot> slots_;
   std::optional<RemoteEdges> remote_;  // if there are other ranks
 };

@@ -143,6 +143,25 @@ Gathered gather(const std::vector<Parcel>& parts) {
   return gathered;
 }
 
+void Outputs::add(int micro_batch, Parcel part) {
+  for (const auto& tensor : part.tensors) note_device(tensor);
+  parts_[micro_batch] = std::move(part);
+}
+
+void Outputs::note_device(const at::Tensor& result) {
+  if (!result.defined() || result.device() == device_) return;
+  const auto found = std::ranges::find(other_devices_, result.device());
+  if (found == other_devices_.end()) other_devices_.push_back(result.device());
+}
+
+Gathered Outputs::gather() {
+  const auto parts = std::exchange(parts_, {});
+  for (const auto& part : parts) {
+    for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
+  }
+  return gpipe::gather(parts);
+}
+
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {
   if (!gradient.defined() || sizes.size() == 1) return std::vector<at::Tensor>(sizes.size(), gradient);
   return gradient.split_with_sizes(sizes);

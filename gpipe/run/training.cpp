@@ -261,7 +261,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     auto parts = scatter(input, sizes);
     const InputWrites writes(input, parts);
     auto made = std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(options));
-    auto result = made->forward(call);
+    auto result = made->start(call).outputs;
     mini_batch = std::move(made);
     return result;
   });
@@ -317,7 +317,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     describe_call(made, describe_step(completed) + (measures ? " that measures" : ""), sizes);
     made.proposal.data = hash_for_ranks(*pipeline_, input);
     MiniBatch mini_batch(pipeline_, std::move(parts), std::move(made), &step_loss);
-    auto result = mini_batch.step(call);
+    auto result = mini_batch.start(call);
     if (measures) choose_schedule(*pipeline_, mini_batch.timeline(), sizes, checkpoint);
     sources = sources_of(mini_batch, *pipeline_, input);
     return result;

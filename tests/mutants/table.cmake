@@ -111,15 +111,15 @@ mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (los
        "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
-mutant(weights_micro_batches_equally gpipe_tests gpipe/run/loss.cpp
+mutant(weights_micro_batches_equally gpipe_tests gpipe/run/step_loss.cpp
        "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
        Step.*)
 mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Step.*)
 mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/run/edges.cpp
        "std::exchange(slot(edge, action), {})"
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})" Generated*)
-mutant(commits_sums_after_an_error gpipe_tests gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(failure->error);"
-       "if (options_.use != Pipeline::Use::kStep) pipeline_->team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
+mutant(commits_sums_after_an_error gpipe_tests gpipe/run/part_run.cpp "pipeline_.team().rethrow(failure->error);"
+       "if (part_ != Part::kAll) pipeline_.team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
