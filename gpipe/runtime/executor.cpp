@@ -7,8 +7,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/runtime/channel.h"
-#include "gpipe/runtime/cpu_quota.h"
+#include "gpipe/runtime/waiting.h"
 
 namespace gpipe {
 namespace {
