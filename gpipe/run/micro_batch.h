@@ -29,7 +29,8 @@ std::int64_t batch_size(const Value& value, const std::string& what = "input");
 /// Cuts each tensor along dimension 0 into detached views, a parcel per micro-batch, which want gradients as it does.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
 
-/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their own.
+/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their
+/// own.
 class InputWrites {
  public:
   /// `parts` come from scatter(input, ...). Call before the layers run.

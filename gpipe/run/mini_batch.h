@@ -7,8 +7,8 @@
 
 namespace gpipe {
 
-/// The cells of one mini-batch. A forward makes one, which the graph of its outputs keeps alive until their backward. A step
-/// makes one for its duration.
+/// The cells of one mini-batch. A forward makes one, which the graph of its outputs keeps alive until their backward. A
+/// step makes one for its duration.
 ///
 /// Thread safety: start() and backward() belong to a Call. Only the worker of its stage uses a cell.
 class MiniBatch : public Cells {
@@ -30,8 +30,8 @@ class MiniBatch : public Cells {
   /// REQUIRES: after an error, destroy this, then call Call::fail().
   Results start(Call& call);
 
-  /// Runs the backwards after a start() without a loss. `gradients[i]` belongs to the i-th micro-batch's output parcel. Can be
-  /// repeated after `retain_graph`. After an error, no cell is left.
+  /// Runs the backwards after a start() without a loss. `gradients[i]` belongs to the i-th micro-batch's output parcel.
+  /// Can be repeated after `retain_graph`. After an error, no cell is left.
   BackwardGradients::Result backward(Call& call, std::vector<Gradients> gradients, bool retain_graph);
 
   /// Valid after start().

@@ -26,9 +26,9 @@ class Cells {
   virtual int running_layer(const Action& action) const = 0;
 };
 
-/// One run of a part of a program. Gives the workers' threads the caller's state, the worker's stream, the number of intra-op
-/// threads and the byte counter. Orders the work of the caller and of the workers on their devices. Carries what actions
-/// exchange, records them in a timeline, and tells of errors.
+/// One run of a part of a program. Gives the workers' threads the caller's state, the worker's stream, the number of
+/// intra-op threads and the byte counter. Orders the work of the caller and of the workers on their devices. Carries
+/// what actions exchange, records them in a timeline, and tells of errors.
 ///
 /// Thread safety: made, executed and destroyed on the caller's thread, within a Call.
 class PartRun : public ActionRunner {

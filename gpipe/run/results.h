@@ -12,7 +12,8 @@ std::string describe_trained(const std::vector<ParameterSinks>& stages);
 /// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it.
 /// Sums the latter over micro-batches and replicas.
 ///
-/// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker runs.
+/// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker
+/// runs.
 class BackwardGradients {
  public:
   /// `sinks`: per stage. `takes_grad_aside`: whether what the backward itself adds to `.grad` joins the sums; see
@@ -36,8 +37,8 @@ class BackwardGradients {
     std::vector<Gradients> inputs;      ///< per micro-batch
     std::vector<Gradients> parameters;  ///< per stage, in the order of ParameterSinks::parameters()
   };
-  /// Returns the gradients that leave the backward, once. Errors: as GradientReduction::take(), which refuses a `.grad` that
-  /// the backward has changed.
+  /// Returns the gradients that leave the backward, once. Errors: as GradientReduction::take(), which refuses a `.grad`
+  /// that the backward has changed.
   Result take();
 
  private:
@@ -61,10 +62,12 @@ struct Results {
   std::vector<at::Tensor> tensors() const;
 };
 
-/// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be null.
+/// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be
+/// null.
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
 
-/// Updates the running statistics of batch norm by those of the mini-batch, on all replicas. `statistics`: per stage, or empty.
+/// Updates the running statistics of batch norm by those of the mini-batch, on all replicas. `statistics`: per stage,
+/// or empty.
 void commit_statistics(Pipeline& pipeline, std::vector<BatchStatistics>& statistics);
 
 }  // namespace gpipe

@@ -154,19 +154,91 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
   return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
-/// check_loss() in a step(), for a loss taken to be a mean of samples; see StepOptions::check. On the last worker.
+// check_loss() in a step(), for a loss taken to be a mean of samples; see StepOptions::check. On the last worker.
 class LossComparison {
  public:
-  LossComparison(LossFunction function, int micro_batches);
+  LossComparison(LossFunction function, int micro_batches)
+      : function_(std::move(function)),
+        left_(micro_batches),
+        outputs_(micro_batches),
+        targets_(micro_batches),
+        losses_(micro_batches) {}
 
-  /// Takes a micro-batch's output, target and loss. The last to come compares. Errors: std::invalid_argument.
-  void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss);
+  // Takes a micro-batch's output, target and loss. The last to come compares. Errors: std::invalid_argument.
+  void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss) {
+    outputs_[micro_batch].add_leaving(output);
+    targets_[micro_batch] = std::move(target);
+    losses_[micro_batch] = loss;
+    if (--left_ > 0) return;
+    compare();
+    outputs_.clear();
+    targets_.clear();
+  }
 
  private:
-  void compare() const;
-  bool can_join() const;
-  double epsilon() const;
-  bool repeats() const;
+  void compare() const {
+    at::NoGradGuard no_grad;
+    double whole = 0;
+    double sum = 0;
+    double mean = 0;
+    try {
+      if (!can_join()) return;
+      const auto target = gather(targets_).value;
+      const auto samples = batch_size(target);
+      whole = call_loss(function_, gather(outputs_).value, scatter(target, {samples}).front()).item<double>();
+      double magnitude = 0;
+      for (std::size_t i = 0; i < losses_.size(); ++i) {
+        const double loss = losses_[i].item<double>();
+        const double share = static_cast<double>(samples_of(targets_[i])) / static_cast<double>(samples);
+        sum += loss;
+        mean += loss * share;
+        magnitude += std::abs(loss) * share;
+      }
+      const double epsilon = this->epsilon();
+      const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
+      if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance || !repeats()) return;
+    } catch (...) {
+      return;  // the loss function does not take a whole mini-batch
+    }
+    refuse_argument(absl::StrCat(
+        "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
+        ", the mean of their losses weighted by samples, and their sum is ", sum,
+        "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() "
+        "and "
+        "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
+        "same"));
+  }
+
+  // Whether dimension 0 of all outputs is the batch.
+  bool can_join() const {
+    for (std::size_t i = 0; i < outputs_.size(); ++i) {
+      const auto samples = samples_of(targets_[i]);
+      for (const auto& tensor : outputs_[i].tensors) {
+        if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
+      }
+    }
+    return true;
+  }
+
+  // The epsilon of the least precise type.
+  double epsilon() const {
+    double epsilon = epsilon_of(losses_.front().scalar_type());
+    for (const auto& tensor : outputs_.front().tensors) {
+      if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
+    }
+    return epsilon;
+  }
+
+  // Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the
+  // output.
+  bool repeats() const {
+    for (std::size_t i = 0; i < outputs_.size(); ++i) {
+      const double before = losses_[i].item<double>();
+      const double again = call_loss(function_, clone_of(outputs_[i].value()), targets_[i]).item<double>();
+      if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
+    }
+    return true;
+  }
 
   LossFunction function_;
   int left_;  // micro-batches that have not come
@@ -175,85 +247,6 @@ class LossComparison {
   std::vector<Parcel> targets_;
   std::vector<at::Tensor> losses_;
 };
-
-LossComparison::LossComparison(LossFunction function, int micro_batches)
-    : function_(std::move(function)),
-      left_(micro_batches),
-      outputs_(micro_batches),
-      targets_(micro_batches),
-      losses_(micro_batches) {}
-
-void LossComparison::add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss) {
-  outputs_[micro_batch].add_leaving(output);
-  targets_[micro_batch] = std::move(target);
-  losses_[micro_batch] = loss;
-  if (--left_ > 0) return;
-  compare();
-  outputs_.clear();
-  targets_.clear();
-}
-
-void LossComparison::compare() const {
-  at::NoGradGuard no_grad;
-  double whole = 0;
-  double sum = 0;
-  double mean = 0;
-  try {
-    if (!can_join()) return;
-    const auto target = gather(targets_).value;
-    const auto samples = batch_size(target);
-    whole = call_loss(function_, gather(outputs_).value, scatter(target, {samples}).front()).item<double>();
-    double magnitude = 0;
-    for (std::size_t i = 0; i < losses_.size(); ++i) {
-      const double loss = losses_[i].item<double>();
-      const double share = static_cast<double>(samples_of(targets_[i])) / static_cast<double>(samples);
-      sum += loss;
-      mean += loss * share;
-      magnitude += std::abs(loss) * share;
-    }
-    const double epsilon = this->epsilon();
-    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
-    if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance || !repeats()) return;
-  } catch (...) {
-    return;  // the loss function does not take a whole mini-batch
-  }
-  refuse_argument(absl::StrCat(
-      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
-      ", the mean of their losses weighted by samples, and their sum is ", sum,
-      "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() and "
-      "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
-      "same"));
-}
-
-// Whether dimension 0 of all outputs is the batch.
-bool LossComparison::can_join() const {
-  for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    const auto samples = samples_of(targets_[i]);
-    for (const auto& tensor : outputs_[i].tensors) {
-      if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
-    }
-  }
-  return true;
-}
-
-// The epsilon of the least precise type.
-double LossComparison::epsilon() const {
-  double epsilon = epsilon_of(losses_.front().scalar_type());
-  for (const auto& tensor : outputs_.front().tensors) {
-    if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
-  }
-  return epsilon;
-}
-
-// Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the output.
-bool LossComparison::repeats() const {
-  for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    const double before = losses_[i].item<double>();
-    const double again = call_loss(function_, clone_of(outputs_[i].value()), targets_[i]).item<double>();
-    if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
-  }
-  return true;
-}
 
 class StepLoss::LossLayer : public Layer {
  public:

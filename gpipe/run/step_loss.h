@@ -20,29 +20,29 @@ void check_loss_arguments(const LossFunction& loss, const Value& target, std::in
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
 
-/// The loss of step(): a layer after the model's last one. If the options say so, compares the loss of the whole mini-batch, the
-/// first time that the pipeline has a loss of this kind.
+/// The loss of step(): a layer after the model's last one. If the options say so, compares the loss of the whole
+/// mini-batch, the first time that the pipeline has a loss of this kind.
 ///
 /// Thread safety: used by the last stage's worker, and by the caller before and after.
 class StepLoss {
  public:
-  /// `options`: see complete(). `targets`: per micro-batch. `pipeline` must outlive this. Errors: std::invalid_argument for a
-  /// count that is negative or not finite.
+  /// `options`: see complete(). `targets`: per micro-batch. `pipeline` must outlive this. Errors: std::invalid_argument
+  /// for a count that is negative or not finite.
   StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
            const std::vector<std::int64_t>& sizes);
   ~StepLoss();
 
   /// The sum of the weights of this replica's micro-batches.
   double weight() const;
-  /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards, in the call that
-  /// join() belongs to. Errors: std::invalid_argument if that is 0.
+  /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards, in the call
+  /// that join() belongs to. Errors: std::invalid_argument if that is 0.
   void normalize(double total);
   bool keeps_outputs() const { return options_.return_output(); }
 
   /// Returns the last layer of a micro-batch's cell, which computes its loss, and adds to `outputs` if they are kept.
-  /// REQUIRES: this and `outputs` outlive the layer's calls. Errors of its forward(): std::invalid_argument unless the function
-  /// returns a floating-point scalar, with a graph if the output has one, and if the comparison fails; std::runtime_error if
-  /// the function changes the target in place.
+  /// REQUIRES: this and `outputs` outlive the layer's calls. Errors of its forward(): std::invalid_argument unless the
+  /// function returns a floating-point scalar, with a graph if the output has one, and if the comparison fails;
+  /// std::runtime_error if the function changes the target in place.
   std::unique_ptr<Layer> layer(int micro_batch, Outputs& outputs);
   /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;

@@ -45,7 +45,7 @@ mutant(replay_takes_what_is_absent core_tests gpipe/schedule/verifier.cpp "if (a
        Verifier.*)
 mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + channel.latency" "start" Simulator.*)
 mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + channel.sending" "start" Simulator.*)
-mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
+mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/simulator.cpp
        "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
        "if (other.worker == span.worker) continue;" "" MostOverlapped.*)
