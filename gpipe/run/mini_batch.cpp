@@ -137,7 +137,8 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   }
   CellLoss loss;
   if (is_last && loss_) {
-    loss = {loss_->layer(action.micro_batch, outputs_), /*adopts_leaves=*/pipeline_->team().replicas() == 1};
+    loss.layer = [this, m = action.micro_batch](const Value& output) { return loss_->compute(m, output, outputs_); };
+    loss.adopts_leaves = pipeline_->team().replicas() == 1;
   }
   auto& cell = this->cell(action);
   cell = std::make_unique<Cell>(pipeline_->stages()[s], sinks, seed_, first_micro_batch_ + action.micro_batch,

@@ -88,6 +88,73 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
   return loss;
 }
 
+// Whether dimension 0 of all outputs is the batch.
+bool can_join(const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const auto samples = samples_of(targets[i]);
+    for (const auto& tensor : outputs[i].tensors) {
+      if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
+    }
+  }
+  return true;
+}
+
+// The epsilon of the least precise type.
+double largest_epsilon(const at::Tensor& loss, const Parcel& output) {
+  double epsilon = epsilon_of(loss.scalar_type());
+  for (const auto& tensor : output.tensors) {
+    if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
+  }
+  return epsilon;
+}
+
+// Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the
+// output.
+bool repeats(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
+             const std::vector<at::Tensor>& losses) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const double before = losses[i].item<double>();
+    const double again = call_loss(function, clone_of(outputs[i].value()), targets[i]).item<double>();
+    if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
+  }
+  return true;
+}
+
+// Compares the loss of the whole mini-batch with the mean of the micro-batches' losses. Errors: std::invalid_argument.
+void compare(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
+             const std::vector<at::Tensor>& losses) {
+  at::NoGradGuard no_grad;
+  double whole = 0;
+  double sum = 0;
+  double mean = 0;
+  try {
+    if (!can_join(outputs, targets)) return;
+    const auto target = gather(targets).value;
+    const auto samples = batch_size(target);
+    whole = call_loss(function, gather(outputs).value, scatter(target, {samples}).front()).item<double>();
+    double magnitude = 0;
+    for (std::size_t i = 0; i < losses.size(); ++i) {
+      const double loss = losses[i].item<double>();
+      const double share = static_cast<double>(samples_of(targets[i])) / static_cast<double>(samples);
+      sum += loss;
+      mean += loss * share;
+      magnitude += std::abs(loss) * share;
+    }
+    const double epsilon = largest_epsilon(losses.front(), outputs.front());
+    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
+    if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance) return;
+    if (!repeats(function, outputs, targets, losses)) return;
+  } catch (...) {
+    return;  // the loss function does not take a whole mini-batch
+  }
+  refuse_argument(absl::StrCat(
+      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
+      ", the mean of their losses weighted by samples, and their sum is ", sum,
+      "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() and "
+      "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
+      "same"));
+}
+
 }  // namespace
 
 CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
@@ -154,130 +221,6 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
   return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
-// check_loss() in a step(), for a loss taken to be a mean of samples; see StepOptions::check. On the last worker.
-class LossComparison {
- public:
-  LossComparison(LossFunction function, int micro_batches)
-      : function_(std::move(function)),
-        left_(micro_batches),
-        outputs_(micro_batches),
-        targets_(micro_batches),
-        losses_(micro_batches) {}
-
-  // Takes a micro-batch's output, target and loss. The last to come compares. Errors: std::invalid_argument.
-  void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss) {
-    outputs_[micro_batch].add_leaving(output);
-    targets_[micro_batch] = std::move(target);
-    losses_[micro_batch] = loss;
-    if (--left_ > 0) return;
-    compare();
-    outputs_.clear();
-    targets_.clear();
-  }
-
- private:
-  void compare() const {
-    at::NoGradGuard no_grad;
-    double whole = 0;
-    double sum = 0;
-    double mean = 0;
-    try {
-      if (!can_join()) return;
-      const auto target = gather(targets_).value;
-      const auto samples = batch_size(target);
-      whole = call_loss(function_, gather(outputs_).value, scatter(target, {samples}).front()).item<double>();
-      double magnitude = 0;
-      for (std::size_t i = 0; i < losses_.size(); ++i) {
-        const double loss = losses_[i].item<double>();
-        const double share = static_cast<double>(samples_of(targets_[i])) / static_cast<double>(samples);
-        sum += loss;
-        mean += loss * share;
-        magnitude += std::abs(loss) * share;
-      }
-      const double epsilon = this->epsilon();
-      const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
-      if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance || !repeats()) return;
-    } catch (...) {
-      return;  // the loss function does not take a whole mini-batch
-    }
-    refuse_argument(absl::StrCat(
-        "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
-        ", the mean of their losses weighted by samples, and their sum is ", sum,
-        "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() "
-        "and "
-        "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
-        "same"));
-  }
-
-  // Whether dimension 0 of all outputs is the batch.
-  bool can_join() const {
-    for (std::size_t i = 0; i < outputs_.size(); ++i) {
-      const auto samples = samples_of(targets_[i]);
-      for (const auto& tensor : outputs_[i].tensors) {
-        if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
-      }
-    }
-    return true;
-  }
-
-  // The epsilon of the least precise type.
-  double epsilon() const {
-    double epsilon = epsilon_of(losses_.front().scalar_type());
-    for (const auto& tensor : outputs_.front().tensors) {
-      if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
-    }
-    return epsilon;
-  }
-
-  // Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the
-  // output.
-  bool repeats() const {
-    for (std::size_t i = 0; i < outputs_.size(); ++i) {
-      const double before = losses_[i].item<double>();
-      const double again = call_loss(function_, clone_of(outputs_[i].value()), targets_[i]).item<double>();
-      if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
-    }
-    return true;
-  }
-
-  LossFunction function_;
-  int left_;  // micro-batches that have not come
-  // Per micro-batch.
-  std::vector<Parcel> outputs_;
-  std::vector<Parcel> targets_;
-  std::vector<at::Tensor> losses_;
-};
-
-class StepLoss::LossLayer : public Layer {
- public:
-  LossLayer(StepLoss& loss, int micro_batch, Outputs& outputs)
-      : loss_(loss), micro_batch_(micro_batch), outputs_(outputs) {}
-
-  Value forward(Value output) override {
-    if (loss_.keeps_outputs()) {
-      Parcel kept;
-      kept.add_leaving(output);
-      outputs_.add(micro_batch_, std::move(kept));
-    }
-    auto target = loss_.targets_.receive(micro_batch_);
-    auto loss = call_loss(loss_.function_, output, target);
-    auto& result = loss_.losses_[micro_batch_];
-    result = loss.variable_data();
-    outputs_.note_device(result);
-    if (loss_.comparison_) loss_.comparison_->add(micro_batch_, output, std::move(target), result);
-    return loss;
-  }
-
-  const std::string& name() const override { return name_; }
-  std::shared_ptr<torch::nn::Module> module() const override { return nullptr; }
-
- private:
-  StepLoss& loss_;
-  const int micro_batch_;
-  Outputs& outputs_;
-  const std::string name_ = "loss";
-};
-
 // On ranks without the last stage, the targets do not count.
 StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
                    const std::vector<std::int64_t>& sizes)
@@ -289,19 +232,36 @@ StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions option
       targets_(pipeline, std::move(targets), pipeline.stages().back().device),
       losses_(sizes.size()) {}
 
-StepLoss::~StepLoss() = default;
-
 double StepLoss::weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
 
 void StepLoss::normalize(double total) {
   gpipe::normalize(weights_, total, *options_.reduction());
   const bool is_here = pipeline_.is_here(pipeline_.count() - 1);
   if (!options_.check() || !is_here || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
-  comparison_ = std::make_unique<LossComparison>(function_, static_cast<int>(losses_.size()));
+  comparison_ = Comparison{function_, static_cast<int>(losses_.size()), std::vector<Parcel>(losses_.size()),
+                           std::vector<Parcel>(losses_.size())};
 }
 
-std::unique_ptr<Layer> StepLoss::layer(int micro_batch, Outputs& outputs) {
-  return std::make_unique<LossLayer>(*this, micro_batch, outputs);
+at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
+  if (keeps_outputs()) {
+    Parcel kept;
+    kept.add_leaving(output);
+    outputs.add(micro_batch, std::move(kept));
+  }
+  auto target = targets_.receive(micro_batch);
+  auto loss = call_loss(function_, output, target);
+  losses_[micro_batch] = loss.variable_data();
+  outputs.note_device(losses_[micro_batch]);
+  if (comparison_) {
+    comparison_->outputs[micro_batch].add_leaving(output);
+    comparison_->targets[micro_batch] = std::move(target);
+    if (--comparison_->left == 0) {
+      compare(comparison_->function, comparison_->outputs, comparison_->targets, losses_);
+      comparison_->outputs.clear();
+      comparison_->targets.clear();
+    }
+  }
+  return loss;
 }
 
 at::Tensor StepLoss::gradient(int micro_batch) const {

@@ -7,8 +7,6 @@
 
 namespace gpipe {
 
-class LossComparison;
-
 /// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
 StepOptions complete(StepOptions options, const LossFunction& loss);
 
@@ -30,7 +28,6 @@ class StepLoss {
   /// for a count that is negative or not finite.
   StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
            const std::vector<std::int64_t>& sizes);
-  ~StepLoss();
 
   /// The sum of the weights of this replica's micro-batches.
   double weight() const;
@@ -39,18 +36,23 @@ class StepLoss {
   void normalize(double total);
   bool keeps_outputs() const { return options_.return_output(); }
 
-  /// Returns the last layer of a micro-batch's cell, which computes its loss, and adds to `outputs` if they are kept.
-  /// REQUIRES: this and `outputs` outlive the layer's calls. Errors of its forward(): std::invalid_argument unless the
-  /// function returns a floating-point scalar, with a graph if the output has one, and if the comparison fails;
-  /// std::runtime_error if the function changes the target in place.
-  std::unique_ptr<Layer> layer(int micro_batch, Outputs& outputs);
-  /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
+  /// Returns the loss of a micro-batch, the last layer of its cell. Adds to `outputs` if they are kept. Errors:
+  /// std::invalid_argument unless the function returns a floating-point scalar, with a graph if the output has one, and
+  /// if the comparison fails; std::runtime_error if the function changes the target in place.
+  at::Tensor compute(int micro_batch, const Value& output, Outputs& outputs);
+  /// The gradient of compute(). Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;
   /// Joins the losses of the micro-batches, once.
   at::Tensor join();
 
  private:
-  class LossLayer;
+  // check_loss() in a step, for a loss taken to be a mean of samples.
+  struct Comparison {
+    LossFunction function;  // a copy, which may have a state
+    int left;               // micro-batches that have not come
+    std::vector<Parcel> outputs;
+    std::vector<Parcel> targets;
+  };
   std::size_t kind() const { return function_.kind.value_or(function_.target_type().hash_code()); }
 
   Pipeline& pipeline_;
@@ -58,8 +60,8 @@ class StepLoss {
   const StepOptions options_;
   std::vector<double> weights_;  // per micro-batch; a loss of weight 0 gets no backward
   CallerInputs targets_;
-  std::vector<at::Tensor> losses_;              // per micro-batch
-  std::unique_ptr<LossComparison> comparison_;  // null if there is none
+  std::vector<at::Tensor> losses_;  // per micro-batch
+  std::optional<Comparison> comparison_;
 };
 
 }  // namespace gpipe
