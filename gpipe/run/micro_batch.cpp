@@ -36,7 +36,8 @@ Parcel CallerInputs::receive(int micro_batch) {
 }
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
-  if (samples < 0 || split_size < 0 || (split_size == 0 && chunks < 1)) {
+  if (split_size == 0) check_chunks(chunks);
+  if (samples < 0 || split_size < 0) {
     refuse_argument("a mini-batch of ", samples, " samples cannot be cut into ",
                     split_size != 0 ? absl::StrCat("micro-batches of ", split_size, " samples")
                                     : absl::StrCat(chunks, " micro-batches"));

@@ -168,16 +168,7 @@ CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
   };
 }
 
-StepOptions complete(StepOptions options, const LossFunction& loss) {
-  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
-    options.reduction(loss.reduction).count(loss.count);
-  }
-  if (options.reduction() || options.count()) options.check(false);
-  return options.reduction(options.reduction().value_or(Reduction::kMean));
-}
-
-void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
-                          const StepOptions& options) {
+StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples) {
   if (!loss) refuse_argument("the loss function is empty; pass one");
   if (const auto targets = batch_size(target, "target"); targets != samples) {
     refuse_argument("the target has ", targets, " samples, but the input has ", samples);
@@ -191,6 +182,11 @@ void check_loss_arguments(const LossFunction& loss, const Value& target, std::in
   if (options.count() && options.reduction() == Reduction::kSum) {
     refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
   }
+  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
+    options.reduction(loss.reduction).count(loss.count);
+  }
+  if (options.reduction() || options.count()) options.check(false);
+  return options.reduction(options.reduction().value_or(Reduction::kMean));
 }
 
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
@@ -207,8 +203,7 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
                      const StepOptions& options) {
   at::NoGradGuard no_grad;
   const auto samples = batch_size(output, "output");
-  check_loss_arguments(loss, target, samples, options);
-  const auto completed = complete(options, loss);
+  const auto completed = complete(options, loss, target, samples);
   const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
   const auto outputs = scatter(output, sizes);
   const auto targets = scatter(target, sizes);

@@ -7,13 +7,10 @@
 
 namespace gpipe {
 
-/// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
-StepOptions complete(StepOptions options, const LossFunction& loss);
-
-/// Errors: std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a
-/// scale that is not finite and positive, or a count with Reduction::kSum.
-void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
-                          const StepOptions& options);
+/// Fills in what the options leave open: the reduction, the count, and whether to check the loss. Errors:
+/// std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a scale
+/// that is not finite and positive, or a count with Reduction::kSum.
+StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples);
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
