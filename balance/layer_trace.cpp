@@ -12,7 +12,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
-#include "skip/context.h"
+#include "skip/skippable.h"
 
 namespace gpipe {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gpipe/schedule/action.h"
-#include "gpipe/schedule/footprint.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
 

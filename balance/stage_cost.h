@@ -7,7 +7,6 @@
 #include "absl/functional/function_ref.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
-#include "gpipe/schedule/footprint.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 

@@ -16,9 +16,8 @@
 
 #include "balance/cut.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/runtime/channel.h"
-#include "gpipe/runtime/cpu_quota.h"
 #include "gpipe/runtime/executor.h"
+#include "gpipe/runtime/waiting.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"

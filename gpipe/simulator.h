@@ -1,10 +1,49 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
 
-#include "gpipe/schedule/footprint.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
+
+/// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
+struct HeldBytes {
+  // Special values of `stage`.
+  static constexpr int kUntilForwardsEnd = -1;  ///< until the step's last forward ends: the caller takes the outputs
+  static constexpr int kNeverFreed = -2;        ///< within the step
+
+  std::int64_t bytes = 0;
+  /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
+  /// last action that does anything; both are B if the backward is not split.
+  Kind until = Kind::W;
+  int stage = 0;  ///< of the action that frees the bytes, or one of the values above
+  /// Not freed before the cell's own action that sends gradients has ended either.
+  bool until_own_backward = false;
+};
+
+struct ActionBytes {
+  std::int64_t extra = 0;       ///< peak while it runs, relative to the bytes before it
+  std::vector<HeldBytes> held;  ///< what it leaves allocated
+
+  std::int64_t kept() const;
+};
+
+struct CellBytes {
+  ActionBytes forward;                     ///< an F that builds its graph
+  ActionBytes stored;                      ///< an F whose cell is recomputed
+  ActionBytes recompute;                   ///< R
+  ActionBytes backward;                    ///< B
+  ActionBytes input_gradient;              ///< I
+  std::int64_t weight_gradient_extra = 0;  ///< of a W
+  /// Peaks of the stage's first B and W, which allocate the gradient sums. Used where they exceed later peaks.
+  std::int64_t first_backward_extra = 0;
+  std::int64_t first_weight_gradient_extra = 0;
+  /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.
+  std::int64_t parameters = 0;
+  /// Whether an I leaves anything to W. If not, it computes everything.
+  bool splits = true;
+};
 
 /// The costs of a program's actions and edges.
 struct Costs {
@@ -28,6 +67,10 @@ struct Simulation {
   /// Per worker: the most cells alive at once (see Peaks::live). 1 for a program without a backward.
   std::vector<int> peak_cells;
 };
+
+/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate. Errors:
+/// std::invalid_argument for a stage without bytes, or bytes held until an action of a stage that does not exist.
+void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// Runs a program in simulated time by the executor's rules. Deterministic. Errors: std::invalid_argument if the costs
 /// do not fit the program.

@@ -3,6 +3,7 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <map>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -13,6 +14,7 @@
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/transfer.h"
 #include "gpipe/version.h"
+#include "skip/layout.h"
 
 namespace gpipe {
 namespace {
@@ -45,57 +47,46 @@ std::string describe_layer(const Layer& layer) {
   return text;
 }
 
-}  // namespace
+// What must be known of all layers of a model, also of those that other ranks have. Keeps no layer.
+struct Inventory {
+  std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names;
+  TensorPlaces parameters;
+  TensorPlaces buffers;
+  std::vector<SkipDeclaration> skips;
+  // Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
+  std::vector<std::string> descriptions;
+  // Of each of `parameters`: its layer's index, and a hash.
+  std::vector<std::pair<std::size_t, std::uint64_t>> values;
 
-void TensorPlaces::add(int stage, const std::string& layer,
-                       const torch::OrderedDict<std::string, at::Tensor>& tensors) {
-  if (!all_.empty() && all_.back().stage != stage) of_stage_ = 0;
-  for (const auto& tensor : tensors) {
-    TensorPlace place{stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr()), all_.size(), of_stage_};
-    const auto [known, is_first] = latest_.try_emplace(tensor.value().unsafeGetTensorImpl(), all_.size());
-    const auto latest = std::exchange(known->second, all_.size());
-    if (!is_first) place.first = all_[latest].first;
-    const bool is_first_of_stage = is_first || all_[latest].stage != stage;
-    is_first_of_stage ? ++of_stage_ : place.number = all_[latest].number;
-    all_.push_back(std::move(place));
-  }
-}
-
-std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages) {
-  TensorPlaces places;
-  for (const auto& stage : stages) {
-    for (const auto& layer : stage.layers) {
-      places.add(stage.index, layer->name(), layer->module()->named_parameters());
+  // Adds the model's next layer. Errors: std::invalid_argument for a module that is a layer already.
+  void add(int stage, const Layer& layer) {
+    const auto module = layer.module();
+    const auto& name = layer.name();
+    const auto [first, inserted] = names.emplace(module, name);
+    if (!inserted) {
+      refuse_argument("layers '", first->second, "' and '", name,
+                      "' are the same module; use a copy, because each layer belongs to one place");
     }
+    const auto declared = skip_declarations({name, module}, static_cast<int>(descriptions.size()));
+    skips.insert(skips.end(), declared.begin(), declared.end());
+    parameters.add(stage, name, module->named_parameters());
+    buffers.add(stage, name, module->named_buffers());
+    for (const auto& parameter : module->named_parameters()) {
+      values.emplace_back(descriptions.size(), sample_hash({parameter.value()}));
+    }
+    descriptions.push_back(describe_layer(layer));
   }
-  return places.all();
-}
+};
 
-void Inventory::add(int stage, const Layer& layer) {
-  const auto module = layer.module();
-  const auto& name = layer.name();
-  const auto [first, inserted] = names_.emplace(module, name);
-  if (!inserted) {
-    refuse_argument("layers '", first->second, "' and '", name,
-                    "' are the same module; use a copy, because each layer belongs to one place");
-  }
-  const auto skips = skip_declarations({name, module}, static_cast<int>(descriptions_.size()));
-  skips_.insert(skips_.end(), skips.begin(), skips.end());
-  parameters_.add(stage, name, module->named_parameters());
-  buffers_.add(stage, name, module->named_buffers());
-  for (const auto& parameter : module->named_parameters()) {
-    values_.emplace_back(descriptions_.size(), sample_hash({parameter.value()}));
-  }
-  descriptions_.push_back(describe_layer(layer));
-}
-
-std::vector<std::uint64_t> Inventory::values() const {
-  std::vector<int> places(parameters().size());  // by the first one
-  for (const auto& parameter : parameters()) ++places[parameter.first];
-  std::vector<std::uint64_t> values(descriptions_.size(), 1);
-  for (std::size_t p = 0; p < values_.size(); ++p) {
-    if (places[parameters()[p].first] > 1) continue;
-    const auto [layer, hash] = values_[p];
+// Returns a hash of each layer's parameters; 0 where it is not known. Leaves out parameters that layers share.
+std::vector<std::uint64_t> values_of_layers(const Inventory& inventory) {
+  const auto& parameters = inventory.parameters.all();
+  std::vector<int> places(parameters.size());  // by the first one
+  for (const auto& parameter : parameters) ++places[parameter.first];
+  std::vector<std::uint64_t> values(inventory.descriptions.size(), 1);
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    if (places[parameters[p].first] > 1) continue;
+    const auto [layer, hash] = inventory.values[p];
     values[layer] = hash == 0 ? 0 : values[layer] * (hash | 1);
   }
   return values;
@@ -124,10 +115,10 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   for (std::size_t e = 0; e < edges.size(); ++e) {
     add(absl::StrCat("edge ", e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
   }
-  for (std::size_t i = 0; i < inventory.descriptions().size(); ++i) {
-    add("layer " + std::to_string(i), inventory.descriptions()[i]);
+  for (std::size_t i = 0; i < inventory.descriptions.size(); ++i) {
+    add("layer " + std::to_string(i), inventory.descriptions[i]);
   }
-  const auto values = inventory.values();
+  const auto values = values_of_layers(inventory);
   for (std::size_t i = 0; i < values.size(); ++i) {
     const bool is_known = values[i] != 0 && (!options.ranks() || options.ranks()->replica() == 0);
     add("the initial values of layer " + std::to_string(i) + " (give all ranks the same seed)",
@@ -136,41 +127,31 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   return manifest;
 }
 
-std::vector<Stage> make_stages(const std::vector<std::int64_t>& balance, const std::vector<torch::Device>& devices,
-                               LayerFactories factories, const std::vector<bool>& here, Ranks* ranks,
-                               Inventory& inventory) {
+std::vector<Stage> make_stages(const std::vector<std::int64_t>& balance, const Workers& workers,
+                               LayerFactories factories, Ranks* ranks, Inventory& inventory) {
   std::vector<Stage> stages(balance.size());
   auto factory = factories.begin();
   for (std::size_t s = 0; s < stages.size(); ++s) {
     auto& stage = stages[s];
+    const int worker = workers.schedules.placement[s];
     stage.index = static_cast<int>(s);
     stage.first_layer = static_cast<int>(factory - factories.begin());
-    stage.device = devices[s];
+    stage.device = workers.devices[worker];
     for (std::int64_t i = 0; i < balance[s]; ++i, ++factory) {
       auto layer = make_or_report(*factory, ranks);
       inventory.add(stage.index, *layer);
-      if (here[s]) stage.layers.push_back(std::move(layer));
+      if (workers.is_here(worker)) stage.layers.push_back(std::move(layer));
     }
   }
   return stages;
 }
 
-std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
-  std::vector<Loan> loans;
-  for (const auto& parameter : parameters) {
-    const auto& owner = parameters[parameter.first];
-    if (owner.stage == parameter.stage) continue;
-    const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
-    if (std::ranges::find(loans, loan) == loans.end()) loans.push_back(loan);
-  }
-  return loans;
-}
-
-void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here) {
-  for (const auto& loan : loans) {
-    if (!here[loan.owner] || !here[loan.borrower]) continue;
-    const auto& owner = stages[loan.owner];
-    const auto& borrower = stages[loan.borrower];
+// Refuses a loan between two devices of this rank, unless run_layers use a stand-in.
+void check_loans(const Assembly& model) {
+  for (const auto& loan : model.loans) {
+    if (!model.here[loan.owner] || !model.here[loan.borrower]) continue;
+    const auto& owner = model.stages[loan.owner];
+    const auto& borrower = model.stages[loan.borrower];
     if (borrower.run_layers || borrower.device == owner.device) continue;
     refuse_argument("stages ", loan.owner, " and ", loan.borrower, " share the parameter '", loan.name,
                     "', but are on ", owner.device.str(), " and ", borrower.device.str(),
@@ -178,6 +159,7 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
   }
 }
 
+// Refuses buffers that stages on two devices share.
 void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages) {
   for (const auto& buffer : buffers) {
     const int stage = buffer.stage;
@@ -195,13 +177,15 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
   }
 }
 
-std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<int>& placement, const std::vector<SkipLink>& skips,
-                                 const std::vector<Loan>& loans, const std::vector<bool>& here) {
+// Makes the edges between the stages. Sets each stage's skips and receivers, and the borrowed and lent parameters of
+// those of this rank, in the order of the edges.
+void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
+                    const std::vector<SkipLink>& skips) {
+  auto& [stages, here, edges, loans, parameters, buffers, manifest] = model;
   std::vector<LayerLink> links;
   for (const auto& skip : skips) links.push_back({skip.from, skip.readers, skip.key.name});
   std::vector<int> cut_links;
-  auto edges = cut_edges(balance, links, placement, &cut_links);
+  edges = cut_edges(balance, links, placement, &cut_links);
   for (auto& stage : stages) {
     stage.receivers = {stage.index + 1};
     for (const auto& skip : skips) {
@@ -224,7 +208,63 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
     stages[loan.owner].receivers.push_back(loan.borrower);
     if (here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);
   }
-  return edges;
+}
+
+}  // namespace
+
+void TensorPlaces::add(int stage, const std::string& layer,
+                       const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  if (!all_.empty() && all_.back().stage != stage) of_stage_ = 0;
+  for (const auto& tensor : tensors) {
+    TensorPlace place{stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr()), all_.size(), of_stage_};
+    const auto [known, is_first] = latest_.try_emplace(tensor.value().unsafeGetTensorImpl(), all_.size());
+    const auto latest = std::exchange(known->second, all_.size());
+    if (!is_first) place.first = all_[latest].first;
+    const bool is_first_of_stage = is_first || all_[latest].stage != stage;
+    is_first_of_stage ? ++of_stage_ : place.number = all_[latest].number;
+    all_.push_back(std::move(place));
+  }
+}
+
+std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages) {
+  TensorPlaces places;
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      places.add(stage.index, layer->name(), layer->module()->named_parameters());
+    }
+  }
+  return places.all();
+}
+
+std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
+  std::vector<Loan> loans;
+  for (const auto& parameter : parameters) {
+    const auto& owner = parameters[parameter.first];
+    if (owner.stage == parameter.stage) continue;
+    const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
+    if (std::ranges::find(loans, loan) == loans.end()) loans.push_back(loan);
+  }
+  return loans;
+}
+
+Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& workers, LayerFactories factories,
+                  std::vector<RunLayers> run_layers, const GPipeOptions& options) {
+  Assembly made;
+  for (const int worker : workers.schedules.placement) made.here.push_back(workers.is_here(worker));
+  Inventory inventory;
+  made.stages = make_stages(balance, workers, std::move(factories), options.ranks().get(), inventory);
+  for (std::size_t s = 0; s < run_layers.size(); ++s) {
+    auto& stage = made.stages.at(s);
+    if (made.here[s]) stage.run_layers = std::move(run_layers[s]);
+  }
+  made.parameters = inventory.parameters.all();
+  made.buffers = inventory.buffers.all();
+  made.loans = find_loans(made.parameters);
+  check_loans(made);
+  forbid_writes_to_shared_buffers(made.buffers, made.stages);
+  connect_stages(made, balance, workers.schedules.placement, match_skips(inventory.skips));
+  made.manifest = manifest_of(balance, made.edges, inventory, options);
+  return made;
 }
 
 // From the last stage to the first, so that shared parameters end on the device of the first stage that has them.

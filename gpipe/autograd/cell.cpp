@@ -93,7 +93,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
     std::vector<NodePtr<torch::autograd::Node>> ends;
     for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
-    value = loss_.layer->forward(std::move(value));
+    value = loss_.layer(value);
     if (loss_.adopts_leaves) sinks_.adopt_leaves(value.tensor(), ends);
   }
   end_layer();

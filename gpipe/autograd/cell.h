@@ -17,7 +17,7 @@ struct ForwardMode {
 
 /// The loss of step(): one more layer of the last stage's cells. Runs once per cell: in R if there is one, else in F.
 struct CellLoss {
-  std::unique_ptr<Layer> layer = nullptr;
+  std::function<at::Tensor(const Value& output)> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
   bool adopts_leaves = true;
 };

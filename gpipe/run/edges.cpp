@@ -62,10 +62,11 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
 }
 
 Edges::Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-             std::shared_ptr<ByteCounter> counter)
+             std::shared_ptr<ByteCounter> counter, CallerInputs& inputs)
     : pipeline_(pipeline),
       program_(program),
       counter_(std::move(counter)),
+      inputs_(inputs),
       slots_(2 * program.edges().size() * program.layout().micro_batches) {
   auto& team = pipeline_.team();
   if (team.size() == 1) return;
@@ -87,6 +88,7 @@ std::vector<Parcel> Edges::receive(const Action& action) {
     });
   }
   std::vector<Parcel> parcels;
+  if (action.kind == Kind::F && action.stage == 0) parcels.push_back(inputs_.receive(action.micro_batch));
   for (const int edge : program_.wiring().takes(action)) parcels.push_back(take(edge, action));
   return parcels;
 }

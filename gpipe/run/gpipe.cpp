@@ -7,7 +7,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/assembly/stages.h"
-#include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
@@ -58,29 +57,15 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   check_options(options_);
   auto workers = arrange_workers(options_, balance_.size());
   devices_ = workers.devices;
-  std::vector<torch::Device> stage_devices;
-  std::vector<bool> here;
-  for (const int worker : workers.schedules.placement) {
-    stage_devices.push_back(devices_[worker]);
-    here.push_back(workers.is_here(worker));
-  }
-  Inventory inventory;
-  auto stages = make_stages(balance_, stage_devices, std::move(factories), here, options_.ranks().get(), inventory);
-  for (std::size_t s = 0; s < binding.run_layers.size(); ++s) {
-    auto& stage = stages.at(s);
-    if (here[s]) stage.run_layers = std::move(binding.run_layers[s]);
-  }
-  const auto loans = find_loans(inventory.parameters());
-  check_loans(loans, stages, here);
-  forbid_writes_to_shared_buffers(inventory.buffers(), stages);
-  auto edges = connect_stages(stages, balance_, workers.schedules.placement, match_skips(inventory.skips()), loans, here);
+  auto model = assemble(balance_, workers, std::move(factories), std::move(binding.run_layers), options_);
+  auto& stages = model.stages;
   absl::flat_hash_map<const void*, std::string> first_names;
-  parameter_names_ = state_names(inventory.parameters(), first_names);
-  buffer_names_ = state_names(inventory.buffers(), first_names);
+  parameter_names_ = state_names(model.parameters, first_names);
+  buffer_names_ = state_names(model.buffers, first_names);
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
-    team = std::make_unique<Team>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()),
-                                  manifest_of(balance_, edges, inventory, options_), binding.structures, binding.poll);
+    team = std::make_unique<Team>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()), model.manifest,
+                                  binding.structures, binding.poll);
   } else {
     team = std::make_unique<Team>(static_cast<int>(devices_.size()));
   }
@@ -96,18 +81,19 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
   }
   absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
-  for (const auto& [name, owner, borrower, lent, borrowed] : loans) {
-    if (here[owner] == here[borrower]) continue;
-    const auto parameter = here[owner] ? stages[owner].parameters()[lent] : stages[borrower].parameters()[borrowed];
+  for (const auto& [name, owner, borrower, lent, borrowed] : model.loans) {
+    if (model.here[owner] == model.here[borrower]) continue;
+    const auto parameter =
+        model.here[owner] ? stages[owner].parameters()[lent] : stages[borrower].parameters()[borrowed];
     across.insert(parameter.unsafeGetTensorImpl());
   }
   for (const auto& parameter : named_parameters()) {
     if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
-  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules), threads,
-                                         std::move(binding), std::move(team));
-  const auto is_on_cpu = [&](const Stage& stage) { return here[stage.index] && stage.device.is_cpu(); };
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(model.edges), std::move(workers.schedules),
+                                         threads, std::move(binding), std::move(team));
+  const auto is_on_cpu = [&](const Stage& stage) { return is_here(stage.index) && stage.device.is_cpu(); };
   if (options_.keep_memory() && std::ranges::any_of(pipeline_->stages(), is_on_cpu)) pipeline_->keep_memory();
   if (pipeline_->team().replicas() > 1) pipeline_->take_state_of_first_replica();
   std::move(tell_counterparts).Cancel();

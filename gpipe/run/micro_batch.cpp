@@ -35,7 +35,8 @@ Parcel CallerInputs::receive(int micro_batch) {
 }
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
-  if (samples < 0 || split_size < 0 || (split_size == 0 && chunks < 1)) {
+  if (split_size == 0) check_chunks(chunks);
+  if (samples < 0 || split_size < 0) {
     refuse_argument("a mini-batch of ", samples, " samples cannot be cut into ",
                     split_size != 0 ? absl::StrCat("micro-batches of ", split_size, " samples")
                                     : absl::StrCat(chunks, " micro-batches"));
@@ -140,6 +141,25 @@ Gathered gather(const std::vector<Parcel>& parts) {
   }
   gathered.value = Value(first.form, std::move(joined));
   return gathered;
+}
+
+void Outputs::add(int micro_batch, Parcel part) {
+  for (const auto& tensor : part.tensors) note_device(tensor);
+  parts_[micro_batch] = std::move(part);
+}
+
+void Outputs::note_device(const at::Tensor& result) {
+  if (!result.defined() || result.device() == device_) return;
+  const auto found = std::ranges::find(other_devices_, result.device());
+  if (found == other_devices_.end()) other_devices_.push_back(result.device());
+}
+
+Gathered Outputs::gather() {
+  const auto parts = std::exchange(parts_, {});
+  for (const auto& part : parts) {
+    for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
+  }
+  return gpipe::gather(parts);
 }
 
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {

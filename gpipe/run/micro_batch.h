@@ -29,7 +29,8 @@ std::int64_t batch_size(const Value& value, const std::string& what = "input");
 /// Cuts each tensor along dimension 0 into detached views, a parcel per micro-batch, which want gradients as it does.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
 
-/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their own.
+/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their
+/// own.
 class InputWrites {
  public:
   /// `parts` come from scatter(input, ...). Call before the layers run.
@@ -53,6 +54,25 @@ struct Gathered {
 /// Joins the parts along dimension 0. Copies of a single part only tensors that share memory with another output or
 /// input. Errors: std::runtime_error if the parts differ in form or number of tensors, or have no dimension 0.
 Gathered gather(const std::vector<Parcel>& parts);
+
+/// The outputs of a mini-batch's model, per micro-batch. The last stage's worker adds them, then the caller takes them.
+class Outputs {
+ public:
+  /// `device`: the last stage's.
+  Outputs(int micro_batches, c10::Device device) : device_(device), parts_(micro_batches) {}
+
+  void add(int micro_batch, Parcel part);
+  /// Notes where a result is: a layer or a loss may move it to another device than the stage's.
+  void note_device(const at::Tensor& result);
+  const std::vector<c10::Device>& other_devices() const { return other_devices_; }
+  /// Joins the micro-batches, once.
+  Gathered gather();
+
+ private:
+  const c10::Device device_;
+  std::vector<Parcel> parts_;
+  std::vector<c10::Device> other_devices_;
+};
 
 /// Cuts a gathered output's gradient into parts of these sizes along dimension 0, undefined ones if it is undefined.
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes);

@@ -3,14 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 
 #include <numeric>
 
-#include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/profiler_range.h"
 
 namespace gpipe {
 
@@ -21,27 +17,19 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       grad_(options_.use != Pipeline::Use::kForward),
       program_(pipeline_->program(micro_batches_, options_.checkpoint, options_.use)),
       recording_(pipeline_->next_recording(options_.measures)),
-      counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->workers()) : nullptr),
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
       outputs_(micro_batches_, pipeline_->stages().back().device),
       loss_(loss) {}
 
-// Begins a forward or a step.
+// Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
 void MiniBatch::begin(Call& call) {
-  if (!counted_) counter_.reset();
   call.take_turn();
   for (auto& stage : pipeline_->stages()) {
     sinks_.emplace_back(stage, grad_, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
   call.save(sinks_);
-  agree(call);
-  pipeline_->take_buffers_of_first_replica(options_.training);
-}
-
-// Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
-void MiniBatch::agree(Call& call) {
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   auto proposal = options_.proposal;
@@ -57,57 +45,13 @@ void MiniBatch::agree(Call& call) {
   first_micro_batch_ = std::accumulate(micro_batches.begin(), micro_batches.begin() + team.replica(), 0);
   if (loss_) loss_->normalize(total);
   call.start();
+  pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
-// Adds to a stage's statistics those of the other replicas, in their order.
-void MiniBatch::join_over_replicas(BatchStatistics& statistics, const std::vector<at::Tensor>& buffers) {
-  if (pipeline_->team().replicas() == 1 || buffers.empty()) return;
-  Parcel parcel;
-  for (auto& tensor : statistics.to_tensors(buffers)) parcel.add(std::move(tensor), /*gradient_wanted=*/false);
-  std::vector<Gradients> of_replicas;
-  for (auto& each : pipeline_->team().all_gather(std::move(parcel))) of_replicas.push_back(std::move(each.tensors));
-  statistics.join(buffers, of_replicas);
-}
-
-// Ends a forward or a step that has succeeded.
-void MiniBatch::finish() {
-  for (std::size_t s = 0; s < statistics_.size(); ++s)
-    join_over_replicas(statistics_[s], pipeline_->stages()[s].buffers());
-  for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
-}
-
-Gathered MiniBatch::forward(Call& call) {
-  const AllocationListener::Scope counting(counter_);
-  counted_ = counting.installed();
+Results MiniBatch::start(Call& call) try {
   begin(call);
-  run_part(Part::kForward);
-  auto output = take_results().outputs;
-  finish();
-  return output;
-}
-
-Results MiniBatch::step(Call& call) try {
-  const AllocationListener::Scope counting(counter_);
-  counted_ = counting.installed();
-  begin(call);
-  // The backward runs without autocast.
-  if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    backward_state_.emplace();
-  }
-  loss_->begin_comparison();
-  Results results;
-  {
-    const GradientsAside aside(sinks_);
-    gradients_.emplace(*pipeline_, sinks_, micro_batches_);
-    run_part(Part::kAll);
-    gradients_->add(aside);
-    loss_->end_comparison();
-    results = take_results();
-    results.gradients = take_gradients();
-  }
-  finish();
-  return results;
+  if (loss_) gradients_.emplace(*pipeline_, sinks_, micro_batches_, /*takes_grad_aside=*/true);
+  return run_part(loss_ ? Part::kAll : Part::kForward);
 } catch (...) {
   call.report();  // before the gradients are destroyed, which waits for their sums
   throw;
@@ -120,13 +64,10 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   }
   call.agree({.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
   call.start();
-  const AllocationListener::Scope counting(counter_);
-  counted_ = counting.installed();
   retain_graph_ = retain_graph;
   gradients_.emplace(*pipeline_, sinks_, micro_batches_);
   gradients_->set_outputs(std::move(gradients), share_);
-  run_part(Part::kBackward);
-  return take_gradients();
+  return run_part(Part::kBackward).gradients;
 } catch (...) {
   call.report();
   cells_.clear();
@@ -140,142 +81,48 @@ Timeline MiniBatch::timeline() const {
   return timeline;
 }
 
-Results MiniBatch::take_results() {
-  auto results = share_results(*pipeline_, outputs_, loss_);
-  hand_over({results.loss});
-  hand_over(results.outputs.value.tensors());
+Results MiniBatch::run_part(Part part) {
+  auto& counter = recording_.counter;
+  const AllocationListener::Scope counting(counter);
+  if (!counting.installed()) counter.reset();
+  LayoutKey key{static_cast<int>(part), static_cast<int>(options_.use)};
+  key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
+  {
+    const ParameterWriteCounts writes(pipeline_->stages(), sinks_);
+    PartRun(*pipeline_, *program_, part, key, recording_, inputs_, outputs_, *this).execute();
+  }
+  Results results;
+  if (part != Part::kBackward) results = share_results(*pipeline_, outputs_, loss_);
+  if (gradients_) results.gradients = gradients_->take();
+  gradients_.reset();
+  for (const auto& tensor : results.tensors()) {
+    use_on_current_stream(tensor);
+    if (counter) counter->release(tensor);
+  }
+  if (part != Part::kBackward) commit_statistics(*pipeline_, statistics_);
   return results;
 }
 
-BackwardGradients::Result MiniBatch::take_gradients() {
-  auto result = gradients_->take();
-  gradients_.reset();
-  for (const auto& list : {&result.inputs, &result.parameters}) {
-    for (const auto& tensors : *list) hand_over(tensors);
-  }
-  return result;
+int MiniBatch::running_layer(const Action& action) const {
+  const auto& cell = cells_[index(action)];
+  return cell ? cell->layer() : -1;
 }
 
-// Gives tensors to the caller, who uses them on this thread.
-void MiniBatch::hand_over(const std::vector<at::Tensor>& tensors) {
-  for (const auto& tensor : tensors) {
-    use_on_current_stream(tensor);
-    if (counter_) counter_->release(tensor);
-  }
-}
-
-void MiniBatch::run_part(Part part) {
-  pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
-  state_.emplace();
-  auto* timeline = recording_.timeline.get();
-  events_.emplace(*pipeline_, /*times=*/timeline != nullptr);
-  const auto spans_before = timeline ? timeline->spans.size() : 0;
-  const ParameterWriteCounts writes(pipeline_->stages(), sinks_);
-  LayoutKey key{static_cast<int>(part), static_cast<int>(options_.use)};
-  key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
-  edges_.emplace(*pipeline_, *program_, part, key, counter_);
-  const absl::Cleanup end_of_edges = [&] { edges_.reset(); };
-  const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
-  state_.reset();
-  // The caller may use any result on any device.
-  const auto end = [&] {
-    events_->await_workers(pipeline_->devices());
-    events_->await_workers(outputs_.other_devices());
-    if (timeline) events_->place_spans(*timeline, spans_before);
-    events_.reset();
-  };
-  if (!failure) return end();
-  if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));
-  try {
-    end();
-  } catch (...) {  // the device is in an error state; the first error says more
-  }
-  pipeline_->team().rethrow(failure->error);
-}
-
-ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& error) {
-  const auto& cell = this->cell(action);
-  return gpipe::describe(error, action, pipeline_->stages()[action.stage], cell ? cell->layer() : -1);
-}
-
-void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
-  const WorkerScope scope(*pipeline_, worker, *state_, counter_.get());
-  events_->begin(worker);
-  run_actions();
-  std::exception_ptr error;
-  try {
-    edges_->settle(worker);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  const bool has_outputs = worker == pipeline_->worker_of(pipeline_->count() - 1);
-  events_->end(worker, has_outputs ? outputs_.other_devices() : std::vector<c10::Device>());
-  if (error) std::rethrow_exception(error);
-}
-
-void MiniBatch::run(const Action& action, Measure measure) {
-  const ProfilerRange range([&] { return "gpipe " + to_string(action); });
-  try {
-    auto in = edges_->receive(action);
-    if (action.kind == Kind::F && action.stage == 0) in.insert(in.begin(), inputs_.receive(action.micro_batch));
-    std::vector<Parcel> out;
-    measure([&] { out = run_action(action, std::move(in)); });
-    edges_->send(action, std::move(out));
-  } catch (const ConnectionError&) {
-    throw;
-  } catch (c10::Error& error) {
-    error.add_context(absl::StrCat("in ", to_string(action), " of the pipeline: stage ", action.stage, ", micro-batch ",
-                                   action.micro_batch));
-    report_error(action);
-    throw;
-  } catch (...) {
-    report_error(action);
-    throw;
-  }
-}
-
-std::vector<Parcel> MiniBatch::run_action(const Action& action, std::vector<Parcel> in) {
-  auto* clock = events_->clock(pipeline_->worker_of(action.stage));
-  if (clock) clock->start();
-  std::vector<Parcel> out;
-  if (action.kind == Kind::F) {
-    out = run_forward(action, std::move(in));
-  } else if (action.kind == Kind::R) {
+std::vector<Parcel> MiniBatch::run(const Action& action, std::vector<Parcel> in) {
+  if (action.kind == Kind::F) return run_forward(action, std::move(in));
+  if (action.kind == Kind::R) {
     const CallerStateScope state(forward_state_);
-    const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
+    const AllocationListener::Scope counting(recording_.counter);
     cell(action)->recompute(retain_graph_);
-  } else {
-    std::optional<CallerStateScope> state;
-    if (backward_state_) state.emplace(*backward_state_);
-    const at::NoGradGuard no_grad;
-    out = run_backward(action, std::move(in));
-    if (action.kind != Kind::I) gradients_->end_backward(action.stage);
+    return {};
   }
-  if (clock) clock->end();
+  // The backward of a step runs without autocast.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(loss_ ? c10::autocast_dispatch_keyset : c10::DispatchKeySet());
+  const at::NoGradGuard no_grad;
+  auto out = run_backward(action, std::move(in));
+  if (action.kind != Kind::I) gradients_->end_backward(action.stage);
   return out;
 }
-
-void MiniBatch::cancel(const Failure& failure) noexcept {
-  auto& team = pipeline_->team();
-  if (team.size() == 1) return;
-  const auto place = failure.action ? to_string(describe(*failure.action, failure.error)) : "";
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const ConnectionError& error) {
-    const int awaits = edges_->activity(failure.worker).awaits;
-    team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
-  } catch (...) {
-    team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
-                           message_of(failure.error)));
-  }
-}
-
-void MiniBatch::report_error(const Action& action) {
-  const auto& on_error = pipeline_->binding().on_error;
-  if (on_error) on_error(describe(action, std::current_exception()), std::current_exception());
-}
-
-Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) : Bytes(); }
 
 // `in` has the activation, the skips and the borrowed parameters.
 std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Parcel> in) {
@@ -290,7 +137,8 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   }
   CellLoss loss;
   if (is_last && loss_) {
-    loss = {loss_->layer(action.micro_batch, outputs_), /*adopts_leaves=*/pipeline_->team().replicas() == 1};
+    loss.layer = [this, m = action.micro_batch](const Value& output) { return loss_->compute(m, output, outputs_); };
+    loss.adopts_leaves = pipeline_->team().replicas() == 1;
   }
   auto& cell = this->cell(action);
   cell = std::make_unique<Cell>(pipeline_->stages()[s], sinks, seed_, first_micro_batch_ + action.micro_batch,

@@ -190,8 +190,10 @@ void Pipeline::set_schedule(const std::string& name) {
 
 Pipeline::Recording Pipeline::next_recording(bool needed) {
   MutexLock lock(mutex_);
-  if (!timeline_) return {needed ? std::make_shared<Timeline>() : nullptr};
-  return {timeline_, steps_++};
+  if (!timeline_ && !needed) return {};
+  const auto counter = std::make_shared<ByteCounter>(workers());
+  if (!timeline_) return {std::make_shared<Timeline>(), 0, counter};
+  return {timeline_, steps_++, counter};
 }
 
 }  // namespace gpipe

@@ -12,6 +12,7 @@
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/kept_memory.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -107,8 +108,9 @@ class Pipeline {
     steps_ = 0;
   }
   struct Recording {
-    std::shared_ptr<Timeline> timeline;
+    std::shared_ptr<Timeline> timeline = nullptr;
     int step = 0;
+    std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
   };
   /// Returns where a mini-batch that begins now records, and its step there; if nowhere, a new timeline if `needed`.
   Recording next_recording(bool needed);

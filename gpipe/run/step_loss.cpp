@@ -1,61 +1,220 @@
 #include "gpipe/run/step_loss.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
+#include "absl/strings/str_cat.h"
+#include "gpipe/base/checks.h"
+
 namespace gpipe {
+namespace {
 
-void Outputs::add(int micro_batch, Parcel part) {
-  for (const auto& tensor : part.tensors) note_device(tensor);
-  parts_[micro_batch] = std::move(part);
+double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
+  const double count = options.count()(target.value());
+  if (std::isfinite(count) && count >= 0) return count;
+  refuse_argument("count returned ", std::to_string(count), " for micro-batch ", micro_batch,
+                  "; return a finite number that is not negative");
 }
 
-void Outputs::note_device(const at::Tensor& result) {
-  if (!result.defined() || result.device() == device_) return;
-  const auto found = std::ranges::find(other_devices_, result.device());
-  if (found == other_devices_.end()) other_devices_.push_back(result.device());
-}
-
-Gathered Outputs::gather() {
-  const auto parts = std::exchange(parts_, {});
-  for (const auto& part : parts) {
-    for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
+// A loss function may change the output in place.
+Value clone_of(const Value& value) {
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) {
+    if (tensor.defined()) tensor = tensor.clone();
   }
-  return gpipe::gather(parts);
+  return {value.form(), std::move(tensors)};
 }
 
-class StepLoss::LossLayer : public Layer {
- public:
-  LossLayer(StepLoss& loss, int micro_batch, Outputs& outputs)
-      : loss_(loss), micro_batch_(micro_batch), outputs_(outputs) {}
+std::int64_t samples_of(const Parcel& target) { return target.tensors.front().size(0); }
 
-  Value forward(Value output) override {
-    if (loss_.keeps_outputs()) {
-      Parcel kept;
-      kept.add_leaving(output);
-      outputs_.add(micro_batch_, std::move(kept));
+double epsilon_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return std::ldexp(1.0, -52);
+    case at::kHalf:
+      return std::ldexp(1.0, -10);
+    case at::kBFloat16:
+      return std::ldexp(1.0, -7);
+    default:
+      return std::ldexp(1.0, -23);
+  }
+}
+
+// Returns the micro-batches' weights, before normalize().
+std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
+                                 const std::vector<Parcel>& targets) {
+  if (options.reduction() == Reduction::kSum) return std::vector<double>(sizes.size(), 1);
+  std::vector<double> weights(sizes.begin(), sizes.end());
+  if (options.count()) {
+    for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = count_of(options, targets[i], i);
+  }
+  return weights;
+}
+
+// Divides the weights of a mean by `total`, the sum of the mini-batch's.
+void normalize(std::vector<double>& weights, double total, Reduction reduction) {
+  if (reduction == Reduction::kSum) return;
+  if (total == 0) {
+    refuse_argument(
+        "every target is ignored (count is 0 for every micro-batch), or there are no samples; skip this mini-batch");
+  }
+  for (auto& weight : weights) weight /= total;
+}
+
+// Calls a loss function on one micro-batch.
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
+  auto loss = function(output, target.value());
+  if (target.changed()) throw_error("the loss function changed its target in place; change a clone instead");
+  if (!loss.defined()) {
+    refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
+  }
+  if (loss.dim() != 0 || !loss.is_floating_point()) {
+    refuse_argument("the loss function returned a tensor of shape ", c10::str(loss.sizes()), " and type ",
+                    c10::str(loss.dtype()), "; return a floating-point scalar");
+  }
+  const bool differentiable =
+      std::ranges::any_of(output.tensors(), [](const auto& t) { return t.defined() && t.requires_grad(); });
+  if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
+    refuse_argument(
+        "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
+        "detach() or no_grad");
+  }
+  return loss;
+}
+
+// Whether dimension 0 of all outputs is the batch.
+bool can_join(const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const auto samples = samples_of(targets[i]);
+    for (const auto& tensor : outputs[i].tensors) {
+      if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
     }
-    auto target = loss_.targets_.receive(micro_batch_);
-    auto loss = call_loss(loss_.function_, output, target);
-    auto& result = loss_.losses_[micro_batch_];
-    result = loss.variable_data();
-    outputs_.note_device(result);
-    if (loss_.comparison_) loss_.comparison_->add(micro_batch_, output, std::move(target), result);
-    return loss;
   }
+  return true;
+}
 
-  const std::string& name() const override { return name_; }
-  std::shared_ptr<torch::nn::Module> module() const override { return nullptr; }
+// The epsilon of the least precise type.
+double largest_epsilon(const at::Tensor& loss, const Parcel& output) {
+  double epsilon = epsilon_of(loss.scalar_type());
+  for (const auto& tensor : output.tensors) {
+    if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
+  }
+  return epsilon;
+}
 
- private:
-  StepLoss& loss_;
-  const int micro_batch_;
-  Outputs& outputs_;
-  const std::string name_ = "loss";
-};
+// Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the
+// output.
+bool repeats(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
+             const std::vector<at::Tensor>& losses) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const double before = losses[i].item<double>();
+    const double again = call_loss(function, clone_of(outputs[i].value()), targets[i]).item<double>();
+    if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
+  }
+  return true;
+}
+
+// Compares the loss of the whole mini-batch with the mean of the micro-batches' losses. Errors: std::invalid_argument.
+void compare(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
+             const std::vector<at::Tensor>& losses) {
+  at::NoGradGuard no_grad;
+  double whole = 0;
+  double sum = 0;
+  double mean = 0;
+  try {
+    if (!can_join(outputs, targets)) return;
+    const auto target = gather(targets).value;
+    const auto samples = batch_size(target);
+    whole = call_loss(function, gather(outputs).value, scatter(target, {samples}).front()).item<double>();
+    double magnitude = 0;
+    for (std::size_t i = 0; i < losses.size(); ++i) {
+      const double loss = losses[i].item<double>();
+      const double share = static_cast<double>(samples_of(targets[i])) / static_cast<double>(samples);
+      sum += loss;
+      mean += loss * share;
+      magnitude += std::abs(loss) * share;
+    }
+    const double epsilon = largest_epsilon(losses.front(), outputs.front());
+    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
+    if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance) return;
+    if (!repeats(function, outputs, targets, losses)) return;
+  } catch (...) {
+    return;  // the loss function does not take a whole mini-batch
+  }
+  refuse_argument(absl::StrCat(
+      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
+      ", the mean of their losses weighted by samples, and their sum is ", sum,
+      "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() and "
+      "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
+      "same"));
+}
+
+}  // namespace
+
+CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
+  return [weight = std::move(weight), ignore_index](const Value& value) -> double {
+    const auto target = value.tensor();
+    if (target.is_floating_point()) return static_cast<double>(target.size(0));  // probabilities: a mean over samples
+    const auto counted = target.masked_select(target.ne(ignore_index));
+    if (!weight.defined()) return static_cast<double>(counted.numel());
+    const auto weights = weight.detach().to(counted.device()).index_select(0, counted.to(at::kLong));
+    return weights.sum(at::toOpMathType(weights.scalar_type())).item<double>();
+  };
+}
+
+StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples) {
+  if (!loss) refuse_argument("the loss function is empty; pass one");
+  if (const auto targets = batch_size(target, "target"); targets != samples) {
+    refuse_argument("the target has ", targets, " samples, but the input has ", samples);
+  }
+  for (const auto& tensor : target.tensors()) {
+    if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
+  }
+  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
+    refuse_argument("scale must be finite and positive, but is ", options.scale());
+  }
+  if (options.count() && options.reduction() == Reduction::kSum) {
+    refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
+  }
+  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
+    options.reduction(loss.reduction).count(loss.count);
+  }
+  if (options.reduction() || options.count()) options.check(false);
+  return options.reduction(options.reduction().value_or(Reduction::kMean));
+}
+
+at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
+  at::NoGradGuard no_grad;
+  at::Tensor sum;
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    if (weights[i] == 0) continue;  // 0 * NaN is NaN
+    sum = sum.defined() ? sum.add(losses[i], weights[i]) : losses[i].mul(weights[i]);
+  }
+  return sum;
+}
+
+LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                     const StepOptions& options) {
+  at::NoGradGuard no_grad;
+  const auto samples = batch_size(output, "output");
+  const auto completed = complete(options, loss, target, samples);
+  const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
+  const auto outputs = scatter(output, sizes);
+  const auto targets = scatter(target, sizes);
+  std::vector<at::Tensor> losses;
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    losses.push_back(call_loss(loss, clone_of(outputs[i].value()), targets[i]));
+  const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
+  auto weights = loss_weights(completed, sizes, targets);
+  normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), *completed.reduction());
+  return {whole.item<double>(), join_losses(losses, weights).item<double>()};
+}
 
 // On ranks without the last stage, the targets do not count.
 StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
@@ -70,19 +229,34 @@ StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions option
 
 double StepLoss::weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
 
-void StepLoss::begin_comparison() {
+void StepLoss::normalize(double total) {
+  gpipe::normalize(weights_, total, *options_.reduction());
   const bool is_here = pipeline_.is_here(pipeline_.count() - 1);
   if (!options_.check() || !is_here || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
-  comparison_.emplace(function_, static_cast<int>(losses_.size()));
+  comparison_ = Comparison{function_, static_cast<int>(losses_.size()), std::vector<Parcel>(losses_.size()),
+                           std::vector<Parcel>(losses_.size())};
 }
 
-void StepLoss::end_comparison() {
-  if (comparison_) pipeline_.compared_losses().insert(kind());
-  comparison_.reset();
-}
-
-std::unique_ptr<Layer> StepLoss::layer(int micro_batch, Outputs& outputs) {
-  return std::make_unique<LossLayer>(*this, micro_batch, outputs);
+at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
+  if (keeps_outputs()) {
+    Parcel kept;
+    kept.add_leaving(output);
+    outputs.add(micro_batch, std::move(kept));
+  }
+  auto target = targets_.receive(micro_batch);
+  auto loss = call_loss(function_, output, target);
+  losses_[micro_batch] = loss.variable_data();
+  outputs.note_device(losses_[micro_batch]);
+  if (comparison_) {
+    comparison_->outputs[micro_batch].add_leaving(output);
+    comparison_->targets[micro_batch] = std::move(target);
+    if (--comparison_->left == 0) {
+      compare(comparison_->function, comparison_->outputs, comparison_->targets, losses_);
+      comparison_->outputs.clear();
+      comparison_->targets.clear();
+    }
+  }
+  return loss;
 }
 
 at::Tensor StepLoss::gradient(int micro_batch) const {
@@ -92,53 +266,11 @@ at::Tensor StepLoss::gradient(int micro_batch) const {
 }
 
 at::Tensor StepLoss::join() {
+  if (comparison_) pipeline_.compared_losses().insert(kind());
+  comparison_.reset();
   const auto losses = std::exchange(losses_, {});
   for (const auto& loss : losses) use_on_current_stream(loss);
   return join_losses(losses, weights_);
-}
-
-namespace {
-
-// Returns the sum of the replicas' parts of a loss, in their order. The part of a replica without samples is undefined.
-at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
-  if (pipeline.team().replicas() == 1) return part;
-  at::NoGradGuard no_grad;
-  Parcel parcel;
-  parcel.add(part, /*gradient_wanted=*/false);
-  at::Tensor sum;
-  for (const auto& each : pipeline.team().all_gather(std::move(parcel))) {
-    const auto& other = each.tensors.front();
-    if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
-  }
-  return sum.to(part.defined() ? part.device() : pipeline.stages().back().device);
-}
-
-}  // namespace
-
-Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss) {
-  auto& team = pipeline.team();
-  const bool wants_outputs = loss == nullptr || loss->keeps_outputs();
-  const int last = pipeline.count() - 1;
-  Results results;
-  Parcel parcel;
-  if (pipeline.is_here(last)) {
-    if (loss != nullptr) results.loss = sum_over_replicas(loss->join(), pipeline);
-    if (wants_outputs) results.outputs = outputs.gather();
-    const auto& value = results.outputs.value;
-    parcel.form = value.form();
-    parcel.add(results.loss, /*gradient_wanted=*/false);
-    for (std::size_t k = 0; k < value.tensors().size(); ++k) {
-      parcel.add(value.tensors()[k], results.outputs.wants_gradient[k]);
-    }
-  }
-  const auto group = wants_outputs ? Team::Group::kReplicaOutputs : Team::Group::kReplica;
-  parcel = team.broadcast(group, pipeline.rank_of(last), std::move(parcel));
-  if (!pipeline.is_here(last)) {
-    results.loss = parcel.tensors.front();
-    results.outputs.wants_gradient.assign(parcel.wants_gradient.begin() + 1, parcel.wants_gradient.end());
-    results.outputs.value = Value(parcel.form, {parcel.tensors.begin() + 1, parcel.tensors.end()});
-  }
-  return results;
 }
 
 }  // namespace gpipe

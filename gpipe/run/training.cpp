@@ -88,15 +88,6 @@ std::string describe_autocast() {
   return text;
 }
 
-// Describes a call to the other ranks, which must make the same. The sizes are those of one replica.
-void describe_call(MiniBatch::Options& options, const std::string& what, const Sizes& sizes) {
-  const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
-                                options.training ? "" : ", evaluation mode", describe_autocast());
-  options.proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(sizes, ", "), "]", how);
-  options.proposal.same_on_all = what + how;
-  options.sizes = sizes;
-}
-
 std::string describe_step(const StepOptions& options) {
   auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
   if (options.scale() != 1) absl::StrAppendFormat(&text, " scaled by %.17g", options.scale());
@@ -105,9 +96,28 @@ std::string describe_step(const StepOptions& options) {
   return text;
 }
 
-// By which the ranks notice that one of them has left out a mini-batch.
-std::uint64_t hash_for_ranks(const Pipeline& pipeline, const Value& input) {
-  return pipeline.team().size() == 1 ? 0 : sample_hash(input.tensors());
+struct Started {
+  std::shared_ptr<MiniBatch> mini_batch;
+  Results results;
+};
+
+// Makes a mini-batch and starts it. `what` describes the call to the other ranks, which must make the same.
+Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value& input, MiniBatch::Options options,
+              const std::string& what, StepLoss* loss = nullptr) {
+  const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
+                                options.training ? "" : ", evaluation mode", describe_autocast());
+  auto& proposal = options.proposal;
+  // The sizes are those of one replica.
+  proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(options.sizes, ", "), "]", how);
+  proposal.same_on_all = what + how;
+  const bool trains = options.training && options.use != Pipeline::Use::kForward;
+  // By which the ranks notice that one of them has left out a mini-batch.
+  if (trains && pipeline->team().size() > 1) proposal.data = sample_hash(input.tensors());
+  auto parts = scatter(input, options.sizes);
+  const InputWrites writes(input, parts);
+  auto mini_batch = std::make_shared<MiniBatch>(pipeline, std::move(parts), std::move(options), loss);
+  auto results = mini_batch->start(call);
+  return {std::move(mini_batch), std::move(results)};
 }
 
 // The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
@@ -247,22 +257,14 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
   const bool grad = at::GradMode::is_enabled();
   const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
   Sizes sizes;
-  std::shared_ptr<MiniBatch> mini_batch;
-  auto output = in_call(*pipeline_, [&](Call& call) {
+  auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
-    if (split_size == 0) check_chunks(chunks);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
     refuse_transforms(input, pipeline_->stages());
-    MiniBatch::Options options{use, checkpoint, options_.deferred_batch_norm(), is_training()};
-    describe_call(options, grad ? "forward with gradients" : "forward", sizes);
-    if (grad && is_training()) options.proposal.data = hash_for_ranks(*pipeline_, input);
-    auto parts = scatter(input, sizes);
-    const InputWrites writes(input, parts);
-    auto made = std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(options));
-    auto result = made->forward(call);
-    mini_batch = std::move(made);
-    return result;
+    return start(call, pipeline_, input, {use, checkpoint, options_.deferred_batch_norm(), is_training(), sizes},
+                 grad ? "forward with gradients" : "forward");
   });
+  auto& output = results.outputs;
   const auto& wanted = output.wants_gradient;
   if (grad && std::ranges::find(wanted, true) != wanted.end()) {
     const auto sources = sources_of(*mini_batch, *pipeline_, input);
@@ -299,26 +301,21 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());
     const auto samples = batch_size(input);
-    if (options.chunks() != 0) check_chunks(options.chunks());
     sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
                                   : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
-    check_loss_arguments(loss, target, samples, options);
-    const auto completed = complete(options, loss);
-    auto parts = scatter(input, sizes);
-    const InputWrites writes(input, parts);
+    const auto completed = complete(options, loss, target, samples);
     const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
     MiniBatch::Options made{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm()};
+    made.sizes = sizes;
     made.measures = measures;
-    describe_call(made, describe_step(completed) + (measures ? " that measures" : ""), sizes);
-    made.proposal.data = hash_for_ranks(*pipeline_, input);
-    MiniBatch mini_batch(pipeline_, std::move(parts), std::move(made), &step_loss);
-    auto result = mini_batch.step(call);
-    if (measures) choose_schedule(*pipeline_, mini_batch.timeline(), sizes, checkpoint);
-    sources = sources_of(mini_batch, *pipeline_, input);
-    return result;
+    const auto what = describe_step(completed) + (measures ? " that measures" : "");
+    auto [mini_batch, results] = start(call, pipeline_, input, std::move(made), what, &step_loss);
+    if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoint);
+    sources = sources_of(*mini_batch, *pipeline_, input);
+    return std::move(results);
   });
   auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->team());
   if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {

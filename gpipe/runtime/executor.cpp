@@ -7,8 +7,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/runtime/channel.h"
-#include "gpipe/runtime/cpu_quota.h"
+#include "gpipe/runtime/waiting.h"
 
 namespace gpipe {
 namespace {
@@ -202,12 +201,10 @@ Executor::~Executor() {
   for (auto& worker : workers_) static_cast<void>(worker.release());
 }
 
-bool Executor::on_worker() const { return owner_of_this_thread == this; }
-
 bool Executor::forked() const { return getpid() != process_; }
 
 void Executor::check_caller() const {
-  if (on_worker()) {
+  if (owner_of_this_thread == this) {
     throw std::logic_error(
         "[gpipe] a pipeline was called on one of its own workers, which would wait for itself: "
         "a pipeline cannot contain itself");

@@ -70,12 +70,10 @@ class Executor {
   ~Executor();
 
   int workers() const { return static_cast<int>(workers_.size()); }
-  /// Whether the calling thread is one of this executor's workers. There, run() would wait for itself.
-  bool on_worker() const;
   /// Whether this process was forked from the one that made the executor. It then has no worker threads.
   bool forked() const;
 
-  /// Checks that run() can be called here. Errors: std::logic_error if on_worker() or forked().
+  /// Checks that run() can be called here. Errors: std::logic_error if forked(), and on one of the workers.
   void check_caller() const;
 
   /// Runs a part of the program. Returns the first failure, if any, when all workers are idle. With a timeline, appends

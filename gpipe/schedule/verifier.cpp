@@ -105,7 +105,7 @@ void verify_cell(int stage, int micro_batch, const Places& cell, bool has_backwa
 constexpr double kAbsent = -1;  // of an arrival
 
 /// One direction of one edge.
-struct Channel {
+struct Direction {
   double latency = 0;
   double sending = 0;
   double* link_free = nullptr;  ///< when the link from the producer to the consumer has sent what was put before
@@ -185,16 +185,16 @@ class Replayer {
     }
   }
 
-  Channel& channel(int edge, Kind kind) { return channels_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)]; }
+  Direction& channel(int edge, Kind kind) { return channels_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)]; }
 
-  static bool take(const Channel& channel, int micro_batch, double& clock) {
+  static bool take(const Direction& channel, int micro_batch, double& clock) {
     const double arrival = channel.arrivals[micro_batch];
     if (arrival == kAbsent) return false;
     clock = std::max(clock, arrival);
     return true;
   }
 
-  void put(Channel& channel, int micro_batch, double clock) {
+  void put(Direction& channel, int micro_batch, double clock) {
     const double start = std::max(clock, *channel.link_free);
     *channel.link_free = start + channel.sending;
     channel.arrivals[micro_batch] = start + channel.latency;
@@ -206,7 +206,7 @@ class Replayer {
   const Wiring& wiring_;
   const Schedule& schedule_;
   const absl::FunctionRef<double(const Action&)> seconds_;
-  std::vector<Channel> channels_;
+  std::vector<Direction> channels_;
   std::map<std::pair<int, int>, double> links_free_;  ///< by producer and consumer
   std::vector<Progress> progress_;
   std::vector<int> ready_;

@@ -17,7 +17,7 @@ TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
 }
 
 TEST(MicroBatch, SizesRequirePositiveNumbers) {
-  EXPECT_THAT([] { micro_batch_sizes(4, 0, 0); }, refused("4 samples cannot be cut into 0 micro-batches"));
+  EXPECT_THAT([] { micro_batch_sizes(4, 0, 0); }, refused("chunks must be positive, but is 0"));
   EXPECT_THAT([] { micro_batch_sizes(4, 1, -2); }, refused("micro-batches of -2 samples"));
   EXPECT_THAT([] { micro_batch_sizes(-4, 1, 0); }, refused("a mini-batch of -4 samples"));
 }

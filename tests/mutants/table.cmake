@@ -1,17 +1,17 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/channel.cpp
+mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/waiting.cpp
        "while (!condition()) changed_.wait(mutex_);"
        "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
        EventCountStress*)
-mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/channel.cpp "bool holds = condition();"
+mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/waiting.cpp "bool holds = condition();"
        "--sleepers_; bool holds = condition(); ++sleepers_;" EventCountStress*)
-mutant(event_announces_without_the_mutex core_tests gpipe/runtime/channel.cpp "{ MutexLock lock(mutex_); }" ""
+mutant(event_announces_without_the_mutex core_tests gpipe/runtime/waiting.cpp "{ MutexLock lock(mutex_); }" ""
        EventCountStress*)
-mutant(event_ignores_its_last_look core_tests gpipe/runtime/channel.cpp
+mutant(event_ignores_its_last_look core_tests gpipe/runtime/waiting.cpp
        "now() < end; holds = condition()" "now() < end;" EventCount.*)
-mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "present_[micro_batch] || cancelled_" "true"
+mutant(channel_does_not_wait core_tests gpipe/runtime/waiting.cpp "present_[micro_batch] || cancelled_" "true"
        Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
@@ -45,7 +45,7 @@ mutant(replay_takes_what_is_absent core_tests gpipe/schedule/verifier.cpp "if (a
        Verifier.*)
 mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + channel.latency" "start" Simulator.*)
 mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + channel.sending" "start" Simulator.*)
-mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
+mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/simulator.cpp
        "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
        "if (other.worker == span.worker) continue;" "" MostOverlapped.*)
@@ -111,15 +111,15 @@ mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (los
        "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
-mutant(weights_micro_batches_equally gpipe_tests gpipe/run/loss.cpp
+mutant(weights_micro_batches_equally gpipe_tests gpipe/run/step_loss.cpp
        "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
        Step.*)
 mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Step.*)
 mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/run/edges.cpp
        "std::exchange(slot(edge, action), {})"
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})" Generated*)
-mutant(commits_sums_after_an_error gpipe_tests gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(failure->error);"
-       "if (options_.use != Pipeline::Use::kStep) pipeline_->team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
+mutant(commits_sums_after_an_error gpipe_tests gpipe/run/part_run.cpp "pipeline_.team().rethrow(failure->error);"
+       "if (part_ != Part::kAll) pipeline_.team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp

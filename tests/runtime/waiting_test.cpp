@@ -14,8 +14,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "gpipe/runtime/channel.h"
-#include "gpipe/runtime/cpu_quota.h"
+#include "gpipe/runtime/waiting.h"
 
 namespace gpipe {
 namespace {

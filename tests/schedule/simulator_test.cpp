@@ -5,7 +5,6 @@
 #include <limits>
 #include <map>
 
-#include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"

@@ -1,7 +1,8 @@
 #pragma once
 
+#include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/ranks/gradient_reduction.h"
-#include "gpipe/run/pipeline.h"
+#include "gpipe/run/step_loss.h"
 
 namespace gpipe {
 
@@ -11,11 +12,14 @@ std::string describe_trained(const std::vector<ParameterSinks>& stages);
 /// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it.
 /// Sums the latter over micro-batches and replicas.
 ///
-/// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker runs.
+/// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker
+/// runs.
 class BackwardGradients {
  public:
-  /// `sinks`: per stage. `pipeline` and `sinks` must outlive this.
-  BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches);
+  /// `sinks`: per stage. `takes_grad_aside`: whether what the backward itself adds to `.grad` joins the sums; see
+  /// GradientsAside. `pipeline` and `sinks` must outlive this.
+  BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches,
+                    bool takes_grad_aside = false);
 
   /// Sets the gradients of the outputs, per micro-batch, which the caller's streams may still compute. `share`: this
   /// replica's part of the samples.
@@ -29,14 +33,12 @@ class BackwardGradients {
   void end_backward(int stage);
   void set_inputs(int micro_batch, Gradients gradients) { inputs_[micro_batch] = std::move(gradients); }
 
-  /// Adds what the backward has added to `.grad` itself. Replicas refuse that in take().
-  void add(const GradientsAside& aside);
-
   struct Result {
     std::vector<Gradients> inputs;      ///< per micro-batch
     std::vector<Gradients> parameters;  ///< per stage, in the order of ParameterSinks::parameters()
   };
-  /// Returns the gradients that leave the backward, once. Errors: as GradientReduction::take().
+  /// Returns the gradients that leave the backward, once. Errors: as GradientReduction::take(), which refuses a `.grad`
+  /// that the backward has changed.
   Result take();
 
  private:
@@ -46,7 +48,26 @@ class BackwardGradients {
   std::vector<Gradients> inputs_;           // per micro-batch
   std::vector<GradientSums> sums_;          // per stage
   std::vector<int> backwards_left_;         // per stage
+  std::optional<GradientsAside> aside_;
   std::unique_ptr<GradientReduction> reduction_;  // null without replicas
 };
+
+/// What a run of a part of a program returns.
+struct Results {
+  at::Tensor loss = {};                      ///< of a step, detached
+  Gathered outputs = {};                     ///< of a forward, or if the loss keeps them
+  BackwardGradients::Result gradients = {};  ///< of a step or a backward
+
+  /// All of its tensors; some can be undefined.
+  std::vector<at::Tensor> tensors() const;
+};
+
+/// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be
+/// null.
+Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
+
+/// Updates the running statistics of batch norm by those of the mini-batch, on all replicas. `statistics`: per stage,
+/// or empty.
+void commit_statistics(Pipeline& pipeline, std::vector<BatchStatistics>& statistics);
 
 }  // namespace gpipe
