@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "balance/model.h"
 #include "gpipe/snapshot/safetensors.h"
+#include "skip/layout.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/support/support.h"
 
