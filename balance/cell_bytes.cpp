@@ -213,9 +213,8 @@ class StageCost::Cell {
 
 bool StageCost::copies_inputs(int first, int end) const {
   if (profile_.layers[first].changes_input) return true;
-  return std::any_of(profile_.skips.begin(), profile_.skips.end(), [&](const auto& skip) {
-    return skip.changed && skip.from < first && is_read(skip, first, end);
-  });
+  return std::any_of(profile_.skips.begin(), profile_.skips.end(),
+                     [&](const auto& skip) { return skip.changed && skip.from < first && is_read(skip, first, end); });
 }
 
 CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {

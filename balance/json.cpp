@@ -172,7 +172,8 @@ class Reader {
 };
 
 /// Refuses a list of layers that is empty or not ascending, or names one outside of first..layers-1.
-void check_layers(const Reader& reader, const std::string& path, const std::vector<int>& listed, int first, int layers) {
+void check_layers(const Reader& reader, const std::string& path, const std::vector<int>& listed, int first,
+                  int layers) {
   if (listed.empty()) reader.refuse(path + " is empty");
   for (std::size_t i = 0; i < listed.size(); ++i) {
     reader.check_range(absl::StrFormat("%s/%d", path, i), listed[i], first, layers - 1);

@@ -74,7 +74,7 @@ struct Block {
 /// A skip connection for one micro-batch.
 struct SkipProfile {
   std::string name;
-  int from = 0;  ///< index of the layer that stashes it
+  int from = 0;                   ///< index of the layer that stashes it
   std::vector<int> readers = {};  ///< indices of the layers that pop it or peek at it, ascending
   std::int64_t bytes = 0;
   bool changed = false;  ///< in place, after it was read

@@ -71,7 +71,8 @@ std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declaratio
   for (const auto& module : declarations) {
     for (const auto& key : module.stashes) {
       links.push_back({key, module.layer, readers[key]});
-      if (readers[key].empty()) faults.push_back(to_string(module) + " stashes " + to_string(key) + ", which no layer pops");
+      if (readers[key].empty())
+        faults.push_back(to_string(module) + " stashes " + to_string(key) + ", which no layer pops");
     }
   }
   if (faults.empty()) return links;

@@ -16,8 +16,8 @@
 #include "gpipe/loss.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
-#include "skip/skippable.h"
 #include "skip/layout.h"
+#include "skip/skippable.h"
 
 namespace gpipe::python {
 namespace {
@@ -55,8 +55,9 @@ std::pair<double, double> compare_losses(const py::object& loss, const Value& ou
 }
 
 /// Each declaration is a tuple (index of the layer, path of the module, stashes, pops, peeks). Errors: as match_skips().
-void check_skips(const std::vector<std::tuple<int, std::string, std::vector<SkipKey>, std::vector<SkipKey>,
-                                              std::vector<SkipKey>>>& declarations) {
+void check_skips(
+    const std::vector<std::tuple<int, std::string, std::vector<SkipKey>, std::vector<SkipKey>, std::vector<SkipKey>>>&
+        declarations) {
   std::vector<SkipDeclaration> declared;
   for (const auto& [layer, path, stashes, pops, peeks] : declarations) {
     declared.push_back({layer, path, stashes, pops, peeks});

@@ -113,8 +113,8 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
     here = Devices{{}, devices->reference, devices->reference, devices->reference};
   }
   const auto balance = cut ? balance_of(spec, model) : Balance{static_cast<std::int64_t>(model->size())};
-  const auto placement = cut ? std::vector(spec.placement.begin(), spec.placement.begin() + std::ssize(balance))
-                             : std::vector<int>{0};
+  const auto placement =
+      cut ? std::vector(spec.placement.begin(), spec.placement.begin() + std::ssize(balance)) : std::vector<int>{0};
   const auto fills = spec.schedule.empty() || fills_and_drains(spec.schedule);
   const auto train = [&](const Call& call, bool eval) {
     model->train(!eval);
@@ -241,8 +241,8 @@ Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const s
   } catch (const std::exception& error) {
     const auto text = "the pipeline throws: " + text_of(error);
     const bool is_documented = text.find("changed in place") != std::string::npos;
-    const bool is_read_twice = std::ranges::any_of(
-        spec.uses, [](const Use& use) { return use.unit->role == Unit::kPeek; });
+    const bool is_read_twice =
+        std::ranges::any_of(spec.uses, [](const Use& use) { return use.unit->role == Unit::kPeek; });
     const bool may_be_refused = spec.has(Unit::kChanges) && (spec.has(Unit::kAliases) || is_read_twice);
     return {is_documented && may_be_refused ? Outcome::kRefused : Outcome::kDifferent, text};
   }

@@ -56,7 +56,8 @@ TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
   verify_skippables(model);
   const auto layers = Model(model).named_layers();
   std::vector<std::pair<std::string, std::string>> ends;
-  for (const auto& link : skip_links(layers)) ends.emplace_back(layers[link.from].name, layers[link.readers.at(0)].name);
+  for (const auto& link : skip_links(layers))
+    ends.emplace_back(layers[link.from].name, layers[link.readers.at(0)].name);
   EXPECT_THAT(ends, ::testing::ElementsAre(::testing::Pair("down1_stash", "up1_join"),
                                            ::testing::Pair("down2_stash", "up2_join"),
                                            ::testing::Pair("down3_stash", "up3_join")));

@@ -14,8 +14,8 @@ namespace {
 
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;
-  const auto edges = cut_edges({2, 1, 3}, {{0, {1}, "inside"}, {1, {3}, "far"}, {2, {2}, "own"}, {0, {2}, "near"}}, {},
-                               &crossing);
+  const auto edges =
+      cut_edges({2, 1, 3}, {{0, {1}, "inside"}, {1, {3}, "far"}, {2, {2}, "own"}, {0, {2}, "near"}}, {}, &crossing);
   std::vector<std::pair<int, int>> ends;
   for (const auto& edge : edges) ends.emplace_back(edge.from, edge.to);
   EXPECT_THAT(ends, ElementsAre(std::pair(0, 1), std::pair(1, 2), std::pair(0, 2), std::pair(0, 1)));

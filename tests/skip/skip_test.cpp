@@ -137,8 +137,7 @@ TEST(SkipLinks, AreInTheOrderOfStashes) {
 
 TEST(SkipLinks, HaveAnyNumberOfReadersOfWhichTheLastMayPop) {
   const NestedSequential twice{{"a", Peek("x")}, {"b", Peek("x")}};
-  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", Peek("x").ptr()}, {"c", twice.ptr()}}),
-            (Links{{"x", 0, {1, 2, 2}}}));
+  EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", Peek("x").ptr()}, {"c", twice.ptr()}}), (Links{{"x", 0, {1, 2, 2}}}));
   EXPECT_EQ(links_of({{"a", stashing("x")}, {"b", Peek("x").ptr()}, {"c", popping("x")}}), (Links{{"x", 0, {1, 2}}}));
 }
 
@@ -179,16 +178,16 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
                     {"after", Peek("fine")},
                     {"last", popping("nowhere")}});
   const auto line = [](const std::string& fault) { return HasSubstr("\n  * layer " + fault); };
-  EXPECT_THAT([&] { verify_skippables(model); },
-              ThrowsMessage<std::invalid_argument>(
-                  AllOf(testing::StartsWith("one or more pairs of stash and pop do not match:\n"),
-                        line("'two' (2) stashes 'twice', which layer 'one' (1) already stashes: isolate one of them"),
-                        line("'four' (4) pops 'twice', which layer 'three' (3) already pops: isolate one of them"),
-                        line("'lost' (5) stashes 'never', which no layer pops"),
-                        line("'early' (0) pops 'late', which no earlier layer stashes: layer 'late' (6) does"),
-                        line("'after' (9) peeks at 'fine', which layer 'fine' (8) has popped: let the last reader pop"),
-                        line("'last' (10) pops 'nowhere', which no earlier layer stashes"),
-                        testing::Not(HasSubstr("'good'")))));
+  EXPECT_THAT(
+      [&] { verify_skippables(model); },
+      ThrowsMessage<std::invalid_argument>(AllOf(
+          testing::StartsWith("one or more pairs of stash and pop do not match:\n"),
+          line("'two' (2) stashes 'twice', which layer 'one' (1) already stashes: isolate one of them"),
+          line("'four' (4) pops 'twice', which layer 'three' (3) already pops: isolate one of them"),
+          line("'lost' (5) stashes 'never', which no layer pops"),
+          line("'early' (0) pops 'late', which no earlier layer stashes: layer 'late' (6) does"),
+          line("'after' (9) peeks at 'fine', which layer 'fine' (8) has popped: let the last reader pop"),
+          line("'last' (10) pops 'nowhere', which no earlier layer stashes"), testing::Not(HasSubstr("'good'")))));
 }
 
 TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {

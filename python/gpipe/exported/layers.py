@@ -186,7 +186,8 @@ class Routes:
                 if symbol in self._samples:
                     if index > 0:
                         needed[value] = None
-                    return f"{value.name}.shape[{dimension}] // {factor}"
+                    size_of = f"{value.name}.shape[{dimension}]"
+                    return size_of if factor == 1 else f"{size_of} // {factor}"
         raise AssertionError("an input without samples")
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
