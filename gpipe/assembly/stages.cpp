@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -196,11 +197,16 @@ void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, c
       if (readers > 0) stage.skip_readers[skip.key] = static_cast<int>(readers);
     }
   }
+  const auto skip_edges = std::span(edges).last(cut_links.size());
   for (std::size_t i = 0; i < cut_links.size(); ++i) {
-    const auto& edge = edges[edges.size() - cut_links.size() + i];
-    stages[edge.from].skips_out.push_back(skips[cut_links[i]].key);
-    stages[edge.from].receivers.push_back(edge.to);
-    stages[edge.to].skips_in.push_back(skips[cut_links[i]].key);
+    int last = skip_edges[i].to;
+    for (std::size_t k = i + 1; k < cut_links.size() && cut_links[k] == cut_links[i]; ++k) {
+      if (skip_edges[k].from == last) last = skip_edges[k].to;
+    }
+    const auto& key = skips[cut_links[i]].key;
+    stages[skip_edges[i].from].skips_out.push_back(key);
+    stages[skip_edges[i].from].receivers.push_back(last);
+    stages[skip_edges[i].to].skips_in.push_back(key);
   }
   for (const auto& loan : loans) {
     edges.push_back({loan.owner, loan.borrower, "parameter " + loan.name});

@@ -34,7 +34,7 @@ struct Stage {
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the last.
+  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the last.
   std::vector<int> receivers;
 
   /// kYes once a forward of this stage, or a later one with its input's memory, wrote to it. See StoredInputs.

@@ -97,7 +97,7 @@ class ReceivedParcels : public Incoming {
         auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient);
-        groups_.emplace_back();
+        groups_.resize(groups_.size() + 2);
       }
     }
     if (!layout.done()) ByteReader::refuse();
@@ -118,8 +118,8 @@ class ReceivedParcels : public Incoming {
     std::size_t next = 0;
     for (auto& parcel : parcels_) {
       for (auto& group : parcel.alias_groups) {
-        const auto value = groups_[next++];
-        group = {value >> 1, (value & 1) != 0};
+        group = {groups_[next], static_cast<int>(groups_[next + 1]) - 1};
+        next += 2;
       }
       parcel.renew_versions();
     }
@@ -129,7 +129,7 @@ class ReceivedParcels : public Incoming {
  private:
   std::vector<Parcel> parcels_;
   Landing landing_;                    // of the tensors on the CPU
-  std::vector<std::uint64_t> groups_;  // per tensor: the number and, as the lowest bit, shared_later
+  std::vector<std::uint64_t> groups_;  // per tensor: the number, and shared_until + 1
 };
 
 }  // namespace
@@ -165,11 +165,11 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
       const auto tensor = described(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
-      auto [number, shared_later] = parcel.alias_groups[i];
+      auto [number, shared_until] = parcel.alias_groups[i];
       if (number != AliasGroup::kNone && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
-      values.add(number << 1 | (shared_later ? 1 : 0));
+      values.add(number, static_cast<std::uint64_t>(shared_until + 1));
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
         on_device->push_back(elements_of(tensor));

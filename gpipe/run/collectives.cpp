@@ -169,7 +169,7 @@ at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, b
     if (!parameter.grad().defined()) continue;
     auto& of_device = of_devices[parameter.device().str()];
     if (!of_device.defined()) {  // not a copy, for which the host would wait
-      of_device = at::full({}, factor.item(), factor.options().device(parameter.device()));
+      of_device = at::full({}, read_all({factor}).front(), factor.options().device(parameter.device()));
     }
     parameter.mutable_grad().mul_(of_device);
   }

@@ -29,7 +29,10 @@ void MiniBatch::begin(Call& call) {
   for (auto& stage : pipeline_->stages()) {
     sinks_.emplace_back(stage, grad_, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
-  call.save(sinks_);
+  {
+    const AllocationListener::Scope counting(recording_.counter);  // cells free what it copies
+    call.save(sinks_);
+  }
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   auto proposal = options_.proposal;
@@ -137,7 +140,9 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   }
   CellLoss loss;
   if (is_last && loss_) {
-    loss.layer = [this, m = action.micro_batch](const Value& output) { return loss_->compute(m, output, outputs_); };
+    loss.layer = [loss = loss_, m = action.micro_batch, &outputs = outputs_](const Value& output) {
+      return loss->compute(m, output, outputs);
+    };
     loss.adopts_leaves = pipeline_->team().replicas() == 1;
   }
   auto& cell = this->cell(action);

@@ -68,17 +68,14 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {
   if (!tensor.defined() || group.number == AliasGroup::kNone) return;
-  bool watched = group.shared_later;
-  for (auto& other : entering_) {
-    if (other.group.number != group.number) continue;
-    other.watched = watched = true;
-  }
-  entering_.push_back({tensor, VersionWatch(tensor), group, watched});
+  entering_.push_back({tensor, VersionWatch(tensor), group});
 }
 
 void AliasCheck::check(int stage, const std::string& layer) const {
-  for (const auto& [tensor, version, group, watched] : entering_) {
-    if (!watched || !version.changed()) continue;
+  for (const auto& [tensor, version, group] : entering_) {
+    if (!version.changed()) continue;
+    const auto shares = [&number = group.number](const Entering& other) { return other.group.number == number; };
+    if (group.shared_until < stage && std::ranges::count_if(entering_, shares) == 1) continue;
     throw_error("a tensor was changed in place by layer '", layer,
                 "', but another tensor that shares its memory enters stage ", stage,
                 " or a later one and would get a wrong gradient; change a clone instead");
@@ -110,8 +107,8 @@ void AliasCheck::leaves(std::vector<Parcel>& out, const std::vector<int>& stages
       if (a.group.number == AliasGroup::kNone) a.group.number = b.group.number;
       if (a.group.number == AliasGroup::kNone) a.group.number = next_number();
       b.group.number = a.group.number;
-      a.group.shared_later |= a.stage <= b.stage;
-      b.group.shared_later |= b.stage <= a.stage;
+      a.group.shared_until = std::max(a.group.shared_until, b.stage);
+      b.group.shared_until = std::max(b.group.shared_until, a.stage);
     }
   }
 }
@@ -119,7 +116,7 @@ void AliasCheck::leaves(std::vector<Parcel>& out, const std::vector<int>& stages
 std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs) {
   std::vector<AliasGroup> groups;
   for (const auto& input : inputs) {
-    AliasGroup of_input{next_number(), false};
+    AliasGroup of_input{next_number()};
     for (std::size_t i = 0; i < groups.size(); ++i) {
       if (overlap(inputs[i], input)) of_input = groups[i];
     }

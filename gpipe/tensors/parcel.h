@@ -47,8 +47,8 @@ struct AliasGroup {
   /// Equal for tensors that share elements. Copies to another device keep it, and so does a tensor that a stage passes
   /// on. kNone: no other tensor that crossed a cut shares this memory.
   std::uint64_t number = kNone;
-  /// Whether another tensor that shares it goes to the same stage or a later one.
-  bool shared_later = false;
+  /// The last stage that another tensor that shares it goes to; -1 for none.
+  int shared_until = -1;
 };
 
 /// What an edge carries for one micro-batch: detached tensors, and whether each wants a gradient. A skip's parcel has
@@ -100,7 +100,7 @@ class AliasCheck {
   /// another input of this stage or a later one shares.
   void check(int stage, const std::string& layer) const;
 
-  /// Sets the alias groups of the tensors that leave the cell. `stages[k]` receives out[k].
+  /// Sets the alias groups of the tensors that leave the cell. `stages[k]` is the last stage that out[k] goes to.
   void leaves(std::vector<Parcel>& out, const std::vector<int>& stages) const;
 
  private:
@@ -108,7 +108,6 @@ class AliasCheck {
     at::Tensor tensor;
     VersionWatch version;
     AliasGroup group;
-    bool watched;
   };
   std::vector<Entering> entering_;
 };

@@ -115,10 +115,14 @@ _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function check its arguments of the types int, float, bool and str. REQUIRES: annotations are texts."""
+    """Makes a function check its arguments of the types int, float, bool, str and Checkpoint, which may be optional. REQUIRES:
+    annotations are texts."""
     signature = inspect.signature(function)
-    kinds = {name: str(each.annotation) for name, each in signature.parameters.items()}
+    kinds = {name: str(each.annotation).removesuffix(" | None") for name, each in signature.parameters.items()}
     checks = {name: _OF_NAMES.get(name, _OF_TYPES[kind]) for name, kind in kinds.items() if kind in _OF_TYPES}
+
+    def is_checked(name: str, value: object) -> bool:
+        return name in checks and (value is not None or not str(signature.parameters[name].annotation).endswith("| None"))
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -126,7 +130,8 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
             given = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # raises it with the function's name
-        given.arguments.update((name, checks[name](value, name)) for name, value in given.arguments.items() if name in checks)
+        checked_ones = ((name, value) for name, value in given.arguments.items() if is_checked(name, value))
+        given.arguments.update({name: checks[name](value, name) for name, value in checked_ones})
         return function(*given.args, **given.kwargs)
 
     return checked

@@ -43,6 +43,8 @@ def choose_plan(
 ) -> Plan:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. Raises RuntimeError if nothing fits the devices' memory."""
+    if stages is not None:
+        _C.check_stages(stages, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices is None:
@@ -50,8 +52,8 @@ def choose_plan(
         devices = gpus[:own] if len(gpus) >= own else [torch.device("cpu")] * own
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
-    if chunks is None and any(isinstance(each, _BatchNorm) and each.training for each in original.modules()):
-        chunks = min(2 * workers, samples)
+    if chunks is None and any(isinstance(each, _BatchNorm) for each in original.modules()):
+        chunks = max(1, min(2 * workers, samples // 2))
     tried = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
     memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
     found = suggest(

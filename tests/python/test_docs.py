@@ -86,8 +86,9 @@ def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypa
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         monkeypatch.setattr(snapshot, "write", write)
-        cut = [first_stage, 60 - first_stage]  # of a ResNet-18
-        monkeypatch.setattr("gpipe.pipeline.balance_by_time", lambda *arguments, **options: cut)
+        plan = {"chunks": 4, "checkpoint": "never", "schedule": "1f1b", "placement": [0, 1]}
+        plan["balance"] = [first_stage, 60 - first_stage]  # of a ResNet-18
+        monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
         exec(compile(program, "docs/training_loop.md", "exec"), {})
         return (folder / "run/latest.snapshot").read_bytes()
 

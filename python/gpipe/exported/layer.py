@@ -86,15 +86,11 @@ class Writer:
         if route.samples:
             lines.append(f"_samples = {route.samples}")
         if self._needs_device:
-<<<<<<< HEAD
-            names = [*filter(None, arriving), *(value.name for _, value in route.pops + route.peeks)]
-            tensor = next(itertools.chain(names, map(self._argument, self._owned), ["torch.tensor(0)"]))
-=======
-            names = [*filter(None, arriving), *(value.name for _, value in route.pops if value.mode is None)]
-            popped = "".join(f"{value.name}, " for _, value in route.pops)  # some may be None
-            last = f"next(each for each in ({popped}) if each is not None)" if popped else "torch.tensor(0)"
+            read = [value for _, value in route.pops + route.peeks]
+            names = [*filter(None, arriving), *(value.name for value in read if value.mode is None)]
+            may_be_none = "".join(f"{value.name}, " for value in read)
+            last = f"next(each for each in ({may_be_none}) if each is not None)" if read else "torch.tensor(0)"
             tensor = next(itertools.chain(names, map(self._argument, self._owned), [last]))
->>>>>>> 397808c67d5c825ba081556e55af396fea48d7a3
             lines += [f"_device = {tensor}.device"]
         lines += body
         lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]

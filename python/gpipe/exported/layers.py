@@ -120,6 +120,18 @@ def _changed_by(operation: Operation) -> Iterator[Value]:
             yield from inputs_of(value)
 
 
+def _changed_in(operations: Iterable[Operation]) -> set[Value]:
+    """Returns the values that operations write to, also through views."""
+    viewed: dict[Value, set[Value]] = {}
+    changed: set[Value] = set()
+    for operation in operations:
+        bases = set(_viewed_by(operation))
+        viewed[operation.result] = bases.union(*(viewed.get(base, ()) for base in bases))
+        for value in _changed_by(operation):
+            changed |= {value} | viewed.get(value, set())
+    return changed
+
+
 def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
     joined: list[Route] = []
     end = -1  # of what the last one joins
@@ -195,22 +207,31 @@ class Routes:
         for index, needed in enumerate(needs):
             for value in needed:
                 takers.setdefault(value, []).append(index)
+        changed = [_changed_in(each.operations) for each in self.routes]
         skips: Counter[tuple[int, int]] = Counter()  # by their first and last layers
-        for value, (*others, last) in takers.items():
-            giver, mode = self._source[value], value.mode
-            owner = self._owners.get(value)  # whose memory it shares
-            sent = self._copied(value, giver) if owner is not None and not owner.is_parameter else value
-            if last == giver + 1 and mode is None:
-                self.routes[giver].leaving.append(sent)
-                self.routes[last].arriving.append(value)
-                continue
-            skips[giver, last] += 1
-            name = f"{self.routes[giver].name} -> {self.routes[last].name}"
-            name += f" ({skips[giver, last]})" if skips[giver, last] > 1 else ""
-            self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
-            for taker in others:
-                self.routes[taker].peeks.append((name, value))
-            self.routes[last].pops.append((name, value))
+        for value, layers in takers.items():
+            owner, giver = self._owners.get(value), self._source[value]
+            is_buffer = owner is not None and not owner.is_parameter
+            sent = self._copied(value, giver) if is_buffer else value
+            # A layer that changes the value sends it on.
+            ends = [index for index, taker in enumerate(layers, 1) if value in changed[taker] or index == len(layers)]
+            for begin, end in itertools.pairwise([0, *ends]):
+                self._send(sent, value, giver, layers[begin:end], skips)
+                sent, giver = value, layers[end - 1]
+
+    def _send(self, sent: Value, value: Value, giver: int, takers: list[int], skips: Counter[tuple[int, int]]) -> None:
+        *others, last = takers
+        if last == giver + 1 and value.mode is None:
+            self.routes[giver].leaving.append(sent)
+            self.routes[last].arriving.append(value)
+            return
+        skips[giver, last] += 1
+        name = f"{self.routes[giver].name} -> {self.routes[last].name}"
+        name += f" ({skips[giver, last]})" if skips[giver, last] > 1 else ""
+        self.routes[giver].stashes.append((name, sent if value.mode is None else value.mode.only(sent)))
+        for taker in others:
+            self.routes[taker].peeks.append((name, value))
+        self.routes[last].pops.append((name, value))
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
