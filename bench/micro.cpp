@@ -16,8 +16,8 @@
 
 #include "balance/cut.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/runtime/waiting.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
@@ -61,9 +61,8 @@ BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}}
 /// Hands over to another thread and back.
 void hand_over(State& state) {
   const int count = static_cast<int>(state.max_iterations);
-  const int spins = state.range(0) != 0 ? spins_for(2, cpu_quota()) : 0;
-  Channel there(count, spins);
-  Channel back(count, spins);
+  Channel there(count);
+  Channel back(count);
   std::thread other([&] {
     for (int m = 0; m < count; ++m) {
       there.take(m);
@@ -79,7 +78,7 @@ void hand_over(State& state) {
   report(state, "hand-over", 2);
 }
 
-BENCHMARK(hand_over)->ArgName("spins")->Arg(0)->Arg(1)->Unit(kMicrosecond)->UseRealTime();
+BENCHMARK(hand_over)->Unit(kMicrosecond)->UseRealTime();
 
 struct NoActions : ActionRunner {
   void on_worker(int, absl::FunctionRef<void()> run_actions) override { run_actions(); }

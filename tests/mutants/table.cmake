@@ -1,18 +1,11 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/waiting.cpp
-       "while (!condition()) changed_.wait(mutex_);"
-       "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
-       EventCountStress*)
-mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/waiting.cpp "bool holds = condition();"
-       "--sleepers_; bool holds = condition(); ++sleepers_;" EventCountStress*)
-mutant(event_announces_without_the_mutex core_tests gpipe/runtime/waiting.cpp "{ MutexLock lock(mutex_); }" ""
-       EventCountStress*)
-mutant(event_ignores_its_last_look core_tests gpipe/runtime/waiting.cpp
-       "now() < end; holds = condition()" "now() < end;" EventCount.*)
-mutant(channel_does_not_wait core_tests gpipe/runtime/waiting.cpp "present_[micro_batch] || cancelled_" "true"
+mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "!present_[micro_batch] && !cancelled_" "false"
        Channel.*)
+mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/channel.cpp "cancelled_ = true;" "" Channel.*)
+mutant(executor_returns_before_a_worker_rests core_tests gpipe/runtime/executor.cpp
+       "while (run_ != nullptr) changed_.wait(mutex_);" "" Executor.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
