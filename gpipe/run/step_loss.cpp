@@ -266,6 +266,7 @@ at::Tensor StepLoss::gradient(int micro_batch) const {
 }
 
 at::Tensor StepLoss::join() {
+  targets_.await_copies();
   if (comparison_) pipeline_.compared_losses().insert(kind());
   comparison_.reset();
   const auto losses = std::exchange(losses_, {});
