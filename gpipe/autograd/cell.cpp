@@ -147,9 +147,10 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   out.front().add_leaving(value);
   roots_.assign(1, {});
   for (const auto& tensor : value.tensors()) roots_.front().push_back(leave(tensor));
+  // Their nodes are made last, so that a backward first adds the gradients of later stages, as without stages.
   for (auto& skip : skips.leaving()) {
     out.push_back(std::move(skip.parcel));
-    roots_.push_back({std::move(skip.root)});
+    roots_.push_back({leave(skip.tensor)});
   }
   for (const auto& parameter : lent) {
     out.emplace_back().add_leaving(parameter);

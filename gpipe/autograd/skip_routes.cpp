@@ -36,10 +36,10 @@ SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
 void SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (stage_.skips_out[k] != key) continue;
-    auto& [root, parcel] = leaving_[k];
-    if (!parcel.tensors.empty()) fail_twice(key, "stashed");
-    root = leave(tensor);
-    parcel.add_leaving(tensor);
+    auto& leaving = leaving_[k];
+    if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
+    leaving.tensor = tensor;
+    leaving.parcel.add_leaving(tensor);
   }
 }
 

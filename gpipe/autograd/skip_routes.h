@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
 
 #include <map>
 
@@ -29,8 +28,8 @@ class SkipRoutes : public SkipContext {
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    torch::autograd::Edge root;
-    Parcel parcel;  ///< empty until the skip is stashed
+    at::Tensor tensor;  ///< as the layer stashed it
+    Parcel parcel;      ///< empty until the skip is stashed
   };
   std::vector<Leaving>& leaving() { return leaving_; }
 
