@@ -4,8 +4,6 @@
 mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "!present_[micro_batch] && !cancelled_" "false"
        Channel.*)
 mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/channel.cpp "cancelled_ = true;" "" Channel.*)
-mutant(executor_returns_before_a_worker_rests core_tests gpipe/runtime/executor.cpp
-       "while (run_ != nullptr) changed_.wait(mutex_);" "" Executor.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
@@ -49,8 +47,6 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
 # Forward and backward of a mini-batch.
 mutant(drops_skip_gradient gpipe_tests gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
        "{.tensors = out.empty() ? std::move(of_parcel) : Gradients(of_parcel.size())}" Generated*)
-mutant(skips_recompute gpipe_tests gpipe/run/mini_batch.cpp "cell(action)->recompute(retain_graph_);" ""
-       Generated*)
 mutant(frees_cells_late gpipe_tests gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)
 mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
