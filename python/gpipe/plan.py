@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
 from gpipe.balance import MODES, Candidate, suggest
-from gpipe.checks import Checkpoint, check_checkpoint
+from gpipe.checks import Checkpoint, arrange_workers, check_checkpoint
 from gpipe.ranks import Ranks
 from gpipe.structure import take_apart
 
@@ -46,10 +46,9 @@ def choose_plan(
     if stages is not None:
         _C.check_stages(stages, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices is None:
-        own = stages // processes if stages else 1 if processes > 1 else max(2, len(gpus))
-        devices = gpus[:own] if len(gpus) >= own else [torch.device("cpu")] * own
+        default = 1 if processes > 1 else torch.cuda.device_count() or 2
+        devices = arrange_workers(None, stages // processes if stages else default).devices
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
     if chunks is None and any(isinstance(each, _BatchNorm) for each in original.modules()):
