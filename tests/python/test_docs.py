@@ -26,7 +26,8 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-PAGES = ["README.md", "docs/guide.md", "docs/convert_your_model.md", "docs/schedules.md", long("docs/any_model.md")]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("guide", "depth_skips", "convert_your_model", "schedules"))]
+PAGES.append(long("docs/any_model.md"))
 # The names that other pages use without defining them.
 GIVEN = {
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
@@ -69,7 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
             exec(compile(block, f"{page}, block {number}", "exec"), names)
 
 
-def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypatch, one_thread):
+def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path, monkeypatch, one_thread):
     resnet18 = pytest.importorskip("torchvision").models.resnet18
     pytest.importorskip("tensorboard")
     pytest.importorskip("tqdm")
@@ -90,11 +91,16 @@ def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypa
         plan["balance"] = [first_stage, 60 - first_stage]  # of a ResNet-18
         monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
         exec(compile(program, "docs/training_loop.md", "exec"), {})
-        return (folder / "run/latest.snapshot").read_bytes()
+        return folder / "run/latest.snapshot"
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", 20, write_and_stop)
-    assert run(tmp_path / "stopped", 40) == run(tmp_path / "whole", 30)
+    continued = run(tmp_path / "stopped", 40)
+    assert json.loads(snapshot.read(continued).options["plan"])["balance"] == [20, 40]
+    saved = snapshot.read(run(tmp_path / "whole", 30))
+    saved.options["plan"] = snapshot.read(continued).options["plan"]
+    write(tmp_path / "with another plan", saved)
+    assert continued.read_bytes() == (tmp_path / "with another plan").read_bytes()
     saved = safetensors.torch.load_file(tmp_path / "whole/run/latest.snapshot")
     resnet18(num_classes=10).load_state_dict({name: value for name, value in saved.items() if name[0] != "."})
 
