@@ -181,8 +181,9 @@ class GPipe(TeamCalls):
 
     @property
     def plan(self) -> Plan:
-        """How the pipeline runs its model: ``GPipe(model, **pipe.plan)`` makes another one that does. It has only numbers,
-        texts and lists, so a snapshot can keep it as JSON."""
+        """How the pipeline runs its model: ``GPipe(model, **pipe.plan)``, or ``from_module(module, input, **pipe.plan)``,
+        makes another one that does. It has only numbers, texts and lists, so a snapshot can keep it as JSON. Of what
+        :meth:`from_module` chooses, only the number of micro-batches changes bits of the results on CPU."""
         return {
             "balance": self.balance,
             "chunks": self.chunks,

@@ -71,6 +71,8 @@ def choose_plan(
     candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
     if not candidates:
         raise RuntimeError(found.reason or f"no schedule runs {stages} stages on {workers} workers; leave stages out")
+    # Two kinds of schedules round differently. One kind is enough, so that equal trainings give equal bits.
+    candidates = [each for each in candidates if not _C.fills_and_drains(each.schedule)] or candidates
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
     return {

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe import _C
+from gpipe.checks import shown
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -70,7 +71,7 @@ class Snapshot:
         epoch: number of completed epochs.
         position: of the data loader in the epoch, with keys of the loader's choice.
         random: the result of ``torch.get_rng_state()``.
-        options: the program's command-line options.
+        options: texts of the program's choice, such as its command-line options, or ``json.dumps`` of other values.
         history: losses and scores so far.
     """
 
@@ -288,8 +289,23 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 # Files.
 
 
+def _check(snapshot: Snapshot) -> None:
+    """Raises TypeError for a field that is not what its name says."""
+    if not isinstance(snapshot.model, Mapping):
+        raise TypeError(f"model must be a dict of tensors, but is {shown(snapshot.model)}; pass capture_model(model)")
+    if snapshot.optimizer.keys() != OptimizerState.__required_keys__:
+        raise TypeError(f"optimizer must be the result of capture_optimizer(), but is {shown(snapshot.optimizer)}")
+    for name, option in snapshot.options.items():
+        if not isinstance(option, str):
+            raise TypeError(f"options['{name}'] must be a str, but is {shown(option)}; pass json.dumps(...) of other values")
+    for name, values in snapshot.history.items():
+        if not isinstance(values, Sequence):
+            raise TypeError(f"history['{name}'] must be a list of numbers, but is {shown(values)}")
+
+
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
     """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    _check(snapshot)
     tensors = dict(snapshot.model)
     if snapshot.random is not None:
         tensors[".random"] = snapshot.random

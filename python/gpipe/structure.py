@@ -4,7 +4,7 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,9 +57,10 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
+            advice = "; pass dict(...) of it" if isinstance(leaf, Mapping) else ""
             raise TypeError(
                 f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or "
-                "in tuples, named tuples, lists and dicts, which may hold None"
+                f"in tuples, named tuples, lists and dicts, which may hold None{advice}"
             )
     classes = tuple(_class_of(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, classes)

@@ -1,6 +1,7 @@
 """Mistakes that a new user may make, and errors of layers: each answer says what was wrong, where, and what to do."""
 
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -93,6 +94,7 @@ MISTAKES = [
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
     (lambda: pipe()(input_ids=X), TypeError, r"one input.*, or as a dict"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
+    (lambda: pipe()(UserDict(x=X)), TypeError, r"expected Tensor, but got <class 'collections.UserDict'>; .* pass dict\(...\)"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),

@@ -1,6 +1,7 @@
 """How from_module() chooses a plan; settings and evaluation of a pipeline."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,15 +33,28 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     x = torch.randn(12, 8)
     chosen = gpipe.GPipe.from_module(perceptron(), x, seconds=0.1)
     assert chosen.chunks in (2, 4, 8, 12)
-    assert chosen.schedule in gpipe.SCHEDULES
     with_norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1).chunks == 4
+
+
+@pytest.mark.parametrize("schedules, chosen", [(["gpipe", "looped_bfs", "1f1b"], "1f1b"), (["gpipe"], "gpipe")])
+def test_measured_times_do_not_choose_between_schedules_that_round_differently(schedules, chosen, monkeypatch):
+    plan = {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
+    candidates = [
+        SimpleNamespace(fits=True, seconds=seconds, schedule=schedule, **plan) for seconds, schedule in enumerate(schedules, 1)
+    ]
+    monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: SimpleNamespace(candidates=candidates))
+    assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
 
 
 def test_wrong_arguments_of_from_module_are_errors_at_once():
     x = torch.randn(12, 8)
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
         gpipe.GPipe.from_module(perceptron(), x, 2)
+    with pytest.raises(ValueError, match="not dict; give arguments by name as kwargs="):
+        gpipe.GPipe.from_module(perceptron(), {"input": x})
+    with pytest.raises(ValueError, match="give an example input, such as the tensors of a mini-batch"):
+        gpipe.GPipe.from_module(perceptron(), [x.tolist()])
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
         gpipe.GPipe.from_module(perceptron(), x, chunk=4)
 

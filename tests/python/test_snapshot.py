@@ -159,7 +159,10 @@ def test_a_refused_restore_leaves_the_model_unchanged():
     "fields, error, message",
     [
         ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808"),
-        ({"options": {"a": 1}}, ValueError, "'a' is 1, not a string"),
+        ({"options": {"a": {"b": 1}}}, TypeError, r"options\['a'\] must be a str, but is {'b': 1}; pass json.dumps"),
+        ({"history": {"loss": 1.5}}, TypeError, r"history\['loss'\] must be a list of numbers, but is 1.5"),
+        ({"model": nn.Identity()}, TypeError, r"model must be a dict of tensors, but is Identity\(\); pass capture_model"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"the result of capture_optimizer\(\), but is {'state'"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
