@@ -177,7 +177,9 @@ class GPipe(TeamCalls):
             choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, module, batch, **choice))))
         options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}
-        return cls(model, devices=placed, **plan, **options)
+        pipe = cls(model, devices=placed, **plan, **options)
+        pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
+        return pipe
 
     @property
     def plan(self) -> Plan:
@@ -229,7 +231,7 @@ class GPipe(TeamCalls):
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains and ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note that names its place.
+        trains and the given ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.

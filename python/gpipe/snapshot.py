@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
@@ -38,11 +39,13 @@ __all__ = [
     "Snapshot",
     "capture_model",
     "capture_optimizer",
+    "capture_scheduler",
     "gather",
     "own_part",
     "read",
     "restore_model",
     "restore_optimizer",
+    "restore_scheduler",
     "write",
 ]
 
@@ -245,6 +248,34 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
 
 def _refuse(what: str) -> NoReturn:
     raise ValueError(f"the snapshot is of another optimizer: {what}")
+
+
+# Learning-rate schedulers.
+
+
+def capture_scheduler(scheduler: Any) -> str:
+    """Returns the state of a learning-rate scheduler as a text for the options of a snapshot. Raises TypeError if the state
+    holds anything but numbers, texts and containers of them."""
+    return json.dumps(_encoded(scheduler.state_dict()))
+
+
+def restore_scheduler(scheduler: Any, text: str) -> None:
+    """Restores a captured state in a scheduler that was made with the same arguments."""
+    scheduler.load_state_dict(json.loads(text, object_hook=_decoded))
+
+
+def _encoded(value: Any) -> Any:
+    """Returns a value as JSON can hold it. A dict with other keys than texts, such as a MultiStepLR has, becomes pairs."""
+    if isinstance(value, (list, tuple)):
+        return [_encoded(each) for each in value]
+    if not isinstance(value, dict):
+        return _plain(value)
+    pairs = [(key, _encoded(each)) for key, each in value.items()]
+    return dict(pairs) if all(isinstance(key, str) for key in value) else {"": pairs}
+
+
+def _decoded(found: dict[str, Any]) -> dict[Any, Any]:
+    return Counter(dict(found[""])) if found.keys() == {""} else found
 
 
 # Ranks.

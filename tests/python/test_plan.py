@@ -47,6 +47,14 @@ def test_measured_times_do_not_choose_between_schedules_that_round_differently(s
     assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
 
 
+@pytest.mark.filterwarnings("error")
+def test_forward_warns_only_of_a_schedule_that_was_given():
+    x, plan = torch.randn(12, 8), {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
+    gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1)(x)
+    with pytest.raises(UserWarning, match=r"only step\(\) has schedule='1f1b'"):
+        gpipe.GPipe.from_module(perceptron(), x, schedule="1f1b", **plan)(x)
+
+
 def test_wrong_arguments_of_from_module_are_errors_at_once():
     x = torch.randn(12, 8)
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
@@ -153,6 +153,39 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         with pytest.raises(ValueError, match=message):
             snapshot.restore_model(model, wrong)
         assert same(snapshot.capture_model(model), before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
+        ),
+    ],
+)
+def test_a_restored_scheduler_continues(make):
+    def rates(scheduler, steps):
+        takes_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*[1.0] * takes_loss)
+            yield optimizer.param_groups[0]["lr"]
+
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    expected = list(rates(make(optimizer), 8))
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    scheduler = make(optimizer)
+    first = list(rates(scheduler, 3))
+    state, text = snapshot.capture_optimizer(optimizer, pipe), snapshot.capture_scheduler(scheduler)
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    scheduler = make(optimizer)
+    snapshot.restore_optimizer(optimizer, pipe, state)
+    snapshot.restore_scheduler(scheduler, text)
+    assert first + list(rates(scheduler, 5)) == expected
+    assert snapshot.capture_scheduler(scheduler) != text
 
 
 @pytest.mark.parametrize(
