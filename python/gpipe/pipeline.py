@@ -341,7 +341,7 @@ class GPipe(TeamCalls):
                 unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
 
         Raises:
-            RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
+            RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
                 ``DistributedDataParallel`` (use replicas, or :meth:`loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
                 differs from that of the whole mini-batch, a wrong count, or invalid arguments.
