@@ -163,7 +163,12 @@ class GPipe(TeamCalls):
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
         if kwargs is not None:
-            checks.check_is(kwargs, "kwargs", dict, "a dict of the module's arguments", "give stages by name, stages=2")
+            advice = "give stages by name, stages=2"
+            checks.check_is(kwargs, "kwargs", Mapping, "a dict of the module's arguments", advice)  # type: ignore[type-abstract]
+        if balance is None and placement != "looped":
+            raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
+        if balance is not None and stages is not None:
+            raise ValueError("balance and stages exclude each other, because a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         ranks = ranks_of(group)
@@ -256,10 +261,11 @@ class GPipe(TeamCalls):
         """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
         the target of all samples. The target may be on any device. Over ranks, each computes the loss of its replica, so
         give all of them the target. Restores the modules' modes."""
+        checks.check_function(loss, "loss", "output and target")
         with mode(self, False), torch.no_grad():
             device = self.devices[self.placement[-1]] if self.balance else torch.device("cpu")
             output = self(input)
-            return loss(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+            return checked(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
 
     def _warn_of_schedule(self) -> None:
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):

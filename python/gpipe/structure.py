@@ -120,6 +120,7 @@ def _class_named(name: object) -> type[Tensor] | None:
 class _Containers(pickle._Unpickler):
     """Refuses everything but containers. In Python, because the C class would set attributes of the containers' classes."""
 
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
