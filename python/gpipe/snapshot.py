@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe import _C
+from gpipe.checks import check_is, check_list, check_number, check_whole, shown
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -91,13 +92,25 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
         TypeError, ValueError: if the snapshot cannot be saved.
     """
-    _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
+    file = _to_file(check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot"))
+    _C.write_snapshot(os.fsencode(path), *file)
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
     """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if it
     cannot be read, and ValueError if it is not regular, changed, truncated, not a snapshot, or of a newer version."""
-    return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    try:
+        return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    except ValueError:
+        with open(path, "rb") as file:
+            of_torch = file.read(4) in (b"PK\3\4", b"\x80\2\x8a\n")  # as torch.save() writes it now, and wrote it once
+        if of_torch:
+            name = os.fsdecode(path)
+            raise ValueError(
+                f"'{name}' is not a snapshot, but a file of torch.save(); read it with torch.load(), or write its weights as "
+                f"safetensors: python -m gpipe convert {name} weights.safetensors"
+            ) from None
+        raise
 
 
 # Models.
@@ -289,7 +302,9 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
-    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. Raises
+    TypeError or ValueError for fields of a wrong type."""
+    _check(snapshot)
     tensors = dict(snapshot.model)
     if snapshot.random is not None:
         tensors[".random"] = snapshot.random
@@ -302,6 +317,32 @@ def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
     training: dict[str, Any] = {"version": 2, "epoch": snapshot.epoch, "position": snapshot.position}
     training |= {"options": snapshot.options, "optimizer": {**snapshot.optimizer, "state": state}}
     return tensors, json.dumps(training, allow_nan=False)
+
+
+def _check(snapshot: Snapshot) -> None:
+    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks what is in ``model`` and
+    ``optimizer``."""
+    mappings = {
+        "model": "a dict of tensors, as capture_model() returns",
+        "optimizer": "a dict, as capture_optimizer() returns",
+        "position": "a dict of integers",
+        "options": "a dict of texts",
+        "history": "a dict of lists of numbers",
+    }
+    for name, words in mappings.items():
+        check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
+    if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
+        raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
+    check_whole(snapshot.epoch, "epoch of a snapshot", bits=63)
+    for name, number in snapshot.position.items():
+        check_whole(number, f"position '{name}' of a snapshot", bits=63)
+    for name, text in snapshot.options.items():
+        check_is(text, f"option '{name}' of a snapshot", str, "a str", f"use str({shown(text)})")
+    for name, values in snapshot.history.items():
+        for value in check_list(values, f"history '{name}' of a snapshot", "numbers"):
+            check_number(value, f"each value of history '{name}' of a snapshot")
+    if snapshot.random is not None:
+        check_is(snapshot.random, "random of a snapshot", Tensor, "a tensor, as torch.get_rng_state() returns")
 
 
 def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:
