@@ -73,7 +73,7 @@ void refuse_step_in_ddp(const std::vector<Stage>& stages) {
     throw_error(
         "the pipeline is inside DistributedDataParallel, which would not average the gradients of step(); give the "
         "ranks replicas instead (Ranks with replicas=2, without DistributedDataParallel), or put a module around the "
-        "pipeline whose forward returns pipe.loss(...)");
+        "pipeline whose forward returns pipe.compute_loss(...)");
   }
 }
 
@@ -285,7 +285,7 @@ StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, 
   return result;
 }
 
-torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+torch::Tensor GPipeImpl::compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
   return run_step(std::move(input), std::move(target), loss, options, nullptr).loss;
 }
 

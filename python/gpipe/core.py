@@ -19,6 +19,7 @@ from gpipe.checks import Workers
 from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
+from gpipe.renamed import NEW_NAMES, renamed
 
 # Settings that may be assigned. Another spelling is refused, because it would have no effect.
 _SETTINGS = "checkpoint", "chunks"
@@ -124,6 +125,8 @@ class StagedModel(OriginalNames):
     def __getattr__(self, name: str) -> Any:
         if (stage := self._stage_with(name)) is not None:
             return stage._modules[name]
+        if f"gpipe.GPipe.{name}" in NEW_NAMES:
+            return renamed(f"gpipe.GPipe.{name}", self)
         try:
             return super().__getattr__(name)
         except AttributeError as error:

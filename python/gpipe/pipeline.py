@@ -55,6 +55,12 @@ class GPipe(TeamCalls):
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
 
+    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and a call of the
+    pipeline, ``pipe(input)``, returns the model's output. :meth:`from_module` makes a pipeline of any module, and
+    :attr:`plan` tells how it runs. :meth:`compute_loss` returns a loss with its graph. :meth:`clip_grad_norm_` clips
+    gradients, and :meth:`trace` records a timeline. All others are those of ``nn.Module``, except for those that ranks
+    call together: ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas``.
+
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
             dicts, which may hold ``None``.
@@ -114,6 +120,7 @@ class GPipe(TeamCalls):
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
+        """Cuts a model into stages; see the class."""
         verify_module(module)
         cut = checks.check_balance(balance, len(module))
         ranks = ranks_of(group)
@@ -319,8 +326,9 @@ class GPipe(TeamCalls):
     ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
-        itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch; with
-        ``return_output``, a tuple of it and the detached output.
+        itself in :meth:`forward` only. Backwards do not use autocast. Returns the loss of the mini-batch, detached: the
+        backward has run, so do not call ``loss.backward()``. With ``return_output``, returns a tuple of it and the detached
+        output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -338,14 +346,14 @@ class GPipe(TeamCalls):
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
                 adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
-                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
+                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
             check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
                 unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
-                ``DistributedDataParallel`` (use replicas, or :meth:`loss`).
+                ``DistributedDataParallel`` (use replicas, or :meth:`compute_loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
                 differs from that of the whole mini-batch, a wrong count, or invalid arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
@@ -356,7 +364,7 @@ class GPipe(TeamCalls):
         result = self._run_step("step", input, target, loss, scale, count, reduction, return_output, check)
         return result if return_output else result[0]
 
-    def loss(
+    def compute_loss(
         self,
         input: Any,
         target: Any,
@@ -370,7 +378,7 @@ class GPipe(TeamCalls):
         """Computes the loss and all gradients as :meth:`step`, with its arguments. Adds nothing to ``.grad``, but returns the
         loss with its graph: a backward of it hands out the gradients, times its incoming gradient. For a module that returns
         the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``."""
-        result: Tensor = self._run_step("loss", input, target, loss, scale, count, reduction, False, check)[0]
+        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, count, reduction, False, check)[0]
         return result
 
     def _run_step(
@@ -383,7 +391,7 @@ class GPipe(TeamCalls):
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._pipeline()
             if self.ranks is not None and type(scale) is GradScaler:
-                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
+                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
             if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
@@ -393,7 +401,7 @@ class GPipe(TeamCalls):
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.train(
-                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
+                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "compute_loss"
             )
 
     def trace(self, timeline: _C.Timeline | None) -> None:

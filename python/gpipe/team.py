@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler as _GradScaler
+from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
 from gpipe.checks import check_is, check_number, check_text, check_whole
@@ -73,11 +73,11 @@ class TeamCalls(StagedModel):
         return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
 
 
-class GradScaler(_GradScaler):
+class PipelineGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for a pipeline over ranks: if a gradient of any rank is not finite, all ranks skip the
     optimizer's step and lower the scale. In one process it is the same as PyTorch's.
 
-        scaler = gpipe.GradScaler(pipe)
+        scaler = gpipe.PipelineGradScaler(pipe)
         with torch.autocast("cuda", torch.float16):
             loss = pipe.step(x, y, criterion, scale=scaler)
         scaler.step(optimizer)
