@@ -5,10 +5,9 @@ loss = pipe.step(input, target, criterion)
 """
 
 import sys as _sys
+import typing as _typing
 from importlib.metadata import version as _version
 from pathlib import Path as _Path
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 import torch as _torch  # loads the libraries that the extension module needs
 
@@ -68,7 +67,7 @@ __all__ = [
 
 __version__: str = _version("gpipe")
 
-if not _TYPE_CHECKING:  # a type checker would take any name for one of the module
+if not _typing.TYPE_CHECKING:  # a type checker would take any name for one of the module
 
-    def __getattr__(name: str) -> _Any:
+    def __getattr__(name: str) -> _typing.Any:
         return _renamed(f"gpipe.{name}", _sys.modules["gpipe"])

@@ -1,12 +1,14 @@
 """How from_module() chooses a plan; settings and evaluation of a pipeline."""
 
 import json
+from collections import UserDict
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
+import typed_program
 from gpipe.skip import peek, pop, skippable, stash
 
 
@@ -37,6 +39,14 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1).chunks == 4
 
 
+def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(tmp_path):
+    x = torch.randn(12, 8)
+    (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
+    assert gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given).schedule == given["schedule"]
+    assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
+
+
 def test_wrong_arguments_of_from_module_are_errors_at_once():
     x = torch.randn(12, 8)
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
@@ -50,8 +60,8 @@ def test_a_misspelled_setting_is_an_error_and_other_attributes_are_not():
     with pytest.raises(AttributeError, match="a pipeline has no 'chunk'; did you mean 'chunks'?"):
         pipe.chunk = 8
     pipe.chunks = 8
-    pipe.note = "kept"
-    assert (pipe.chunks, pipe.note) == (8, "kept")
+    pipe.device = pipe.scheduler = "kept"
+    assert (pipe.chunks, pipe.device, pipe.scheduler) == (8, "kept", "kept")
 
 
 def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
@@ -102,3 +112,7 @@ def test_any_number_of_layers_peek_at_a_skip():
         torch.testing.assert_close(ours.grad, theirs.grad)
     with pytest.raises(TypeError, match="layer '1' .* peeks at 'x', which no earlier layer stashes"):
         gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Middle(8, 8)), [1, 1])
+
+
+def test_a_typed_program_runs(tmp_path):
+    typed_program.main(tmp_path)
