@@ -296,7 +296,9 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   auto outcome = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
-      throw_error("step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+      throw_error(
+          "step() trains, so it needs training mode and grad mode; call it after train() and outside no_grad, or "
+          "evaluate with forward()");
     }
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());

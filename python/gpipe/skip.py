@@ -169,7 +169,10 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
     }[call]
     if name not in declared:
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
-        raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
+        raise RuntimeError(
+            f"'{name}' was {done} by a layer that does not declare it; it declares {names}; add the name to "
+            f"@skippable({call.__name__}=[...])"
+        )
     current.answer = call(current.layer.native_key(name), *tensor)
     return current.answer
 

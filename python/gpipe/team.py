@@ -96,6 +96,7 @@ class PipelineGradScaler(GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        check_is(pipe, "pipe", TeamCalls, "a gpipe.GPipe", "torch.amp.GradScaler is for other models")
         device = next((device.type for device in pipe.devices if device.type != "cpu"), "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipe = pipe

@@ -115,6 +115,7 @@ MISTAKES = [
     (lambda: setattr(pipe(), "devices", ["cpu"]), AttributeError, "'devices' of a pipeline is fixed; make another one by"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
+    (lambda: gpipe.PipelineGradScaler(LAYER), TypeError, "pipe must be a gpipe.GPipe, but is Linear.*; torch.amp.GradScaler is"),
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other, .*; leave stages out"),
     (lambda: from_module(placement="v"), ValueError, "placement is 'v', but is chosen without a balance; give a balance too"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
