@@ -171,11 +171,12 @@ class GPipe(TeamCalls):
         """
         if kwargs is not None:
             advice = "give stages by name, stages=2"
-            checks.check_is(kwargs, "kwargs", Mapping, "a dict of the module's arguments", advice)  # type: ignore[type-abstract]
+            words = "a dict of the module's arguments"
+            checks.check_is(kwargs, "kwargs", Mapping, words, advice)  # type: ignore[type-abstract]
         if balance is None and placement != "looped":
             raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
         if balance is not None and stages is not None:
-            raise ValueError("balance and stages exclude each other, because a balance has a number per stage; leave stages out")
+            raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         ranks = ranks_of(group)
@@ -196,11 +197,11 @@ class GPipe(TeamCalls):
         """How the pipeline runs its model: ``GPipe(model, **pipe.plan)`` makes another one that does. It has only numbers,
         texts and lists, so a snapshot can keep it as JSON."""
         return {
-            "balance": self.balance,
+            "balance": list(self.balance),
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
-            "placement": self.placement,
+            "placement": list(self.placement),
         }
 
     @property
@@ -268,10 +269,11 @@ class GPipe(TeamCalls):
         """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
         the target of all samples. The target may be on any device. Over ranks, each computes the loss of its replica, so
         give all of them the target. Restores the modules' modes."""
-        checks.check_function(loss, "loss", "output and target")
+        with self.refusing():
+            checks.check_function(loss, "loss", "output and target")
         with mode(self, False), torch.no_grad():
-            device = self.devices[self.placement[-1]] if self.balance else torch.device("cpu")
             output = self(input)
+            device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
             return checked(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
 
     def _warn_of_schedule(self) -> None:
@@ -280,7 +282,7 @@ class GPipe(TeamCalls):
         self._warned = True
         warnings.warn(
             f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-            f"'{self.schedule}'",
+            f"'{self.schedule}'; train with step(), or call eval() before you evaluate",
             stacklevel=5,
         )
 

@@ -72,8 +72,8 @@ def choose_plan(
     if not candidates:
         raise RuntimeError(
             found.reason
-            or f"no schedule that was tried runs {stages} stages on {workers} worker{'s' * (workers > 1)}; leave stages out, or "
-            "give devices, one per worker, which may repeat"
+            or f"no schedule that was tried runs {stages} stages on {workers} worker{'s' * (workers > 1)}; leave stages "
+            "out, or give devices, one per worker, which may repeat"
         )
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)

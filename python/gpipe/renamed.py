@@ -13,8 +13,8 @@ NEW_NAMES = {
 
 
 def renamed(old: str, owner: Any) -> Any:
-    """Returns the attribute of ``owner`` that an old name, as ``'gpipe.reference'``, stands for now. Warns the caller's caller.
-    Raises AttributeError for a name that is not old."""
+    """Returns the attribute of ``owner`` that an old name, such as ``'gpipe.reference'``, stands for. Warns the caller's
+    caller. Raises AttributeError for a name that is not old."""
     if old not in NEW_NAMES:
         module, _, name = old.rpartition(".")
         raise AttributeError(f"module '{module}' has no attribute '{name}'", name=name, obj=owner)

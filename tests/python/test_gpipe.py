@@ -98,7 +98,7 @@ def test_dtypes_change_and_the_present_device_stays():
     for move in (lambda: pipe.to("cpu", torch.float64), lambda: pipe.half().to(torch.float64)):
         assert move() is pipe
         assert pipe(torch.zeros(2, 3, dtype=torch.float64)).dtype == pipe[0].weight.dtype == torch.float64
-    pipe.to(dtype=torch.float32)
+    nn.Sequential(pipe).to("cpu", torch.float32)
     assert pipe(torch.zeros(2, 3)).dtype == torch.float32
 
 

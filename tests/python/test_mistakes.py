@@ -116,7 +116,7 @@ MISTAKES = [
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
     (lambda: gpipe.PipelineGradScaler(LAYER), TypeError, "pipe must be a gpipe.GPipe, but is Linear.*; torch.amp.GradScaler is"),
-    (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other, .*; leave stages out"),
+    (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
     (lambda: from_module(placement="v"), ValueError, "placement is 'v', but is chosen without a balance; give a balance too"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
     (lambda: from_module(balance=[1, 1]).second, AttributeError, r"the model, or pipe.get_parameter\('second.weight'\)$"),
@@ -147,6 +147,7 @@ MISTAKES = [
     (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
     (lambda: pipe().to(tensor=torch.zeros(1, device="meta")), TypeError, MOVE),
     (lambda: pipe().to_empty(device="cpu"), TypeError, MOVE),
+    (lambda: nn.Sequential(pipe()).to("meta"), TypeError, MOVE),
 ]
 
 

@@ -23,6 +23,8 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     pipe = gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1, **given)
     plan = json.loads(json.dumps(pipe.plan))
     assert plan == {"balance": pipe.balance, "placement": [0, 1], **given}
+    pipe.plan["balance"].clear()
+    assert plan == pipe.plan
     monkeypatch.setattr("gpipe.plan.suggest", None)
     again = gpipe.GPipe.from_module(perceptron(), x, **plan)
     assert again.plan == plan

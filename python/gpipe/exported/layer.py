@@ -97,7 +97,8 @@ class Writer:
         leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
         lines += [f"return [{', '.join(leaving)}]" if outputs is not None else f"return {', '.join(leaving) or '()'}"]
         places = [f"{name} = _places[{index}]" for index, name in enumerate(self._places.values())]
-        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *(_INDENT + line for line in [*places, *lines]), ""])
+        body = [_INDENT + line for line in [*places, *lines]]
+        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *body, ""])
         self.code = Code(text, self._functions, list(self._places))
 
     def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
