@@ -138,7 +138,8 @@ class StagedModel(OriginalNames):
         stages = self.__dict__.get("_modules", {}).get("partitions")
         layers = stages.layers().items() if stages is not None else ()
         converted = [(key, layer) for key, layer in layers if isinstance(layer, ConvertedLayer)]
-        parameters = [each for _, layer in converted for each in layer.order if each.partition(".")[0] == name]
+        orders = {id(layer.order): layer.order for _, layer in converted}  # layers of one model share theirs
+        parameters = [each for order in orders.values() for each in order if each.partition(".")[0] == name]
         if not parameters and all(layer.name_in_messages(key).partition(".")[0] != name for key, layer in converted):
             return ""
         other = f", or pipe.get_parameter('{parameters[0]}')" if parameters else ""
