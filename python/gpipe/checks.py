@@ -75,6 +75,11 @@ def check_list(value: object, name: str, of: str = "values to try") -> list[Any]
     return list(value)
 
 
+def check_numbers(value: object, name: str) -> list[float]:
+    """Returns an iterable of numbers as a list of ``float``. Raises TypeError for other values."""
+    return [check_number(each, f"each of {name}") for each in check_list(value, name, "numbers")]
+
+
 def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
     """Returns a callable. Raises TypeError for other values, and for classes of modules. ``of`` describes its arguments."""
     if isinstance(value, type) and issubclass(value, nn.Module):

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe import _C
-from gpipe.checks import check_is, check_list, check_number, check_whole, shown
+from gpipe.checks import check_is, check_numbers, check_whole, shown
+from gpipe.convert import refuse_file_of_torch
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -102,14 +103,7 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     try:
         return _from_file(*_C.read_snapshot(os.fsencode(path)))
     except ValueError:
-        with open(path, "rb") as file:
-            of_torch = file.read(4) in (b"PK\3\4", b"\x80\2\x8a\n")  # as torch.save() writes it now, and wrote it once
-        if of_torch:
-            name = os.fsdecode(path)
-            raise ValueError(
-                f"'{name}' is not a snapshot, but a file of torch.save(); read it with torch.load(), or write its weights as "
-                f"safetensors: python -m gpipe convert {name} weights.safetensors"
-            ) from None
+        refuse_file_of_torch(path)
         raise
 
 
@@ -300,6 +294,14 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 
 # Files.
 
+_DICTS = {
+    "model": "a dict of tensors, as capture_model() returns",
+    "optimizer": "a dict, as capture_optimizer() returns",
+    "position": "a dict of integers",
+    "options": "a dict of texts",
+    "history": "a dict of lists of numbers",
+}
+
 
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
     """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. Raises
@@ -320,16 +322,8 @@ def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
 
 
 def _check(snapshot: Snapshot) -> None:
-    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks what is in ``model`` and
-    ``optimizer``."""
-    mappings = {
-        "model": "a dict of tensors, as capture_model() returns",
-        "optimizer": "a dict, as capture_optimizer() returns",
-        "position": "a dict of integers",
-        "options": "a dict of texts",
-        "history": "a dict of lists of numbers",
-    }
-    for name, words in mappings.items():
+    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks the tensors."""
+    for name, words in _DICTS.items():
         check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
     if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
         raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
@@ -339,10 +333,7 @@ def _check(snapshot: Snapshot) -> None:
     for name, text in snapshot.options.items():
         check_is(text, f"option '{name}' of a snapshot", str, "a str", f"use str({shown(text)})")
     for name, values in snapshot.history.items():
-        for value in check_list(values, f"history '{name}' of a snapshot", "numbers"):
-            check_number(value, f"each value of history '{name}' of a snapshot")
-    if snapshot.random is not None:
-        check_is(snapshot.random, "random of a snapshot", Tensor, "a tensor, as torch.get_rng_state() returns")
+        check_numbers(values, f"history '{name}' of a snapshot")
 
 
 def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
-from gpipe.checks import check_is, check_number, check_text, check_whole
+from gpipe.checks import check_is, check_number, check_numbers, check_text, check_whole
 from gpipe.core import StagedModel
 
 
@@ -58,7 +58,7 @@ class TeamCalls(StagedModel):
         ranks give as many numbers and get the same bits."""
         with self.refusing():
             pipeline = self._pipeline()
-            checked = [check_number(number, "each of the numbers") for number in numbers]
+            checked = check_numbers(numbers, "the numbers")
         return pipeline.sum_over_replicas(checked)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
