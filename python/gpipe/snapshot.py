@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe import _C
-from gpipe.checks import shown
+from gpipe.checks import check_is, check_numbers, check_whole, shown
+from gpipe.convert import refuse_file_of_torch
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -95,13 +96,18 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
         TypeError, ValueError: if the snapshot cannot be saved.
     """
-    _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
+    file = _to_file(check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot"))
+    _C.write_snapshot(os.fsencode(path), *file)
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
     """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if it
     cannot be read, and ValueError if it is not regular, changed, truncated, not a snapshot, or of a newer version."""
-    return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    try:
+        return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    except ValueError:
+        refuse_file_of_torch(path)
+        raise
 
 
 # Models.
@@ -319,23 +325,18 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 
 # Files.
 
-
-def _check(snapshot: Snapshot) -> None:
-    """Raises TypeError for a field that is not what its name says."""
-    if not isinstance(snapshot.model, Mapping):
-        raise TypeError(f"model must be a dict of tensors, but is {shown(snapshot.model)}; pass capture_model(model)")
-    if snapshot.optimizer.keys() != OptimizerState.__required_keys__:
-        raise TypeError(f"optimizer must be the result of capture_optimizer(), but is {shown(snapshot.optimizer)}")
-    for name, option in snapshot.options.items():
-        if not isinstance(option, str):
-            raise TypeError(f"options['{name}'] must be a str, but is {shown(option)}; pass json.dumps(...) of other values")
-    for name, values in snapshot.history.items():
-        if not isinstance(values, Sequence):
-            raise TypeError(f"history['{name}'] must be a list of numbers, but is {shown(values)}")
+_DICTS = {
+    "model": "a dict of tensors, as capture_model() returns",
+    "optimizer": "a dict, as capture_optimizer() returns",
+    "position": "a dict of integers",
+    "options": "a dict of texts",
+    "history": "a dict of lists of numbers",
+}
 
 
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
-    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. Raises
+    TypeError or ValueError for fields of a wrong type."""
     _check(snapshot)
     tensors = dict(snapshot.model)
     if snapshot.random is not None:
@@ -349,6 +350,21 @@ def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
     training: dict[str, Any] = {"version": 2, "epoch": snapshot.epoch, "position": snapshot.position}
     training |= {"options": snapshot.options, "optimizer": {**snapshot.optimizer, "state": state}}
     return tensors, json.dumps(training, allow_nan=False)
+
+
+def _check(snapshot: Snapshot) -> None:
+    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks the tensors."""
+    for name, words in _DICTS.items():
+        check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
+    if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
+        raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
+    check_whole(snapshot.epoch, "epoch of a snapshot", bits=63)
+    for name, number in snapshot.position.items():
+        check_whole(number, f"position '{name}' of a snapshot", bits=63)
+    for name, text in snapshot.options.items():
+        check_is(text, f"option '{name}' of a snapshot", str, "a str", f"use str({shown(text)})")
+    for name, values in snapshot.history.items():
+        check_numbers(values, f"history '{name}' of a snapshot")
 
 
 def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:

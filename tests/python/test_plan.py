@@ -1,6 +1,7 @@
 """How from_module() chooses a plan; settings and evaluation of a pipeline."""
 
 import json
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import gpipe
+import typed_program
 from gpipe.skip import peek, pop, skippable, stash
 
 
@@ -22,6 +24,8 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     pipe = gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1, **given)
     plan = json.loads(json.dumps(pipe.plan))
     assert plan == {"balance": pipe.balance, "placement": [0, 1], **given}
+    pipe.plan["balance"].clear()
+    assert plan == pipe.plan
     monkeypatch.setattr("gpipe.plan.suggest", None)
     again = gpipe.GPipe.from_module(perceptron(), x, **plan)
     assert again.plan == plan
@@ -55,13 +59,21 @@ def test_forward_warns_only_of_a_schedule_that_was_given():
         gpipe.GPipe.from_module(perceptron(), x, schedule="1f1b", **plan)(x)
 
 
+def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(tmp_path):
+    x = torch.randn(12, 8)
+    (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
+    assert gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given).schedule == given["schedule"]
+    assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
+
+
 def test_wrong_arguments_of_from_module_are_errors_at_once():
     x = torch.randn(12, 8)
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
         gpipe.GPipe.from_module(perceptron(), x, 2)
     with pytest.raises(ValueError, match="not dict; give arguments by name as kwargs="):
         gpipe.GPipe.from_module(perceptron(), {"input": x})
-    with pytest.raises(ValueError, match="give an example input, such as the tensors of a mini-batch"):
+    with pytest.raises(ValueError, match="give an example input, with tensors"):
         gpipe.GPipe.from_module(perceptron(), [x.tolist()])
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
         gpipe.GPipe.from_module(perceptron(), x, chunk=4)
@@ -72,8 +84,8 @@ def test_a_misspelled_setting_is_an_error_and_other_attributes_are_not():
     with pytest.raises(AttributeError, match="a pipeline has no 'chunk'; did you mean 'chunks'?"):
         pipe.chunk = 8
     pipe.chunks = 8
-    pipe.note = "kept"
-    assert (pipe.chunks, pipe.note) == (8, "kept")
+    pipe.device = pipe.scheduler = "kept"
+    assert (pipe.chunks, pipe.device, pipe.scheduler) == (8, "kept", "kept")
 
 
 def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
@@ -124,3 +136,7 @@ def test_any_number_of_layers_peek_at_a_skip():
         torch.testing.assert_close(ours.grad, theirs.grad)
     with pytest.raises(TypeError, match="layer '1' .* peeks at 'x', which no earlier layer stashes"):
         gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Middle(8, 8)), [1, 1])
+
+
+def test_a_typed_program_runs(tmp_path):
+    typed_program.main(tmp_path)

@@ -191,11 +191,15 @@ def test_a_restored_scheduler_continues(make):
 @pytest.mark.parametrize(
     "fields, error, message",
     [
-        ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808"),
-        ({"options": {"a": {"b": 1}}}, TypeError, r"options\['a'\] must be a str, but is {'b': 1}; pass json.dumps"),
-        ({"history": {"loss": 1.5}}, TypeError, r"history\['loss'\] must be a list of numbers, but is 1.5"),
-        ({"model": nn.Identity()}, TypeError, r"model must be a dict of tensors, but is Identity\(\); pass capture_model"),
-        ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"the result of capture_optimizer\(\), but is {'state'"),
+        ({"epoch": "1"}, TypeError, "epoch of a snapshot must be an integer, but is '1'"),
+        ({"position": {"seed": 2**63}}, ValueError, r"position 'seed' .* must be below 2\*\*63, but is 9223372036854775808"),
+        ({"options": {"a": 1}}, TypeError, r"option 'a' of a snapshot must be a str, but is 1; use str\(1\)"),
+        ({"history": [1.0]}, TypeError, "history of a snapshot must be a dict of lists of numbers, but is"),
+        ({"history": {"a": 1.0}}, TypeError, "history 'a' of a snapshot must be a list of numbers, but is 1.0"),
+        ({"history": {"a": ["x"]}}, TypeError, "each of history 'a' of a snapshot must be a number, but is 'x'"),
+        ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),
+        ({"model": make_model()}, TypeError, r"model of a snapshot must be a dict of tensors, as capture_model\(\) returns"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"no 'type'; give what capture_optimizer\(\) returns"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
@@ -223,6 +227,10 @@ def test_errors_of_files_are_those_of_python(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(2)}, path)
     with pytest.raises(ValueError, match="only weights"):
         snapshot.read(path)
+    for is_zip in (True, False):
+        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(ValueError, match=r"is not a snapshot, .* torch.load\(\), .* python -m gpipe convert"):
+            snapshot.read(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         snapshot.read(tmp_path)
 
