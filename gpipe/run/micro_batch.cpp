@@ -69,7 +69,8 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
     if (tensor.is_meta()) refuse_argument("a tensor of the ", what, " is on the meta device; pass one with data");
     if (tensor.dim() == 0) {
       refuse_argument("a tensor of the ", what,
-                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
+                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches, so expand it to "
+                      "the batch, or keep it in a layer");
     }
     sizes.push_back(tensor.size(0));
   }

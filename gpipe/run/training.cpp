@@ -73,7 +73,7 @@ void refuse_step_in_ddp(const std::vector<Stage>& stages) {
     throw_error(
         "the pipeline is inside DistributedDataParallel, which would not average the gradients of step(); give the "
         "ranks replicas instead (Ranks with replicas=2, without DistributedDataParallel), or put a module around the "
-        "pipeline whose forward returns pipe.loss(...)");
+        "pipeline whose forward returns pipe.compute_loss(...)");
   }
 }
 
@@ -285,7 +285,7 @@ StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, 
   return result;
 }
 
-torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+torch::Tensor GPipeImpl::compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
   return run_step(std::move(input), std::move(target), loss, options, nullptr).loss;
 }
 
@@ -296,7 +296,9 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   auto outcome = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
-      throw_error("step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+      throw_error(
+          "step() trains, so it needs training mode and grad mode; call it after train() and outside no_grad, or "
+          "evaluate with forward()");
     }
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());

@@ -47,29 +47,35 @@ def choose_plan(
         _C.check_stages(stages, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
     if devices is None:
-        default = 1 if processes > 1 else torch.cuda.device_count() or 2
-        devices = arrange_workers(None, stages // processes if stages else default).devices
+        default = 1 if processes > 1 else torch.cuda.device_count() or min(2, len(model))
+        devices = arrange_workers(None, max(1, stages // processes) if stages else default).devices
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
     if chunks is None and any(isinstance(each, _BatchNorm) for each in original.modules()):
         chunks = max(1, min(2 * workers, samples // 2))
-    tried = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
+    tried = [chunks] if chunks is not None else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
     memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
     found = suggest(
         model,
         batch,
         list(devices) * processes,
         chunks=tried,
-        checkpoints=[checkpoint] if checkpoint else MODES,
+        checkpoints=MODES if checkpoint is None else [checkpoint],
         memory_limit=memory,
-        schedule=schedule or "auto",
+        schedule="auto" if schedule is None else schedule,
         seconds=seconds,
         param_scale=4.0,
         progress=progress_line(),
     )
     candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
     if not candidates:
-        raise RuntimeError(found.reason or f"no schedule runs {stages} stages on {workers} workers; leave stages out")
+        raise RuntimeError(
+            found.reason
+            or f"no schedule that was tried runs {stages} stages on {workers} worker{'s' * (workers > 1)}; leave stages "
+            "out, or give devices, one per worker, which may repeat"
+        )
+    # Two kinds of schedules round differently. One kind is enough, so that equal trainings give equal bits.
+    candidates = [each for each in candidates if not _C.fills_and_drains(each.schedule)] or candidates
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
     return {
@@ -84,7 +90,8 @@ def choose_plan(
 def _order(candidate: Candidate) -> tuple[int, ...]:
     """Orders candidates that are equally fast, so that measurements that differ a little lead to one choice."""
     names = [name for name, _, _ in _C.schedule_rules()]
-    return MODES.index(candidate.checkpoint), len(candidate.balance), names.index(candidate.schedule), candidate.chunks
+    place = names.index(candidate.schedule) if candidate.schedule in names else -1  # a file
+    return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
 
 
 def progress_line(seconds: float = 2.0) -> Callable[[float], None] | None:
