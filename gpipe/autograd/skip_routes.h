@@ -35,11 +35,11 @@ class SkipRoutes : public SkipContext {
   std::vector<Leaving>& leaving() { return leaving_; }
 
  private:
-  /// A skip that layers of the stage have yet to read.
+  /// A skip that layers of the stage read. Without its tensor after the last one.
   struct Present {
     at::Tensor tensor;
     VersionWatch version;  // of one that has entered
-    int readers;
+    int readers;           // that have yet to read it
   };
 
   /// Sends a tensor to the workers' next stages that read it.
