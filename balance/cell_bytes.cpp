@@ -11,10 +11,10 @@ constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_l
 
 }  // namespace
 
-/// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut
-/// changes when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
-/// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the
-/// cell lives.
+/// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
+/// when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
+/// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as
+/// the cell lives.
 class StageCost::Cell {
   /// One kind of pass through the layers first..end-1, which run one after the other.
   class Pass {

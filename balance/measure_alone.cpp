@@ -92,9 +92,9 @@ class LoneContext : public SkipContext {
   Skips own_;
 };
 
-/// Makes a layer a model of its own. It reads copies of the `entering` skips, whose gradients are discarded. Its stashed
-/// tensors receive a gradient of ones in the backward, and go to `leaving` unless that is null. Its module has the
-/// layer's parameters, buffers and training mode, but declares no skips. Both maps must outlive it.
+/// Makes a layer a model of its own. It reads copies of the `entering` skips, whose gradients are discarded. Its
+/// stashed tensors receive a gradient of ones in the backward, and go to `leaving` unless that is null. Its module has
+/// the layer's parameters, buffers and training mode, but declares no skips. Both maps must outlive it.
 std::unique_ptr<Layer> isolated(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving) {
   const auto forward = [&entering, leaving](Layer& layer, Value input) {
     LoneContext context(entering, leaving);

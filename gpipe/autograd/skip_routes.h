@@ -9,8 +9,8 @@
 
 namespace gpipe {
 
-/// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A skip
-/// that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
+/// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A
+/// skip that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
 class SkipRoutes : public SkipContext {
  public:
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
