@@ -156,7 +156,7 @@ Profile large_profile() {
     if (layer + 1 < kLayers) profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 1, layer + 1});
     if (layer % 10 == 0 && layer + 100 < kLayers) {
       profile.skips.push_back({"skip", layer, {layer + 100}, bytes});
-      profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 100, layer, layer + 100});
+      profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 100, layer, {layer + 100}});
     }
   }
   return profile;

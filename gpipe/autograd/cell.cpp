@@ -298,8 +298,8 @@ void Cell::backward_weights(GradientSums& sums) {
   auto weights = split_->take_weights();
   split_.reset();
   std::vector<GradientSums> none;
-  // Parameters get the versions that they had at I: a later micro-batch of the stage may have written to them. W reads only
-  // the other factor of each product, but PyTorch would refuse to run it.
+  // Parameters get the versions that they had at I: a later micro-batch of the stage may have written to them. W reads
+  // only the other factor of each product, but PyTorch would refuse to run it.
   std::vector<VersionWatch> present(sinks_.parameters().begin(), sinks_.parameters().end());
   for (auto& version : versions_) version.put_back();
   const absl::Cleanup put_back = [&] {

@@ -120,8 +120,8 @@ Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value
   return {std::move(mini_batch), std::move(results)};
 }
 
-// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
-// every rank run its backward, also if none of its own parameters wants a gradient.
+// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one
+// makes every rank run its backward, also if none of its own parameters wants a gradient.
 std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline.count(); ++s) {
@@ -132,8 +132,8 @@ std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& 
   return sources;
 }
 
-// Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have recorded.
-// If that replica had no samples, the next step measures again.
+// Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have
+// recorded. If that replica had no samples, the next step measures again.
 void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, Checkpoint checkpoint) {
   auto& team = pipeline.team();
   if (team.size() > 1) {

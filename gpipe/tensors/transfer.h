@@ -64,8 +64,9 @@ std::size_t lead_of(const at::Tensor& tensor);
 /// Returns a tensor without values, whose first element is `lead` bytes behind an address that is a multiple of 64.
 at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, std::size_t lead);
 
-/// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too, because
-/// the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are cloned.
+/// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too,
+/// because the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are
+/// cloned.
 at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking = false);
 at::Tensor copy_of(const at::Tensor& tensor);
 

@@ -76,12 +76,17 @@ TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
     self.stash("s", x);
     return x;
   });
+  const SkipFunction popped_twice(Names{.pop = {"s"}}, [](const Tensor& x, SkipFunctionImpl& self) {
+    self.pop("s");
+    return x + self.pop("s");
+  });
   for (const auto& balance : {Balance{1, 1}, Balance{2}}) {
     const auto run = [&](auto first, auto second) {
       return [=] { GPipe(Sequential(first, second), balance, in_chunks(2))->forward(torch::randn({4, 6})); };
     };
     EXPECT_THAT(run(nothing_stashed, Pop("s")), throws<std::runtime_error>("'s'"));
-    EXPECT_THAT(run(stashed_twice, Pop("s")), throws<std::runtime_error>("twice"));
+    EXPECT_THAT(run(stashed_twice, Pop("s")), throws<std::runtime_error>("was stashed twice"));
+    EXPECT_THAT(run(Stash("s"), popped_twice), throws<std::runtime_error>("was read twice"));
     EXPECT_THAT(run(Stash("s"), nothing_popped), throws<std::runtime_error>("to be read"));
   }
 }
