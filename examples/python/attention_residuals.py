@@ -3,9 +3,8 @@
     python attention_residuals.py --data FILE
     torchrun --nproc-per-node 2 attention_residuals.py --ranks
 
-A layer with attention residuals (Kimi Team, arXiv:2603.15031) reads the outputs of all earlier blocks. The models are
-plain PyTorch. In a pipeline, the output of a block goes once to each worker that reads it. Prints the losses side by
-side while it trains, and draws them into --output.
+A layer with attention residuals (Kimi Team, arXiv:2603.15031) reads the outputs of all earlier blocks. A pipeline sends
+each once to each worker that reads it. Prints the losses side by side while it trains, and draws them into --output.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     add("--length", type=positive, default=64, help="bytes of a sample")
     add("--batch-size", type=positive, default=16, help="samples per mini-batch")
     add("--steps", type=positive, default=300, help="mini-batches to train with")
-    add("--learning-rate", type=float, default=2e-3, help="of Adam")
+    add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0")
     add("--seconds", type=float, default=5, help="for measuring each model, to choose its cut and its schedule")
     add("--ranks", action="store_true", help="divide the stages among the processes that torchrun starts")
     add("--output", type=Path, default=Path("out/attention_residuals.svg"), metavar="FILE", help="for the picture")
@@ -122,8 +121,8 @@ def draw(history: list[list[float]], path: Path) -> None:
     def at(step: float, loss: float) -> str:
         return f"{50 + 490 * step / steps:.1f},{250 - 210 * (loss - low) / (high - low):.1f}"
 
-    lines = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 560 300" font-family="sans-serif" font-size="12">']
-    lines.append('<rect width="560" height="300" fill="white"/>')
+    style = 'style="font: 12px sans-serif; background: white"'
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 560 300" {style}>']
     lines.append('<text x="50" y="24">loss per byte of the held-out text</text>')
     lines.append('<text x="295" y="290" text-anchor="middle">step</text>')
     for part in (0, 0.25, 0.5, 0.75, 1):
@@ -168,6 +167,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> None:
     for step in range(1, args.steps + 1):
         chosen = training[torch.randint(len(training), (args.batch_size,), generator=generator)]
         for index, (pipe, optimizer) in enumerate(zip(pipes, optimizers)):
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (step - 1) / args.steps)
             optimizer.zero_grad()
             sums[index] += pipe.step(chosen[:, :-1], chosen[:, 1:], cross_entropy).item()
             optimizer.step()
@@ -180,7 +180,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> None:
             sums = [0.0] * len(pipes)
     if first:
         draw(history, args.output)
-        print(f"done: {args.steps} steps; the picture is {args.output}")
+        print(f"done: {args.steps} steps, in {args.output}")
 
 
 def main() -> int:
