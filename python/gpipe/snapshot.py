@@ -167,6 +167,7 @@ def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """Copies an optimizer's options and state to the CPU. The pipeline or unpartitioned model names the parameters. C++
     restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``. Raises TypeError if the state of a parameter has
     anything but numbers and tensors of its shape, and ValueError if it does not belong to the model."""
+    check_is(optimizer, "optimizer", Optimizer, "an optimizer", "give the optimizer first, then the model")
     captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
     for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
         options = {name: _plain(value) for name, value in group.items() if name not in _HOW}
@@ -362,7 +363,7 @@ def _check(snapshot: Snapshot) -> None:
     for name, number in snapshot.position.items():
         check_whole(number, f"position '{name}' of a snapshot", bits=63)
     for name, text in snapshot.options.items():
-        check_is(text, f"option '{name}' of a snapshot", str, "a str", f"use str({shown(text)})")
+        check_is(text, f"option '{name}' of a snapshot", str, "a str", "use str() or json.dumps() of it")
     for name, values in snapshot.history.items():
         check_numbers(values, f"history '{name}' of a snapshot")
 
