@@ -100,8 +100,8 @@ class StageCost::Cell {
     }
   }
 
-  /// Each stage that reads a skip has its gradient. The blocks have that of the last reader alone, to which an
-  /// unpartitioned backward adds the others.
+  /// Each stage that reads a skip has its gradient, at most until the backward of the stage that makes the skip. The
+  /// blocks have that of the last reader alone, to which an unpartitioned backward adds the others.
   void add_gradients_of_readers() {
     for (const auto& skip : cost_.profile_.skips) {
       const auto later = std::ranges::lower_bound(skip.readers, end_);  // the first reader behind this stage
