@@ -109,8 +109,8 @@ class StageCost {
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;
-  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it. `placement` has the worker of each stage; if empty, each
-  /// has its own.
+  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it. `placement` has the worker of each stage; if empty,
+  /// each has its own.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
                        bool copies) const;
 
