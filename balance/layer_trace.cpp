@@ -30,12 +30,13 @@ struct Place {
 };
 thread_local Place place_of_this_thread;
 
-/// Identity node behind a layer's output: the layer's part of the backward begins here.
+/// Identity node behind a layer's output, or a tensor that it stashes: the layer's part of the backward begins at the
+/// first of them.
 struct PartBegins : torch::autograd::Node {
   PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    trace->begins(part);
+    if (!trace->is_in(part)) trace->begins(part);
     trace->passes_back(part.layer, gradients);
     return std::move(gradients);
   }
@@ -45,26 +46,37 @@ struct PartBegins : torch::autograd::Node {
   const LayerTrace::Part part;
 };
 
-/// Reports the skips that a layer reads.
-class ReadReporter : public SkipContext {
+/// Reports the skips that a layer reads, and the gradients of those that it stashes.
+class SkipReporter : public SkipContext {
  public:
-  ReadReporter(LayerTrace& trace, int layer, int micro_batch)
-      : outer_(SkipContext::current()), trace_(trace), layer_(layer), micro_batch_(micro_batch) {}
+  SkipReporter(std::shared_ptr<LayerTrace> trace, int layer, int micro_batch, bool graph)
+      : outer_(SkipContext::current()),
+        trace_(std::move(trace)),
+        layer_(layer),
+        micro_batch_(micro_batch),
+        graph_(graph) {}
 
-  void stash(const SkipKey& key, at::Tensor tensor) override { outer_.stash(key, std::move(tensor)); }
+  void stash(const SkipKey& key, at::Tensor tensor) override {
+    if (graph_) {
+      const auto node = make_node<PartBegins>(trace_, LayerTrace::Part{Kind::B, false, layer_, micro_batch_});
+      tensor = append_node(Value(tensor), node).tensors().front();
+    }
+    outer_.stash(key, std::move(tensor));
+  }
   at::Tensor pop(const SkipKey& key) override { return report(key, outer_.pop(key)); }
   at::Tensor peek(const SkipKey& key) override { return report(key, outer_.peek(key)); }
 
  private:
   at::Tensor report(const SkipKey& key, at::Tensor tensor) {
-    trace_.reads(layer_, micro_batch_, key, tensor);
+    trace_->reads(layer_, micro_batch_, key, tensor);
     return tensor;
   }
 
   SkipContext& outer_;
-  LayerTrace& trace_;
+  const std::shared_ptr<LayerTrace> trace_;
   const int layer_;
   const int micro_batch_;
+  const bool graph_;
 };
 
 }  // namespace
@@ -85,7 +97,7 @@ std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_pt
       const int micro_batch = recompute ? 0 : forwards++;
       trace->begins({recompute ? Kind::R : Kind::F, graph, i, micro_batch});
       if (!recompute) trace->reaches(i, micro_batch, input.tensors());
-      ReadReporter context(*trace, i, micro_batch);
+      SkipReporter context(trace, i, micro_batch, graph);
       SkipContextGuard guard(context);
       auto output = layer.forward(std::move(input));
       if (i + 1 == count && !recompute) trace->reaches(count, micro_batch, output.tensors());
@@ -150,6 +162,11 @@ void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links
     profile.skips.push_back(
         {link.key.name, link.from, distinct_readers(link), bytes, version.changed(), wants_gradient});
   }
+}
+
+bool LayerTrace::is_in(const Part& part) const {
+  const Part* present = part_of_this_thread();
+  return present != nullptr && *present == part;
 }
 
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {

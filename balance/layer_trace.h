@@ -76,6 +76,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
   // input of `layer`, or the model's output if that is the number of layers. reads(): a layer reads a skip.
   void begins(const Part& part);
+  /// Returns whether the last part that began on this thread is this one.
+  bool is_in(const Part& part) const;
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
   void reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
   /// The gradients of a layer's outputs, at the beginning of its part of a backward.

@@ -159,6 +159,7 @@ MODELS = {
         "T5ForConditionalGeneration", "T5Config", tokens(decoder_input_ids=torch.randint(0, 50, (SAMPLES, 4))), **T5
     ),
     "hf vit": lambda: text_model("ViTModel", "ViTConfig", images(16), image_size=16, patch_size=8),
+    "densenet121": lambda: torchvision(lambda models: models.densenet121(num_classes=5), *images(32)),
 }
 
 

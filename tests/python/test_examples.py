@@ -13,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
 import gpipe
 from gpipe import snapshot
 from conftest import long
+from helpers import run_on_two_ranks
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
@@ -227,6 +229,23 @@ def test_a_job_whose_process_is_killed_ends_as_one_process_does(trained, tmp_pat
 def test_hello(capsys):
     runpy.run_path(str(EXAMPLES / "hello.py"))
     assert re.fullmatch(r"loss \d\.\d{3}\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_with_and_without_attention_residuals_learn(ranks, tmp_path, capsys):
+    flags = "--layers 4 --block 2 --width 8 --length 16 --batch-size 32 --steps 40 --learning-rate 0.01 --seconds 0.2"
+    flags = [*flags.split(), "--output", tmp_path / "curves.svg"]
+    if ranks == 1:
+        assert run("attention_residuals", *flags) == 0
+        output = capsys.readouterr().out
+    else:
+        program = (EXAMPLES / "attention_residuals.py").read_text()
+        output = run_on_two_ranks(program, tmp_path, *map(str, flags), "--ranks")
+    lines = [list(map(float, line.split())) for line in output.splitlines() if re.match(" *[0-9]", line)]
+    assert [line[0] for line in lines] == list(range(2, 41, 2))
+    assert all(last < 0.75 * first for first, last in list(zip(lines[0], lines[-1], strict=True))[1:])
+    curves = ElementTree.parse(tmp_path / "curves.svg").findall("{*}polyline[@stroke-width]")
+    assert [len(curve.get("points").split()) for curve in curves] == [20, 20]
 
 
 @pytest.mark.long
