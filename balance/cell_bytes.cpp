@@ -52,8 +52,15 @@ class StageCost::Cell {
   };
 
  public:
-  Cell(const StageCost& cost, int first, int end, const std::vector<int>& ends, bool copies)
-      : cost_(cost), first_(first), end_(end), ends_(ends), stage_(stage_of(first, ends)), copies_(copies) {}
+  Cell(const StageCost& cost, int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
+       bool copies)
+      : cost_(cost),
+        first_(first),
+        end_(end),
+        ends_(ends),
+        placement_(placement),
+        stage_(stage_of(first, ends)),
+        copies_(copies) {}
 
   CellBytes bytes() {
     for (int layer = first_; layer < end_; ++layer) {
@@ -100,8 +107,23 @@ class StageCost::Cell {
     }
   }
 
-  /// Each stage that reads a skip has its gradient. The blocks have that of the last reader alone, to which an
-  /// unpartitioned backward adds the others.
+  /// The stage from which this one gets a skip, as cut_edges() says.
+  int sender_of(const SkipProfile& skip) const {
+    int sender = stage_of(skip.from, ends_);
+    bool is_own_worker = is_on_worker(sender);
+    for (const int reader : skip.readers) {
+      if (reader >= first_) break;
+      const int stage = stage_of(reader, ends_);
+      if (is_own_worker && !is_on_worker(stage)) continue;
+      sender = stage;
+      is_own_worker = is_on_worker(stage);
+    }
+    return sender;
+  }
+  bool is_on_worker(int stage) const { return !placement_.empty() && placement_[stage] == placement_[stage_]; }
+
+  /// Each stage that reads a skip has its gradient until the backward of the stage that sent it the skip. The blocks
+  /// have that of the last reader alone, to which an unpartitioned backward adds the others.
   void add_gradients_of_readers() {
     for (const auto& skip : cost_.profile_.skips) {
       const auto later = std::ranges::lower_bound(skip.readers, end_);  // the first reader behind this stage
@@ -113,7 +135,7 @@ class StageCost::Cell {
         if (inside(skip.from)) {
           pass->change(skip.from) -= skip.bytes;
         } else {
-          pass->hold(skip.bytes, Kind::I, stage_at(skip.from));
+          pass->hold(skip.bytes, Kind::I, sender_of(skip));
         }
       }
     }
@@ -230,6 +252,7 @@ class StageCost::Cell {
   const int first_;
   const int end_;
   const std::vector<int>& ends_;
+  const std::vector<int>& placement_;  // empty: each stage has a worker
   const int stage_;
   const bool copies_;
   const bool splits_ = cost_.splits(first_);
@@ -253,8 +276,9 @@ bool StageCost::copies_inputs(int first, int end) const {
                      [&](const auto& skip) { return skip.changed && skip.from < first && is_read(skip, first, end); });
 }
 
-CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
-  return Cell(*this, first, end, ends, copies).bytes();
+CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
+                                bool copies) const {
+  return Cell(*this, first, end, ends, placement, copies).bytes();
 }
 
 }  // namespace gpipe

@@ -45,9 +45,11 @@ const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
 
 Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
   auto [edges, bytes] = stage_.edges(balance, source_.placement);
+  auto placed = options_;
+  placed.scheduling.placement = source_.placement;
   Workload work{.layout = {static_cast<int>(balance.size()), options_.chunks, source_.placement},
                 .edges = std::move(edges),
-                .costs = stage_.costs(balance, options_),
+                .costs = stage_.costs(balance, placed),
                 .checkpoint = options_.checkpoint};
   if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
   for (std::size_t e = 0; e < work.edges.size(); ++e) {

@@ -151,7 +151,7 @@ std::int64_t StageCost::reduction_bytes(int first, int end, const Network& netwo
 }
 
 std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
-  const auto cell = cell_bytes(begin, end, {begin, end, layers_}, options.copies);
+  const auto cell = cell_bytes(begin, end, {begin, end, layers_}, /*placement=*/{}, options.copies);
   // After the fill all micro-batches' cells are live. The drain begins with the last one. Before backward k, other
   // stages may still hold the gradients that the k backwards before it sent.
   const std::int64_t chunks = options.chunks;
@@ -276,7 +276,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
                              backward, splits(first) ? seconds(after.input_gradient - before.input_gradient) : backward,
                              splits(first) ? seconds(after.weight_gradient - before.weight_gradient) : kMinSeconds});
     costs.stored.push_back(seconds(after.stored - before.stored));
-    costs.bytes.push_back(cell_bytes(first, end, ends, options.copies));
+    costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));
     first = end;
   }
   return costs;

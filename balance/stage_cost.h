@@ -85,7 +85,7 @@ class StageCost {
   std::int64_t bytes_in(int first, int end) const;
 
   // Inputs of the simulator for a balance.
-  /// Without costs of edges, which depend on the placement.
+  /// Without costs of edges. If the options have no placement, each stage has a worker.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   /// The edges between stages on these workers, and the bytes of each for one micro-batch.
   struct SizedEdges {
@@ -109,8 +109,10 @@ class StageCost {
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;
-  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it.
-  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;
+  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it. `placement` has the worker of each stage; if empty,
+  /// each has its own.
+  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
+                       bool copies) const;
 
   const Profile& profile_;
   const int layers_;

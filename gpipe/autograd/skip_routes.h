@@ -9,7 +9,7 @@
 namespace gpipe {
 
 /// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A
-/// skip that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
+/// skip that enters and also leaves goes on to later stages that read it. Used by one thread.
 class SkipRoutes : public SkipContext {
  public:
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
@@ -41,7 +41,7 @@ class SkipRoutes : public SkipContext {
     int readers;           // that have yet to read it
   };
 
-  /// Sends a tensor to the workers' next stages that read it.
+  /// Sends a tensor along each edge of its skip.
   void send(const SkipKey& key, const at::Tensor& tensor);
 
   const Stage& stage_;

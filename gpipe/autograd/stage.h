@@ -24,7 +24,7 @@ struct Stage {
   c10::Device device = c10::kCPU;
 
   /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first). A skip
-  /// that goes to several workers leaves several times; one that goes on to a later stage of the worker is in both.
+  /// that goes to several workers may leave several times; one that goes on to a later stage is in both.
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
   /// How many of its modules read each skip.

@@ -170,6 +170,7 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
   const auto count = earlier ? items_.size() : tensors_.size();
+  moment.values_.reserve(count + generators_.size());
   for (std::size_t i = 0; i < count; ++i) {
     const auto& item = items_[i];
     item->note_unseen();

@@ -115,6 +115,8 @@ mutant(isolates_every_name gpipe_tests skip/skippable.cpp
        "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
 mutant(reads_damaged_files gpipe_tests gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
+mutant(forgets_gradients_of_readers gpipe_tests balance/cell_bytes.cpp "add_gradients_of_readers();" ""
+       StepMemory.OfASkip*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
        "prediction.bytes[w] += kept[w];" "(void)w;" Predict.*:Search.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
