@@ -12,7 +12,8 @@
 namespace gpipe {
 
 struct SuggestOptions {
-  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
+  /// Numbers of chunks to try. Empty: 4, 8, 2, 16, 1 and 32, in this order, as far as the mini-batch, the model and the
+  /// time allow.
   TORCH_ARG(std::vector<int>, chunks);
   TORCH_ARG(std::vector<Checkpoint>, checkpoints) = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device, where each CPU worker counts as a device; 0 for no limit.

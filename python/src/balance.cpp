@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -266,7 +267,8 @@ void init_balance(py::module_& module) {
   module.def("plan_cluster", &plan);
   module.def("all_schedulings", &all_schedulings);
   module.def("candidates", &candidates);
-  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt);
+  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt,
+             py::arg("rows") = std::numeric_limits<int>::max());
   module.def("check_stages", &check_stages);
 }
 
