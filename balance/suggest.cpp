@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <optional>
@@ -235,7 +236,8 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
 }
 
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
-                             const Suggestion& suggestion, int candidates, int repeats, int intraop_threads) {
+                             const Suggestion& suggestion, int candidates, int repeats, int intraop_threads,
+                             const std::function<void(double)>& progress) {
   check_devices(wanted);
   const auto devices = with_index(wanted);
   if (candidates < 1 || repeats < 1) {
@@ -244,6 +246,9 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());
+  const auto fitting = std::ranges::count_if(suggestion.candidates, &Candidate::fits);
+  const auto wanted_steps = static_cast<double>(std::min<std::ptrdiff_t>(candidates, fitting)) * (repeats + 1);
+  double steps = 0;
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
@@ -260,6 +265,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
       candidate.schedule.empty() ? trial_step(pipe, batch) : trial_schedule(pipe, batch);
       synchronize(devices);
       if (repeat >= 0) seconds.push_back(now() - start);
+      if (progress) progress(++steps / wanted_steps);
     }
     measured.push_back({candidate, median(seconds)});
   }
