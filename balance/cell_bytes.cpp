@@ -11,10 +11,10 @@ constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_l
 
 }  // namespace
 
-/// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut
-/// changes when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
-/// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the
-/// cell lives.
+/// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
+/// when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
+/// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as
+/// the cell lives.
 class StageCost::Cell {
   /// One kind of pass through the layers first..end-1, which run one after the other.
   class Pass {
@@ -60,6 +60,8 @@ class StageCost::Cell {
       for (const Block* block : cost_.blocks_[layer])
         block->born == Kind::F ? add_activation(*block) : add_gradient(*block);
     }
+    add_gradients_of_readers();
+    add_arriving();
     if (copies_) copy_between_devices();
     keep_inputs();
     for (int layer = first_; layer < end_; ++layer) {
@@ -98,6 +100,40 @@ class StageCost::Cell {
     }
   }
 
+  /// Each stage that reads a skip has its gradient. The blocks have that of the last reader alone, to which an
+  /// unpartitioned backward adds the others.
+  void add_gradients_of_readers() {
+    for (const auto& skip : cost_.profile_.skips) {
+      const auto later = std::ranges::lower_bound(skip.readers, end_);  // the first reader behind this stage
+      if (!skip.wants_gradient || later == skip.readers.begin() || later == skip.readers.end()) continue;
+      const int reader = *(later - 1);
+      if (reader < first_) continue;
+      for (auto* pass : {&backward_, &input_gradient_}) {
+        pass->change(reader) += skip.bytes;
+        if (inside(skip.from)) {
+          pass->change(skip.from) -= skip.bytes;
+        } else {
+          pass->hold(skip.bytes, Kind::I, stage_at(skip.from));
+        }
+      }
+    }
+  }
+
+  /// Gradients of other stages that are added to others in new memory: of lent parameters, and of skips with several
+  /// readers.
+  void add_arriving() {
+    for (const auto& tie : cost_.profile_.ties) {
+      const int layer = tie.layers.front();
+      if (inside(layer) && tie.layers.back() >= end_) arriving_[layer - first_] += tie.bytes;
+    }
+    for (const auto& skip : cost_.profile_.skips) {
+      if (!skip.wants_gradient || skip.readers.size() == 1 || skip.readers.back() < end_) continue;
+      for (const int layer : {skip.from - 1, skip.from}) {
+        if (inside(layer)) arriving_[layer - first_] += skip.bytes;
+      }
+    }
+  }
+
   /// A block that a forward allocates.
   void add_activation(const Block& block) {
     const auto bytes = block.bytes;
@@ -122,7 +158,7 @@ class StageCost::Cell {
       forward_.change(block.freed_by) -= bytes;
     }
     // Without a graph the block lives until its last use.
-    const int last_use = std::max(block.reaches, block.read_by);
+    const int last_use = block.readers.empty() ? block.reaches : std::max(block.reaches, block.readers.back());
     if (last_use == block.layer) return;
     stored_.change(block.layer) += bytes;
     if (inside(last_use)) {
@@ -130,9 +166,12 @@ class StageCost::Cell {
     } else if (last_use == cost_.layers_) {
       stored_.hold(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
     } else {
-      const int receiver = stage_of(block.reaches >= end_ ? end_ : block.read_by, ends_);
+      // Of several stages that get it, the first one's backward comes last. Their recomputes have no order.
+      const int first_use = block.reaches >= end_ ? end_ : *std::ranges::lower_bound(block.readers, end_);
+      const int receiver = stage_of(first_use, ends_);
       const bool copied = copies_ || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
-      stored_.hold(bytes, copied ? Kind::F : saved ? until : Kind::R, receiver);
+      const auto freed_in = saved ? until : last_use >= ends_[receiver] ? Kind::I : Kind::R;
+      stored_.hold(bytes, copied ? Kind::F : freed_in, receiver);
     }
   }
 
@@ -169,11 +208,7 @@ class StageCost::Cell {
     std::int64_t kept_by_backward = 0;
     for (const Block* block : cost_.blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
     const bool as_last = layer + 1 == end_ && end_ < cost_.layers_ && !copies_;
-    // The gradients of lent parameters are added to the layer's own in new memory.
-    std::int64_t arriving = 0;
-    for (const auto& tie : cost_.profile_.ties) {
-      if (tie.layers.front() == layer && tie.layers.back() >= end_) arriving += tie.bytes;
-    }
+    const auto arriving = arriving_[layer - first_];
     const auto extra = arriving + (as_last ? of.last_backward_extra : of.backward_extra);
     const auto change = backward_.change(layer) + of.late_gradients;
     const auto large = of.gradients - of.late_gradients;
@@ -199,6 +234,7 @@ class StageCost::Cell {
   const bool copies_;
   const bool splits_ = cost_.splits(first_);
   std::int64_t buffers_ = 0;
+  std::vector<std::int64_t> arriving_ = std::vector<std::int64_t>(end_ - first_);  // bytes, by layer
   Pass forward_{first_, end_};
   Pass stored_{first_, end_};    // a forward without graph
   Pass backward_{first_, end_};  // whole; or in two parts:

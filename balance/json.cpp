@@ -36,8 +36,8 @@ constexpr int kDepth = 8;
 GPIPE_VISIT(LayerProfile, name, forward, stored, recompute, backward, input_gradient, weight_gradient, parameters,
             gradients, late_gradients, optimizer, buffers, output, saved, forward_extra, stored_extra, backward_extra,
             input_gradient_extra, last_backward_extra, last_input_gradient_extra, changes_input, shares_with)
-GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, read_by)
-GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed)
+GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, readers)
+GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed, wants_gradient)
 GPIPE_VISIT(TieProfile, name, layers, bytes)
 GPIPE_VISIT(Profile, samples, device, workers, intraop_threads, input_requires_grad, layers, blocks, skips, ties)
 GPIPE_VISIT(LinkSpeed, bandwidth, latency)
@@ -199,7 +199,7 @@ void check(const Reader& reader, const Profile& profile) {
     reader.check_range(path + "layer", block.layer, 0, layers - 1);
     reader.check_range(path + "freed_by", block.freed_by, HeldBytes::kNeverFreed, layers - 1);
     reader.check_range(path + "reaches", block.reaches, block.layer, layers);
-    reader.check_range(path + "read_by", block.read_by, -1, layers - 1);
+    if (!block.readers.empty()) check_layers(reader, path + "readers", block.readers, 0, layers);
   }
   for (std::size_t i = 0; i < profile.skips.size(); ++i) {
     const auto& skip = profile.skips[i];

@@ -132,8 +132,8 @@ void LayerTrace::reaches(int layer, int micro_batch, const std::vector<at::Tenso
 void LayerTrace::reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip) {
   MutexLock lock(mutex_);
   if (micro_batch != 0) return;
-  skips_[key] = {bytes_of(skip), VersionWatch(skip)};
-  if (auto* allocation = find(skip)) allocation->read_by = std::max(allocation->read_by, layer);
+  skips_[key] = {bytes_of(skip), VersionWatch(skip), skip.defined() && skip.requires_grad()};
+  if (auto* allocation = find(skip)) allocation->readers.insert(layer);
 }
 
 void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients) {
@@ -146,8 +146,9 @@ void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients
 void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links) {
   MutexLock lock(mutex_);
   for (const auto& link : links) {
-    const auto& [bytes, version] = skips_[link.key];
-    profile.skips.push_back({link.key.name, link.from, distinct_readers(link), bytes, version.changed()});
+    const auto& [bytes, version, wants_gradient] = skips_[link.key];
+    profile.skips.push_back(
+        {link.key.name, link.from, distinct_readers(link), bytes, version.changed(), wants_gradient});
   }
 }
 
@@ -300,7 +301,8 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
     const auto until = !by_part ? Kind::F : kept && freed_by->kind == Kind::B ? Kind::W : freed_by->kind;
     const int freeing_layer = by_part ? freed_by->layer : caller;
-    bytes[{0, born.kind, born.layer, until, freeing_layer, allocation.reaches, allocation.read_by}] += size;
+    std::vector<int> readers(allocation.readers.begin(), allocation.readers.end());
+    bytes[{0, born.kind, born.layer, until, freeing_layer, allocation.reaches, std::move(readers)}] += size;
     if (born.kind == Kind::F && by_part && freed_by->kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.

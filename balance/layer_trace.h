@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     Part born;
     std::int64_t bytes = 0;
     int reaches = 0;
-    int read_by = -1;
+    std::set<int> readers = {};
     std::optional<Part> freed_by = {};                          ///< none if the caller frees it, or it is not freed
     double born_at = 0;                                         ///< in seconds, on the clock of timelines
     double freed_at = std::numeric_limits<double>::infinity();  ///< likewise
@@ -110,8 +111,13 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<Allocation> allocations_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const void*, std::size_t> live_ ABSL_GUARDED_BY(mutex_);  // index, by address
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);                // by layer
-  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);  // as they were popped
+  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
+  struct Skip {
+    std::int64_t bytes = 0;
+    VersionWatch version;  // as it was read last
+    bool wants_gradient = false;
+  };
+  std::map<SkipKey, Skip> skips_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// Bytes of a tensor's elements; 0 for an undefined or sparse tensor.

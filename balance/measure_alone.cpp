@@ -92,9 +92,9 @@ class LoneContext : public SkipContext {
   Skips own_;
 };
 
-/// Makes a layer a model of its own. It reads copies of the `entering` skips, whose gradients are discarded. Its stashed
-/// tensors receive a gradient of ones in the backward, and go to `leaving` unless that is null. Its module has the
-/// layer's parameters, buffers and training mode, but declares no skips. Both maps must outlive it.
+/// Makes a layer a model of its own. It reads copies of the `entering` skips, whose gradients are discarded. Its
+/// stashed tensors receive a gradient of ones in the backward, and go to `leaving` unless that is null. Its module has
+/// the layer's parameters, buffers and training mode, but declares no skips. Both maps must outlive it.
 std::unique_ptr<Layer> isolated(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving) {
   const auto forward = [&entering, leaving](Layer& layer, Value input) {
     LoneContext context(entering, leaving);
@@ -115,7 +115,7 @@ std::unique_ptr<Layer> isolated(std::unique_ptr<Layer> layer, const Skips& enter
 
 // Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
 // unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory
-// of its own, kept for the backward of its last reader.
+// of its own, kept for the backward of its first reader.
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
@@ -136,14 +136,13 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
   }
   for (const auto& link : links) {
     const auto readers = distinct_readers(link);
-    if (link.from == index || !std::ranges::binary_search(readers, index)) continue;
+    if (link.from == index || readers.back() != index) continue;
     const auto& skip = skips.at(link.key);
     const auto bytes = bytes_of(skip);
-    if (index == readers.back()) {
-      whole.skips.push_back({link.key.name, link.from, readers, bytes});
-      whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
-    }
-    if (skip.defined() && skip.is_floating_point()) {
+    const bool wants_gradient = skip.defined() && skip.is_floating_point();
+    whole.skips.push_back({link.key.name, link.from, readers, bytes, /*changed=*/false, wants_gradient});
+    whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, readers.front(), link.from, readers});
+    if (wants_gradient) {
       for (const auto born : {Kind::B, Kind::I})
         whole.blocks.push_back({bytes, born, index, Kind::B, link.from, index});
     }

@@ -65,8 +65,8 @@ struct Block {
   /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns
   /// it.
   int reaches = 0;
-  /// The last layer that reads the memory as a skip; -1 for none.
-  int read_by = -1;
+  /// The layers that read the memory as a skip, ascending.
+  std::vector<int> readers = {};
 
   friend auto operator<=>(const Block&, const Block&) = default;
 };
@@ -77,7 +77,8 @@ struct SkipProfile {
   int from = 0;                   ///< index of the layer that stashes it
   std::vector<int> readers = {};  ///< indices of the layers that pop it or peek at it, ascending
   std::int64_t bytes = 0;
-  bool changed = false;  ///< in place, after it was read
+  bool changed = false;         ///< in place, after it was read
+  bool wants_gradient = false;  ///< of these bytes
 
   friend bool operator==(const SkipProfile&, const SkipProfile&) = default;
 };

@@ -72,7 +72,7 @@ void trial_schedule(GPipe& pipe, const Value& batch) {
     }
     return sum.defined() ? sum : at::zeros({});
   };
-  pipe->loss(batch, at::zeros({batch_size(batch)}), sum, StepOptions().reduction(Reduction::kSum));
+  pipe->compute_loss(batch, at::zeros({batch_size(batch)}), sum, StepOptions().reduction(Reduction::kSum));
 }
 
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes) {

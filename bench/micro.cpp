@@ -16,8 +16,8 @@
 
 #include "balance/cut.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/runtime/waiting.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
@@ -61,9 +61,8 @@ BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}}
 /// Hands over to another thread and back.
 void hand_over(State& state) {
   const int count = static_cast<int>(state.max_iterations);
-  const int spins = state.range(0) != 0 ? spins_for(2, cpu_quota()) : 0;
-  Channel there(count, spins);
-  Channel back(count, spins);
+  Channel there(count);
+  Channel back(count);
   std::thread other([&] {
     for (int m = 0; m < count; ++m) {
       there.take(m);
@@ -79,7 +78,7 @@ void hand_over(State& state) {
   report(state, "hand-over", 2);
 }
 
-BENCHMARK(hand_over)->ArgName("spins")->Arg(0)->Arg(1)->Unit(kMicrosecond)->UseRealTime();
+BENCHMARK(hand_over)->Unit(kMicrosecond)->UseRealTime();
 
 struct NoActions : ActionRunner {
   void on_worker(int, absl::FunctionRef<void()> run_actions) override { run_actions(); }
@@ -156,8 +155,8 @@ Profile large_profile() {
                               .shares_with = layer});
     if (layer + 1 < kLayers) profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 1, layer + 1});
     if (layer % 10 == 0 && layer + 100 < kLayers) {
-      profile.skips.push_back({"skip", layer, layer + 100, bytes});
-      profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 100, layer, layer + 100});
+      profile.skips.push_back({"skip", layer, {layer + 100}, bytes});
+      profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 100, layer, {layer + 100}});
     }
   }
   return profile;

@@ -95,11 +95,12 @@ class UNet:
             times = dict.fromkeys(("forward", "stored", "recompute"), samples * scale * layer.forward)
             size = {"output": int(samples * layer.output), "changes_input": False, "shares_with": i}
             layers.append(ZEROS | times | size | {"name": layer.name, "backward": samples * scale * layer.backward})
+        flags = {"changed": False, "wants_gradient": True}
         skips = [
-            {"name": name, "from": first, "to": last, "bytes": int(samples * size), "changed": False}
+            {"name": name, "from": first, "readers": [last], "bytes": int(samples * size)} | flags
             for name, first, last, size in self.skips
         ]
-        about = {"version": 4, "samples": 1, "device": "simulated", "workers": 1, "intraop_threads": 1}
+        about = {"version": 5, "samples": 1, "device": "simulated", "workers": 1, "intraop_threads": 1}
         content = {"input_requires_grad": True, "blocks": [], "ties": [], "layers": layers, "skips": skips}
         return Profile.from_json(json.dumps(about | content))
 

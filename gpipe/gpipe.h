@@ -30,8 +30,8 @@ class Pipeline;
 class Program;
 struct Timeline;
 
-/// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by a
-/// balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
+/// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by
+/// a balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
 ///
 ///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8));
 ///   auto loss = criterion(pipe->forward(x), y);
@@ -39,8 +39,9 @@ struct Timeline;
 ///   optimizer.step();
 ///
 /// Computes the function of the unpartitioned model run micro-batch by micro-batch. The result has one autograd node,
-/// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad
-/// work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's keys.
+/// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and
+/// autograd::grad work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's
+/// keys.
 ///
 /// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device, or on
 /// several ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from
@@ -50,9 +51,9 @@ struct Timeline;
 /// Thread safety: forward, backward and step may be called on any thread but the pipeline's workers; concurrent calls
 /// take turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
-/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, parameters, buffers and generators are
-/// then as before the call, and the next call works. A recompute that throws an object other than a std::exception becomes a
-/// std::runtime_error, because PyTorch's engine supports no other type.
+/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, parameters, buffers and generators
+/// are then as before the call, and the next call works. A recompute that throws an object other than a std::exception
+/// becomes a std::runtime_error, because PyTorch's engine supports no other type.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
@@ -62,10 +63,10 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// The same for a model that is given as factories. Calls them in order, each in a RandomScope of its own, and keeps the
-  /// layers of this rank. So the initial values do not depend on the balance, nor on the number of ranks, but differ from those
-  /// of a Sequential. Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory
-  /// that returns no module, or two layers of one name.
+  /// The same for a model that is given as factories. Calls them in order, each in a RandomScope of its own, and keeps
+  /// the layers of this rank. So the initial values do not depend on the balance, nor on the number of ranks, but
+  /// differ from those of a Sequential. Errors: also what a factory throws, which ends the job on all ranks;
+  /// std::invalid_argument for a factory that returns no module, or two layers of one name.
   GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for layers of any kind; `binding` (gpipe/binding.h) serves programs in other languages.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
@@ -84,24 +85,29 @@ class GPipeImpl : public torch::nn::Module {
   Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
   /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients to
-  /// `.grad` of the parameters and of inputs that require grad. Each hook runs once, as in a backward. Zero the gradients
-  /// first, because repeated steps accumulate.
+  /// `.grad` of the parameters and of inputs that require grad. Each hook runs once, as in a backward. Zero the
+  /// gradients first, because repeated steps accumulate.
   ///
   ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
   ///
-  /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch. Under
-  /// autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over samples; see
-  /// check_loss() and StepOptions::check.
+  /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch.
+  /// Under autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over
+  /// samples; see check_loss() and StepOptions::check.
   ///
   /// Errors: as forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
-  /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient has
-  /// been added, unless a hook threw it.
+  /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient
+  /// has been added, unless a hook threw it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients, multiplies them by
   /// its incoming gradient and hands them out. Serves autograd::grad, and modules in DistributedDataParallel.
-  torch::Tensor loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
+  torch::Tensor compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
+  /// The old name, which will go in the next release.
+  [[deprecated("use compute_loss()")]] torch::Tensor loss(Value input, Value target, const LossFunction& loss,
+                                                          const StepOptions& options = {}) {
+    return compute_loss(std::move(input), std::move(target), loss, options);
+  }
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
   /// The device of each worker.
@@ -118,7 +124,8 @@ class GPipeImpl : public torch::nn::Module {
   /// first of these stages. The layers of the other ranks have copies, which get its value in each call.
   std::vector<torch::Tensor> parameters() const;
 
-  /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
+  /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an
+  /// action.
   std::optional<ErrorInfo> last_error() const;
 
   /// Makes later forwards, their backwards, and later steps append their actions to the timeline. nullptr ends this.
@@ -139,26 +146,27 @@ class GPipeImpl : public torch::nn::Module {
   /// layer was given other parameters: then make a new pipeline.
   bool ties_unchanged() const;
 
-  // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
-  // an error of all. In one process they return at once.
+  // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one
+  // is an error of all. In one process they return at once.
 
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others. `what` they are must be equal on all.
   std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
 
-  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the other ranks. Between hosts the clocks
-  /// are compared by messages. Trace the same calls on all ranks.
+  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the other ranks. Between hosts the
+  /// clocks are compared by messages. Trace the same calls on all ranks.
   Timeline gather(Timeline timeline);
 
-  /// Returns the largest number that a rank gives. So ranks stop at the same step: `if (pipe->largest(signal) != 0) break;`
+  /// Returns the largest number that a rank gives. So ranks stop at the same step:
+  /// `if (pipe->largest(signal) != 0) break;`
   std::uint64_t largest(std::uint64_t number);
 
-  /// Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so all
-  /// ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many numbers.
+  /// Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so
+  /// all ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many numbers.
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
-  /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in its
-  /// order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all ranks. Errors:
-  /// std::invalid_argument for another count.
+  /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in
+  /// its order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all
+  /// ranks. Errors: std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
@@ -174,8 +182,8 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<StateName>& parameter_names() const { return parameter_names_; }
   const std::vector<StateName>& buffer_names() const { return buffer_names_; }
 
-  /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument for a
-  /// number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
+  /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument
+  /// for a number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.

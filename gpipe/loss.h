@@ -22,8 +22,8 @@ enum class Reduction {
   kSum,   ///< for losses that are sums
 };
 
-/// Returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not ignored. Called
-/// on the caller's thread with each micro-batch's target.
+/// Returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not ignored.
+/// Called on the caller's thread with each micro-batch's target.
 using CountFunction = std::function<double(const Value& target)>;
 
 /// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
@@ -68,10 +68,11 @@ struct StepOptions {
   TORCH_ARG(std::optional<Reduction>, reduction);
   /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
-  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss against the loss
-  /// of the whole mini-batch. Does nothing if the reduction or a count is known or given. The step() keeps the outputs of
-  /// all micro-batches for the check. It throws std::invalid_argument if the losses differ. It skips a loss that fails on
-  /// the whole mini-batch, and one that gives another result when it is computed again, such as one with random numbers.
+  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss against the
+  /// loss of the whole mini-batch. Does nothing if the reduction or a count is known or given. The step() keeps the
+  /// outputs of all micro-batches for the check. It throws std::invalid_argument if the losses differ. It skips a loss
+  /// that fails on the whole mini-batch, and one that gives another result when it is computed again, such as one with
+  /// random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;
@@ -94,9 +95,9 @@ struct LossCheck {
   double from_micro_batches = 0;
 };
 
-/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
-/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
-/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
+/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss
+/// that does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such
+/// a loss. Calls it without grad mode, on copies of the output. Errors: as for step().
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options = {});
 

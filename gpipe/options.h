@@ -16,21 +16,22 @@ class Ranks;
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one stage,
-  /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
+  /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one
+  /// stage, and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v"; "@FILE" with one
   /// line of actions per worker; or "auto". forward() and its backward always fill and drain.
   ///
   /// "auto": the first step() measures, best with at least four micro-batches. Later steps have the schedule that the
-  /// simulator finds fastest, which GPipeImpl::schedule() names. Every choice gives the same bits. On accelerators, none
-  /// needs more memory than 1f1b, or than interleaved_1f1b for several stages per worker.
+  /// simulator finds fastest, which GPipeImpl::schedule() names. Every choice gives the same bits. On accelerators,
+  /// none needs more memory than 1f1b, or than interleaved_1f1b for several stages per worker.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
-  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
-  /// a file have their own placement. If it is 1 and fewer `devices` are given, an
-  /// interleaved schedule or "auto" has a worker for each device.
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one
+  /// from a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule or "auto"
+  /// has a worker for each device.
   TORCH_ARG(int, stages_per_worker) = 1;
-  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
+  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without
+  /// gaps.
   TORCH_ARG(std::vector<int>, placement);
   /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(), once
   /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
@@ -42,8 +43,8 @@ struct GPipeOptions {
   /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
   TORCH_ARG(std::int64_t, split_size) = 0;
   /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
-  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes needs
-  /// kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
+  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes
+  /// needs kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
   /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
   /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
@@ -58,10 +59,10 @@ struct GPipeOptions {
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 
-/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the last
-/// one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one
-/// empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size, and for
-/// more than kMostCells micro-batches.
+/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the
+/// last one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch
+/// has one empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size,
+/// and for more than kMostCells micro-batches.
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
 
 }  // namespace gpipe

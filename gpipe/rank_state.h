@@ -24,9 +24,9 @@ namespace gpipe {
 /// std::invalid_argument, on the others std::runtime_error, for a snapshot that is not of this rank's pipeline.
 Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
 
-/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank. Leaves out
-/// only the state of layers on other ranks, so a snapshot of another model is still refused. Each rank restores its part: an
-/// error on one rank leaves the others restored.
+/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank.
+/// Leaves out only the state of layers on other ranks, so a snapshot of another model is still refused. Each rank
+/// restores its part: an error on one rank leaves the others restored.
 Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
 
 /// The names in the state of a pipeline's model.

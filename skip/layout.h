@@ -10,8 +10,8 @@
 
 namespace gpipe {
 
-/// One skip of a model: the index of the layer that stashes it, and for each module that reads it the index of its layer,
-/// ascending (from <= readers).
+/// One skip of a model: the index of the layer that stashes it, and for each module that reads it the index of its
+/// layer, ascending (from <= readers).
 struct SkipLink {
   SkipKey key;
   int from = 0;
@@ -36,8 +36,8 @@ struct SkipDeclaration {
   std::vector<SkipKey> peeks;
 };
 
-/// Matches the stashes of a model with their readers. The declarations are in the order in which the modules run. If one
-/// end of a skip is nested in the module that has another end, their order is not checked: that module decides it.
+/// Matches the stashes of a model with their readers. The declarations are in the order in which the modules run. If
+/// one end of a skip is nested in the module that has another end, their order is not checked: that module decides it.
 /// Returns the skips in the order of their stashes. Errors: std::invalid_argument that lists every fault with layer and
 /// name: a name stashed or popped twice, read without or before its stash or after its pop, or stashed and never read.
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);

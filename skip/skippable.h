@@ -50,13 +50,13 @@ std::string to_string(const SkipKey& key);
 ///   };
 ///
 /// pop() takes a skip out: a skip has at most one, and no later layer reads it. peek() leaves it for later layers: any
-/// number of them may read it. In a pipeline a skip goes from the stage that stashes it to the workers that read it, once to
-/// each worker and micro-batch, and is freed after its last reader. In a plain Sequential it is passed on the calling
-/// thread, and is freed by its pop or the next stash.
+/// number of them may read it. In a pipeline a skip goes from the stage that stashes it to the workers that read it,
+/// once to each worker and micro-batch, and is freed after its last reader. In a plain Sequential it is passed on the
+/// calling thread, and is freed by its pop or the next stash.
 ///
 /// Each layer stashes, pops or peeks at each name that it declares once in every forward. Tensors of any dtype and
-/// undefined tensors can be stashed. Changing a stashed tensor in place before its last reader has it is an error, because
-/// its gradient would be wrong.
+/// undefined tensors can be stashed. Changing a stashed tensor in place before its last reader has it is an error,
+/// because its gradient would be wrong.
 class Skippable {
  public:
   struct Names {
@@ -100,11 +100,12 @@ class Skippable {
 /// The same for a module and its submodules: isolates every Skippable among them.
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
 
-/// Implements stash(), pop() and peek() for the calling thread. A pipeline sets a context for each cell. Outside a pipeline
-/// each thread has a default context, so that skippable layers also work in a plain Sequential.
+/// Implements stash(), pop() and peek() for the calling thread. A pipeline sets a context for each cell. Outside a
+/// pipeline each thread has a default context, so that skippable layers also work in a plain Sequential.
 ///
 /// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
-/// forward does not affect the next one. Its pop() and peek() throw std::runtime_error if nothing is stashed under the key.
+/// forward does not affect the next one. Its pop() and peek() throw std::runtime_error if nothing is stashed under the
+/// key.
 class SkipContext {
  public:
   virtual ~SkipContext() = default;

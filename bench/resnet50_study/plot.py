@@ -25,7 +25,7 @@ PUBLISHED = {("model parallel", 0): 1.07, ("pipeline", 20): 1 / 1.49, ("pipeline
 
 ABOUT = """\
 Measured by [resnet50_study](../../bench/resnet50_study/main.cpp), drawn by its plot.py. Training uses one-hot
-targets over 1000 classes, mean squared error and SGD, without checkpointing. Freed tensor memory is kept for reuse. The
+targets over 1000 classes, mean squared error and SGD, without checkpointing. The memory of freed tensors is kept. The
 variants take turns. Predictions cover forward and backward only. They were made from profiles before the runs. Published
 results are those of PyTorch's tutorial "Single-Machine Model Parallel Best Practices".
 

@@ -1,4 +1,4 @@
-"""Trains a ResNet-18 in two stages. Started again with more epochs, it continues from its checkpoint."""
+"""Trains a ResNet-18 in a pipeline. Started again with more epochs, it continues from its checkpoint."""
 
 import argparse
 import os
@@ -24,9 +24,7 @@ torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 data = FakeData(args.samples, (3, args.size, args.size), 10, ToTensor())
 validation = FakeData(args.samples // 4, (3, args.size, args.size), 10, ToTensor(), random_offset=args.samples)
-model = resnet18(num_classes=10)
-sample = torch.randn(args.batch_size, 3, args.size, args.size)
-model = gpipe.GPipe.from_module(model, sample, stages=2, chunks=4, schedule="1f1b")
+model = gpipe.GPipe.from_module(resnet18(num_classes=10), torch.randn(args.batch_size, 3, args.size, args.size))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 scheduler = CosineAnnealingLR(optimizer, 10)
 first = 0

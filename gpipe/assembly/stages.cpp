@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <span>
 
 #include "absl/strings/str_cat.h"
@@ -199,13 +200,13 @@ void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, c
   }
   const auto skip_edges = std::span(edges).last(cut_links.size());
   for (std::size_t i = 0; i < cut_links.size(); ++i) {
-    int last = skip_edges[i].to;
+    std::set<int> reached{skip_edges[i].to};  // by this edge and those that continue it
     for (std::size_t k = i + 1; k < cut_links.size() && cut_links[k] == cut_links[i]; ++k) {
-      if (skip_edges[k].from == last) last = skip_edges[k].to;
+      if (reached.contains(skip_edges[k].from)) reached.insert(skip_edges[k].to);
     }
     const auto& key = skips[cut_links[i]].key;
     stages[skip_edges[i].from].skips_out.push_back(key);
-    stages[skip_edges[i].from].receivers.push_back(last);
+    stages[skip_edges[i].from].receivers.push_back(*reached.rbegin());
     stages[skip_edges[i].to].skips_in.push_back(key);
   }
   for (const auto& loan : loans) {

@@ -35,7 +35,8 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                                           defer ? std::nullopt : running_var, training, momentum, eps, cudnn_enabled);
 }
 
-// PyTorch computes it by a batch norm over the instances, and means over these, which it adds to the running statistics.
+// PyTorch computes it by a batch norm over the instances, and means over these, which it adds to the running
+// statistics.
 at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, const std::optional<at::Tensor>& weight,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                          const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,

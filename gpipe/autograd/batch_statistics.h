@@ -26,8 +26,8 @@ void register_batch_norm(torch::Library& library);
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
  public:
-  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, add their inputs
-  /// to `statistics` and leave their running statistics alone. nullptr changes nothing.
+  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, add their
+  /// inputs to `statistics` and leave their running statistics alone. nullptr changes nothing.
   class Scope {
    public:
     explicit Scope(BatchStatistics* statistics);
@@ -45,9 +45,9 @@ class BatchStatistics {
   void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
                      const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: numbers (the index
-  /// of the running variance in `buffers`, the momentum, the number of values per channel, whether they are of instances);
-  /// the mean; the deviations. Undefined for other buffers.
+  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: numbers (the
+  /// index of the running variance in `buffers`, the momentum, the number of values per channel, whether they are of
+  /// instances); the mean; the deviations. Undefined for other buffers.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.

@@ -173,8 +173,8 @@ class PipelineNode : public torch::autograd::Node {
   std::vector<c10::Stream> streams_;  // that were current when this was made
 };
 
-// Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
-// so the engine also reaches parameters that the outputs do not depend on.
+// Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every
+// parameter, so the engine also reaches parameters that the outputs do not depend on.
 class SkipUndefinedHook : public torch::autograd::FunctionPreHook {
  public:
   explicit SkipUndefinedHook(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}

@@ -147,9 +147,10 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   out.front().add_leaving(value);
   roots_.assign(1, {});
   for (const auto& tensor : value.tensors()) roots_.front().push_back(leave(tensor));
+  // Their nodes are made last, so that a backward first adds the gradients of later stages, as without stages.
   for (auto& skip : skips.leaving()) {
     out.push_back(std::move(skip.parcel));
-    roots_.push_back({std::move(skip.root)});
+    roots_.push_back({leave(skip.tensor)});
   }
   for (const auto& parameter : lent) {
     out.emplace_back().add_leaving(parameter);
@@ -297,8 +298,8 @@ void Cell::backward_weights(GradientSums& sums) {
   auto weights = split_->take_weights();
   split_.reset();
   std::vector<GradientSums> none;
-  // Parameters get the versions that they had at I: a later micro-batch of the stage may have written to them. W reads only
-  // the other factor of each product, but PyTorch would refuse to run it.
+  // Parameters get the versions that they had at I: a later micro-batch of the stage may have written to them. W reads
+  // only the other factor of each product, but PyTorch would refuse to run it.
   std::vector<VersionWatch> present(sinks_.parameters().begin(), sinks_.parameters().end());
   for (auto& version : versions_) version.put_back();
   const absl::Cleanup put_back = [&] {

@@ -30,8 +30,8 @@ class Cell {
   /// Ends a recompute whose backward has failed or never ran.
   ~Cell();
 
-  /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds the
-  /// activation, the skips and the lent parameters.
+  /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds
+  /// the activation, the skips and the lent parameters.
   /// Errors: what the layers throw; as SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);

@@ -13,12 +13,13 @@ class StoredInputs {
   /// Call before the forward. `stage` must outlive this.
   StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
 
-  /// Call after the forward and after the recompute, with the inputs that the pass got. `when` ends the message. Errors:
-  /// std::runtime_error if they were changed in place and no copies are stored. The stage stores copies from then on.
+  /// Call after the forward and after the recompute, with the inputs that the pass got. `when` ends the message.
+  /// Errors: std::runtime_error if they were changed in place and no copies are stored. The stage stores copies from
+  /// then on.
   void check_unchanged(const std::vector<Parcel>& inputs, const std::string& when);
 
-  /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when they
-  /// were changed in place since the forward.
+  /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when
+  /// they were changed in place since the forward.
   std::vector<Parcel> take(bool retain_graph);
 
   /// Call before the backward, when all later stages have run their forward of the micro-batch. Their forwards may run
@@ -42,8 +43,9 @@ class NeededGradients {
   void learn(std::vector<bool> sources, const std::vector<Parcel>& out);
   /// Sets `wants_gradient` in the result of a forward without a graph.
   void apply(std::vector<Parcel>& out) const;
-  /// Compares the result of a recompute with `sent`, the wants_gradient of the forward's parcels. Errors: std::runtime_error
-  /// when a tensor needs a gradient but was not sent so. From then on every floating-point output is taken to need one.
+  /// Compares the result of a recompute with `sent`, the wants_gradient of the forward's parcels. Errors:
+  /// std::runtime_error when a tensor needs a gradient but was not sent so. From then on every floating-point output is
+  /// taken to need one.
   void check(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& recomputed);
 
  private:

@@ -32,8 +32,8 @@ class Layer {
   struct Buffers {
     std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
     std::size_t modules = 0;               ///< the module and its submodules
-    /// Makes them the module's buffers again, and sets the modes of that time. Errors: std::runtime_error when a C++ module
-    /// has replaced a buffer, which cannot be undone.
+    /// Makes them the module's buffers again, and sets the modes of that time. Errors: std::runtime_error when a C++
+    /// module has replaced a buffer, which cannot be undone.
     std::function<void()> put_back = {};
   };
   virtual Buffers buffers() const;
@@ -76,9 +76,9 @@ struct Borrowed {
   at::Tensor stand_in;
 };
 
-/// Runs the layers of a stage in order. Must call `begin` with each layer's index in the stage before running it. `memo`
-/// is null in a cell's forward; the recompute gets what the forward stored there. Layers must use the stand-in of a
-/// parameter on another device. Otherwise they may use the parameter itself.
+/// Runs the layers of a stage in order. Must call `begin` with each layer's index in the stage before running it.
+/// `memo` is null in a cell's forward; the recompute gets what the forward stored there. Layers must use the stand-in
+/// of a parameter on another device. Otherwise they may use the parameter itself.
 using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo,
                                       const std::vector<Borrowed>& borrowed)>;
 

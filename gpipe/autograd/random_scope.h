@@ -20,9 +20,9 @@ namespace gpipe {
 ///   const auto seed = gpipe::RandomScope::draw_seed();
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
 ///
-/// Some operators cannot be given a generator: on CUDA (dropout, attention), and on the CPU under a Python dispatch mode.
-/// For these the device's default generator gets the scope's state for the call, under a lock. Draws that other threads
-/// make from it meanwhile, outside of scopes, do not advance its state.
+/// Some operators cannot be given a generator: on CUDA (dropout, attention), and on the CPU under a Python dispatch
+/// mode. For these the device's default generator gets the scope's state for the call, under a lock. Draws that other
+/// threads make from it meanwhile, outside of scopes, do not advance its state.
 ///
 /// Scopes nest. Each belongs to the thread that made it. A scope costs nothing until its first draw. Draws in traced or
 /// functionalized code are left alone.
@@ -62,7 +62,8 @@ class SeedDraw {
 
   std::uint64_t seed() const { return seed_; }
 
-  /// Restores the generator's state, unless another draw followed. Allocates no tensor, because memory may be exhausted.
+  /// Restores the generator's state, unless another draw followed. Allocates no tensor, because memory may be
+  /// exhausted.
   void undo() noexcept;
 
  private:

@@ -1,7 +1,5 @@
 #include "gpipe/autograd/skip_routes.h"
 
-#include <algorithm>
-
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
@@ -10,7 +8,7 @@ namespace {
 [[noreturn]] void fail(const SkipKey& key, const std::string& what) { throw_error("skip ", to_string(key), " ", what); }
 
 [[noreturn]] void fail_twice(const SkipKey& key, const std::string& what) {
-  fail(key, "was " + what + " twice in one forward; stash and pop each skip once");
+  fail(key, "was " + what + " twice in one forward; each layer stashes or reads a skip once");
 }
 
 [[noreturn]] void fail_changed(const SkipKey& key, const std::string& layer) {
@@ -36,10 +34,10 @@ SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
 void SkipRoutes::send(const SkipKey& key, const at::Tensor& tensor) {
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (stage_.skips_out[k] != key) continue;
-    auto& [root, parcel] = leaving_[k];
-    if (!parcel.tensors.empty()) fail_twice(key, "stashed");
-    root = leave(tensor);
-    parcel.add_leaving(tensor);
+    auto& leaving = leaving_[k];
+    if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
+    leaving.tensor = tensor;
+    leaving.parcel.add_leaving(tensor);
   }
 }
 
@@ -52,15 +50,13 @@ void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
 
 at::Tensor SkipRoutes::pop(const SkipKey& key) {
   const auto found = present_.find(key);
-  if (found == present_.end()) {
-    const bool was_read = std::ranges::find(stage_.skips_in, key) != stage_.skips_in.end();
-    if (was_read) fail_twice(key, "read");
-    fail(key, "was read before it was stashed");
-  }
+  if (found == present_.end()) fail(key, "was read before it was stashed");
   auto& [tensor, version, readers] = found->second;
+  if (readers == 0) fail_twice(key, "read");
   if (version.changed()) fail_changed(key, "by the layer that reads it,");
   if (--readers > 0) return tensor;
-  return std::move(present_.extract(found).mapped().tensor);
+  version = {};
+  return std::move(tensor);
 }
 
 void SkipRoutes::check_unchanged(const std::string& layer) const {
@@ -74,7 +70,9 @@ void SkipRoutes::check_unchanged(const std::string& layer) const {
 }
 
 void SkipRoutes::check_all_used() const {
-  if (!present_.empty()) fail_unused(present_.begin()->first, "read");
+  for (const auto& [key, skip] : present_) {
+    if (skip.readers > 0) fail_unused(key, "read");
+  }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
     if (leaving_[k].parcel.tensors.empty()) fail_unused(stage_.skips_out[k], "stashed");
   }

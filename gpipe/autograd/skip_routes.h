@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
 
 #include <map>
 
@@ -9,8 +8,8 @@
 
 namespace gpipe {
 
-/// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A skip
-/// that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
+/// Connects stash() with pop() and peek() during one run of a cell's layers, inside the stage and across its ends. A
+/// skip that enters and also leaves goes on to the worker's next stage that reads it. Used by one thread.
 class SkipRoutes : public SkipContext {
  public:
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
@@ -29,17 +28,17 @@ class SkipRoutes : public SkipContext {
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    torch::autograd::Edge root;
-    Parcel parcel;  ///< empty until the skip is stashed
+    at::Tensor tensor;  ///< as the layer stashed it
+    Parcel parcel;      ///< empty until the skip is stashed
   };
   std::vector<Leaving>& leaving() { return leaving_; }
 
  private:
-  /// A skip that layers of the stage have yet to read.
+  /// A skip that layers of the stage read. Without its tensor after the last one.
   struct Present {
     at::Tensor tensor;
     VersionWatch version;  // of one that has entered
-    int readers;
+    int readers;           // that have yet to read it
   };
 
   /// Sends a tensor to the workers' next stages that read it.

@@ -87,7 +87,8 @@ std::string message_of(const std::exception_ptr& error) {
   } catch (const c10::Error& error) {
     return error.what_without_backtrace();
   } catch (const std::exception& exception) {
-    return exception.what();
+    const std::string text = exception.what();
+    return text.substr(0, text.find("\n\nAt:\n"));  // pybind11 appends a traceback
   } catch (...) {
     return "unknown";
   }

@@ -29,12 +29,13 @@ struct Stage {
   std::vector<SkipKey> skips_out;
   /// How many of its modules read each skip.
   std::map<SkipKey, int> skip_readers;
-  /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their edges
-  /// come behind those of the skips, in this order.
+  /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their
+  /// edges come behind those of the skips, in this order.
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the last.
+  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the
+  /// last.
   std::vector<int> receivers;
 
   /// kYes once a forward of this stage, or a later one with its input's memory, wrote to it. See StoredInputs.
@@ -72,8 +73,8 @@ bool is_large(const at::Tensor& tensor);
 /// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes sinks for the stage's own parameters that require grad. The engine runs the sinks on `stream`, and
-  /// the parameters' own accumulators on the caller's stream. `stage` must outlive this.
+  /// With `grad`, makes sinks for the stage's own parameters that require grad. The engine runs the sinks on `stream`,
+  /// and the parameters' own accumulators on the caller's stream. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
   /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has one of
@@ -82,17 +83,17 @@ class ParameterSinks {
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead to
-  /// inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a
-  /// parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A layer may make a
-  /// leaf in its forward and differentiate by it; only one cell uses such a leaf.)
+  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
+  /// to inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that
+  /// is not a parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A
+  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
 
-  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters. They
-  /// become parameters() too. Call on the stage's worker, when the loss has been computed.
+  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters.
+  /// They become parameters() too. Call on the stage's worker, when the loss has been computed.
   void adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<torch::autograd::Node>>& ends);
 
   /// Whether each parameter of the stage has a sink.
@@ -140,8 +141,8 @@ class ParameterWriteCounts {
   std::vector<Before> before_;
 };
 
-/// Sets `.grad` of all parameters aside for its lifetime. A layer's backward may run a backward of its own, as reentrant
-/// checkpoints do, which adds to `.grad`. REQUIRES: no other thread uses `.grad` meanwhile.
+/// Sets `.grad` of all parameters aside for its lifetime. A layer's backward may run a backward of its own, as
+/// reentrant checkpoints do, which adds to `.grad`. REQUIRES: no other thread uses `.grad` meanwhile.
 class GradientsAside {
  public:
   explicit GradientsAside(const std::vector<ParameterSinks>& sinks);

@@ -211,8 +211,8 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
 void StageState::restore_after_backward(const Stage& stage, const Moment& moment) {
   const auto has_changed = [&](const at::Tensor& buffer) {
     return std::ranges::any_of(moment.values_, [&](const auto& held) {
-      const auto& [item, value] = held;
-      if (!item->tensor.is_same(buffer) || item->now.lock() == value) return false;
+      const auto& [item, value] = held;  // of a generator, without a tensor
+      if (!buffer.defined() || !item->tensor.is_same(buffer) || item->now.lock() == value) return false;
       return !value->copy.defined() || !value->copy.equal(buffer);
     });
   };

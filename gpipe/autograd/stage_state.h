@@ -11,8 +11,8 @@ namespace gpipe {
 
 struct Stage;
 
-/// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own. Gives
-/// a recompute the values that its forward read, and undoes a failed call.
+/// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own.
+/// Gives a recompute the values that its forward read, and undoes a failed call.
 ///
 /// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and
 /// other libraries write unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
@@ -61,7 +61,8 @@ class StageState {
     std::vector<std::pair<std::shared_ptr<Item>, std::shared_ptr<Value>>> values_;  // of tensors, then of generators
     std::size_t generators_ = 0;                                                    // their number
   };
-  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold, so that these can be restored.
+  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold, so that these can be
+  /// restored.
   Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters, bool earlier = false);
 
   /// Whether layers have made modules since.
@@ -72,14 +73,14 @@ class StageState {
   void restore(const Stage& stage, const Moment& moment);
   /// Gives modules the buffers and modes that they had; values stay as they are. Errors: Layer::Buffers::put_back().
   void put_back(const Stage& stage, const Moment& moment);
-  /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(), and, with
-  /// the name of the layer, if the backward replaced a buffer whose present value it could not read.
+  /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(),
+  /// and, with the name of the layer, if the backward replaced a buffer whose present value it could not read.
   void restore_after_backward(const Stage& stage, const Moment& moment);
   /// As restore(), while an exception is being handled: ignores its own errors.
   void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
 
-  /// Call after the layers have run. Finds what was written unseen. Errors, with `needed`: std::runtime_error, which names
-  /// the layer, if a Moment needs a value that is gone. From then on the tensor is copied when it is held.
+  /// Call after the layers have run. Finds what was written unseen. Errors, with `needed`: std::runtime_error, which
+  /// names the layer, if a Moment needs a value that is gone. From then on the tensor is copied when it is held.
   void check(const Stage& stage, bool needed);
 
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
@@ -88,12 +89,13 @@ class StageState {
   /// Whether a buffer is small, or was changed before.
   bool may_change(const at::Tensor& buffer) const;
 
-  /// Whether a tensor that leaves the stage must be copied, because it shares memory with a buffer, or with a parameter that
-  /// layers write to. Otherwise later writes to a parameter of the same memory are errors.
+  /// Whether a tensor that leaves the stage must be copied, because it shares memory with a buffer, or with a parameter
+  /// that layers write to. Otherwise later writes to a parameter of the same memory are errors.
   bool must_copy(const at::Tensor& leaving);
 
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. With `present`, they
-  /// run in a backward of a recomputed forward: a write changes the value of that Moment, which restore() then leaves alone.
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. With `present`,
+  /// they run in a backward of a recomputed forward: a write changes the value of that Moment, which restore() then
+  /// leaves alone.
   class Scope {
    public:
     explicit Scope(StageState& state, const Moment* present = nullptr);
@@ -105,8 +107,8 @@ class StageState {
     StageState* const outer_;
   };
 
-  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of the same memory;
-  /// false outside of a Scope. Errors: std::runtime_error for a forbidden write.
+  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of the same
+  /// memory; false outside of a Scope. Errors: std::runtime_error for a forbidden write.
   static bool before_write(const at::Tensor& tensor);
   /// Call when the tensor has changed, if its version counter may have advanced.
   static void after_write(const at::Tensor& tensor);

@@ -25,7 +25,8 @@ class Call {
   /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
   void start() { has_started_ = true; }
 
-  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being handled.
+  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being
+  /// handled.
   void report() noexcept;
   /// Reports, and restores what save() has noted. REQUIRES: as report(); the call's cells are gone.
   void fail() noexcept;

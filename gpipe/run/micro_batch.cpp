@@ -23,15 +23,24 @@ CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10:
     ready_.push_back(record_events({}, tensor.device()));
     links_.push_back(pipeline.inlet_link(tensor.device(), device_));
   }
+  copied_.resize(links_.size());
 }
 
 Parcel CallerInputs::receive(int micro_batch) {
   auto parcel = std::move(parcels_[micro_batch]);
   for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
-    copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);
+    const bool is_pinned = !device_.is_cpu() && parcel.tensors[k].is_cpu() && parcel.tensors[k].is_pinned();
+    const auto copied = copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);
+    if (is_pinned) copied_[k] = copied;
   }
   parcel.renew_versions();
   return parcel;
+}
+
+void CallerInputs::await_copies() const {
+  for (const auto& copied : copied_) {
+    if (copied) copied->synchronize();
+  }
 }
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
@@ -60,7 +69,8 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
     if (tensor.is_meta()) refuse_argument("a tensor of the ", what, " is on the meta device; pass one with data");
     if (tensor.dim() == 0) {
       refuse_argument("a tensor of the ", what,
-                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
+                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches, so expand it to "
+                      "the batch, or keep it in a layer");
     }
     sizes.push_back(tensor.size(0));
   }

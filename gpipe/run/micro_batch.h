@@ -15,11 +15,16 @@ class CallerInputs {
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
   Parcel receive(int micro_batch);
 
+  /// Waits until the copies from pinned memory have been made, after which the caller may overwrite it. Call when the
+  /// workers rest.
+  void await_copies() const;
+
  private:
   const c10::Device device_;
   std::vector<Parcel> parcels_;
   std::vector<StreamEvents> ready_;  // per tensor of a parcel
   std::vector<Link> links_;          // per tensor of a parcel
+  std::vector<StreamEvent> copied_;  // per tensor of a parcel: behind its last copy from pinned memory
 };
 
 /// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional

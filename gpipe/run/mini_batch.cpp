@@ -94,6 +94,7 @@ Results MiniBatch::run_part(Part part) {
     const ParameterWriteCounts writes(pipeline_->stages(), sinks_);
     PartRun(*pipeline_, *program_, part, key, recording_, inputs_, outputs_, *this).execute();
   }
+  inputs_.await_copies();
   Results results;
   if (part != Part::kBackward) results = share_results(*pipeline_, outputs_, loss_);
   if (gradients_) results.gradients = gradients_->take();

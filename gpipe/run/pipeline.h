@@ -23,8 +23,8 @@ namespace gpipe {
 /// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
 class Pipeline {
  public:
-  /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as device.
-  /// Errors, with wires between devices: ConnectionError.
+  /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as
+  /// device. Errors, with wires between devices: ConnectionError.
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
            LanguageBinding binding, std::unique_ptr<Team> team);
   ~Pipeline();
@@ -46,7 +46,8 @@ class Pipeline {
   int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of call_mutex().
+  /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of
+  /// call_mutex().
   absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
@@ -54,8 +55,8 @@ class Pipeline {
 
   /// The compute stream that the stages of a worker share; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
-  /// Where the tensors of an edge are on this rank, before and after they move along it, and its copy streams. The end of a
-  /// stage of another rank is the CPU, or with wires between devices the device of the other end.
+  /// Where the tensors of an edge are on this rank, before and after they move along it, and its copy streams. The end
+  /// of a stage of another rank is the CPU, or with wires between devices the device of the other end.
   struct Ends {
     c10::Device from;
     c10::Device to;
@@ -63,8 +64,8 @@ class Pipeline {
     Link back_link = {};
   };
   const Ends& ends(int edge) const { return ends_[edge]; }
-  /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank; null
-  /// if what they exchange passes through the host. Belongs to this rank's worker.
+  /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank;
+  /// null if what they exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
   /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
   Link inlet_link(c10::Device from, c10::Device to);
@@ -74,8 +75,8 @@ class Pipeline {
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
   void take_state_of_first_replica();
-  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained since
-  /// the last time. `trains`: whether this one does. Does not advance version counters.
+  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
+  /// since the last time. `trains`: whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().

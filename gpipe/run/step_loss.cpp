@@ -171,7 +171,7 @@ CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
 StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples) {
   if (!loss) refuse_argument("the loss function is empty; pass one");
   if (const auto targets = batch_size(target, "target"); targets != samples) {
-    refuse_argument("the target has ", targets, " samples, but the input has ", samples);
+    refuse_argument("the target has ", targets, " samples, but the input has ", samples, "; give as many");
   }
   for (const auto& tensor : target.tensors()) {
     if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
@@ -266,6 +266,7 @@ at::Tensor StepLoss::gradient(int micro_batch) const {
 }
 
 at::Tensor StepLoss::join() {
+  targets_.await_copies();
   if (comparison_) pipeline_.compared_losses().insert(kind());
   comparison_.reset();
   const auto losses = std::exchange(losses_, {});

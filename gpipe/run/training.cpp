@@ -73,7 +73,7 @@ void refuse_step_in_ddp(const std::vector<Stage>& stages) {
     throw_error(
         "the pipeline is inside DistributedDataParallel, which would not average the gradients of step(); give the "
         "ranks replicas instead (Ranks with replicas=2, without DistributedDataParallel), or put a module around the "
-        "pipeline whose forward returns pipe.loss(...)");
+        "pipeline whose forward returns pipe.compute_loss(...)");
   }
 }
 
@@ -120,8 +120,8 @@ Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value
   return {std::move(mini_batch), std::move(results)};
 }
 
-// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
-// every rank run its backward, also if none of its own parameters wants a gradient.
+// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one
+// makes every rank run its backward, also if none of its own parameters wants a gradient.
 std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline.count(); ++s) {
@@ -132,8 +132,8 @@ std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& 
   return sources;
 }
 
-// Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have recorded.
-// If that replica had no samples, the next step measures again.
+// Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have
+// recorded. If that replica had no samples, the next step measures again.
 void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, Checkpoint checkpoint) {
   auto& team = pipeline.team();
   if (team.size() > 1) {
@@ -285,7 +285,7 @@ StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, 
   return result;
 }
 
-torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+torch::Tensor GPipeImpl::compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
   return run_step(std::move(input), std::move(target), loss, options, nullptr).loss;
 }
 
@@ -296,7 +296,9 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   auto outcome = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
-      throw_error("step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+      throw_error(
+          "step() trains, so it needs training mode and grad mode; call it after train() and outside no_grad, or "
+          "evaluate with forward()");
     }
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/runtime/waiting.h"
+#include "gpipe/runtime/channel.h"
 
 namespace gpipe {
 namespace {
@@ -33,10 +33,9 @@ class Executor::Run {
         timed_(timed),
         step_(step),
         spans_(program.workers()) {
-    const int spins = spins_for(owner.workers(), owner.cpu_quota_);
     for (std::size_t e = 0; e < program.edges().size(); ++e) {
-      if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches, spins);
-      if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches, spins);
+      if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches);
+      if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches);
     }
     if (!timed) return;
     for (int w = 0; w < program.workers(); ++w) {
@@ -141,59 +140,68 @@ class Executor::Run {
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {
  public:
-  Worker(const Executor& owner, int index, int spins)
-      : owner_(owner), index_(index), spins_(spins), thread_([this] { loop(); }) {}
+  Worker(const Executor& owner, int index) : owner_(owner), index_(index), thread_([this] { loop(); }) {}
 
   ~Worker() {
-    stopping_ = true;
-    changed_.announce();
+    {
+      MutexLock lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
     thread_.join();
   }
 
-  void start(Run& run) {
-    run_ = &run;
-    changed_.announce();
-  }
+  void start(Run& run) { set_run(&run); }
 
   void wait() {
-    changed_.await(spins_, [this] { return run_ == nullptr; });
+    MutexLock lock(mutex_);
+    while (run_ != nullptr) changed_.wait(mutex_);
   }
+  /// Waits for at most `time`. Returns whether the run has ended.
   bool wait_for(std::chrono::milliseconds time) {
-    return changed_.await_for(spins_, time, [this] { return run_ == nullptr; });
+    const auto end = std::chrono::steady_clock::now() + time;
+    MutexLock lock(mutex_);
+    while (run_ != nullptr && std::chrono::steady_clock::now() < end) changed_.wait_until(mutex_, end);
+    return run_ == nullptr;
   }
 
  private:
+  void set_run(Run* run) {
+    {
+      MutexLock lock(mutex_);
+      run_ = run;
+    }
+    changed_.notify_all();
+  }
+
+  Run* next_run() {
+    MutexLock lock(mutex_);
+    while (run_ == nullptr && !stopping_) changed_.wait(mutex_);
+    return run_;
+  }
+
   void loop() {
     owner_of_this_thread = &owner_;
-    for (;;) {
-      changed_.await(spins_, [this] { return run_ != nullptr || stopping_; });
-      Run* run = run_;
-      if (run == nullptr) return;
+    while (Run* run = next_run()) {
       run->work(index_);
-      run_ = nullptr;
-      changed_.announce();
+      set_run(nullptr);
     }
   }
 
   const Executor& owner_;
   const int index_;
-  const int spins_;
-  EventCount changed_;
-  std::atomic<Run*> run_ = nullptr;
-  std::atomic<bool> stopping_ = false;
+  Mutex mutex_;
+  CondVar changed_;
+  Run* run_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // last, because the thread uses the other members
 };
 
 Executor::Executor(int workers, std::function<void()> poll, int first, int remote_workers)
-    : poll_(std::move(poll)),
-      first_(first),
-      remote_workers_(remote_workers),
-      process_(getpid()),
-      cpu_quota_(cpu_quota()) {
+    : poll_(std::move(poll)), first_(first), remote_workers_(remote_workers), process_(getpid()) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
   workers_.reserve(workers);
-  const int spins = spins_for(workers + 1, cpu_quota_);  // + 1: the caller is busy between runs
-  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, first + w, spins));
+  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, first + w));
 }
 
 Executor::~Executor() {

@@ -93,7 +93,6 @@ class Executor {
   const int first_;
   const int remote_workers_;
   const pid_t process_;
-  const double cpu_quota_;  // at construction
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

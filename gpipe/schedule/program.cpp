@@ -87,9 +87,11 @@ std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std:
     readers.erase(origin);
     const auto worker_of = [&](int stage) { return placement.empty() ? stage : placement[stage]; };
     std::map<int, int> holders{{worker_of(origin), origin}};  // the last stage of each worker that has the value
+    int last = origin;                                        // of any worker
     for (const int reader : readers) {
-      const auto holder = holders.try_emplace(worker_of(reader), origin).first;
-      edges.push_back({std::exchange(holder->second, reader), reader, "skip " + links[i].name});
+      auto& holder = holders.try_emplace(worker_of(reader), last).first->second;
+      edges.push_back({holder, reader, "skip " + links[i].name});
+      holder = last = reader;
       if (cut_links != nullptr) cut_links->push_back(static_cast<int>(i));
     }
   }

@@ -31,11 +31,11 @@ struct LayerLink {
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the edges of
-/// each link that crosses a cut. The first reading stage of each worker gets the value from the stage that makes it, and
-/// gives it to the worker's next one. So the value crosses to a worker at most once, and one gradient, which the worker has
-/// summed, comes back. `placement` has the worker of each stage; if empty, each has its own. Appends the index of each of
-/// these edges' links to `cut_links` unless it is null. Errors: as stage_ends(); std::out_of_range if a link names a layer
-/// that the balance does not have.
+/// each link that crosses a cut. A reading stage gets the value from the one before it on its worker, else from the one
+/// before it on any worker; the stage that makes the value counts as the first. So the value crosses to a worker at
+/// most once, and one summed gradient comes back. `placement` has the worker of each stage; if empty, each has its own.
+/// Appends the index of each of these edges' links to `cut_links` unless it is null. Errors: as stage_ends();
+/// std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
 

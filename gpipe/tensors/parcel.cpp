@@ -32,8 +32,8 @@ bool can_sum(std::span<const Term> terms, std::int64_t sum, int& steps_left) {
   return false;
 }
 
-// Element i of `a` is element j of `b` if offset_b - offset_a = sum(i_d * stride_d) - sum(j_d * stride_d). Replacing j_d by
-// size_d - 1 - j_d makes all terms positive.
+// Element i of `a` is element j of `b` if offset_b - offset_a = sum(i_d * stride_d) - sum(j_d * stride_d). Replacing
+// j_d by size_d - 1 - j_d makes all terms positive.
 bool share_an_element(const at::Tensor& a, const at::Tensor& b) {
   std::vector<Term> terms;
   for (const auto* tensor : {&a, &b}) {

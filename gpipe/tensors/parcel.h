@@ -85,8 +85,8 @@ struct Parcel {
 
 using Gradients = std::vector<at::Tensor>;
 
-/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common views,
-/// such as slices of rows or columns. Returns true where an exact answer would take too long.
+/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common
+/// views, such as slices of rows or columns. Returns true where an exact answer would take too long.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
 /// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell.
@@ -112,7 +112,8 @@ class AliasCheck {
   std::vector<Entering> entering_;
 };
 
-/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are found.
+/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are
+/// found.
 std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

@@ -146,7 +146,7 @@ void overwrite(const at::Tensor& to, const at::Tensor& from) {
   has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
 }
 
-void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
+StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
   const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
   if (std::ranges::any_of(tensors, stays)) wait(ready, to);
@@ -164,13 +164,13 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c1
         wait(ready, source_device);
       }
       use_on_current_stream(tensor);
-      const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
-      tensor = copy_of(tensor, to, /*non_blocking=*/between_accelerators);
+      tensor = copy_of(tensor, to, /*non_blocking=*/!to.is_cpu() && (!tensor.is_cpu() || tensor.is_pinned()));
     }
     if (source_device != to) copied = record_event(to);
   }
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
+  return copied;
 }
 
 std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {

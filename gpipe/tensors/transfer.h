@@ -15,7 +15,7 @@
 namespace gpipe {
 
 // Streams, events and copies for any accelerator, through c10's device-generic interface. On the CPU these functions do
-// nothing. Only copies between the host and a device block the host.
+// nothing. Only copies to the host, and from memory of the host that is not pinned, block the host.
 
 /// An event on a device's stream; null on the CPU.
 using StreamEvent = std::shared_ptr<c10::Event>;
@@ -64,8 +64,9 @@ std::size_t lead_of(const at::Tensor& tensor);
 /// Returns a tensor without values, whose first element is `lead` bytes behind an address that is a multiple of 64.
 at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, std::size_t lead);
 
-/// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too, because
-/// the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are cloned.
+/// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too,
+/// because the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are
+/// cloned.
 at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking = false);
 at::Tensor copy_of(const at::Tensor& tensor);
 
@@ -74,8 +75,8 @@ void overwrite(const at::Tensor& to, const at::Tensor& from);
 
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
-/// already on the device and undefined tensors are not replaced.
-void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
+/// already on the device and undefined tensors are not replaced. Returns an event behind the copies; null if there are none.
+StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
 
 /// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values
 /// almost always have another hash. Returns 0 if a tensor's values are not in plain memory of the host.

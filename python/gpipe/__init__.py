@@ -4,6 +4,8 @@ pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8, schedule="1f1b")
 loss = pipe.step(input, target, criterion)
 """
 
+import sys as _sys
+import typing as _typing
 from importlib.metadata import version as _version
 from pathlib import Path as _Path
 
@@ -29,19 +31,23 @@ except ImportError as error:
     raise ImportError(f"gpipe cannot be loaded with torch {_torch.__version__}: {error}; {_INSTALL}") from error
 
 from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
-from gpipe._C import Timeline
-from gpipe.checkpoint import is_checkpointing, is_recomputing
+from gpipe._C import Timeline, is_checkpointing, is_recomputing
+from gpipe.checks import BalanceError
 from gpipe.exported.conversion import to_sequential
 from gpipe.losses import check_loss
 from gpipe.pipeline import SCHEDULES, GPipe, reuse_cpu_memory
-from gpipe.randomness import RandomScope, reference
+from gpipe.plan import Plan
+from gpipe.randomness import RandomScope, run_unpartitioned
 from gpipe.ranks import Ranks
-from gpipe.team import GradScaler
+from gpipe.renamed import renamed as _renamed
+from gpipe.team import PipelineGradScaler
 
 __all__ = [
     "SCHEDULES",
+    "BalanceError",
     "GPipe",
-    "GradScaler",
+    "PipelineGradScaler",
+    "Plan",
     "RandomScope",
     "Ranks",
     "Timeline",
@@ -49,16 +55,19 @@ __all__ = [
     "balance",
     "batchnorm",
     "check_loss",
-    "checkpoint",
     "data",
     "is_checkpointing",
     "is_recomputing",
     "models",
-    "reference",
-    "reuse_cpu_memory",
+    "run_unpartitioned",
     "skip",
     "snapshot",
     "to_sequential",
 ]
 
 __version__: str = _version("gpipe")
+
+if not _typing.TYPE_CHECKING:  # a type checker would take any name for one of the module
+
+    def __getattr__(name: str) -> _typing.Any:
+        return _renamed(f"gpipe.{name}", _sys.modules["gpipe"])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe.checkpoint import is_recomputing
+from gpipe._C import is_recomputing
 from gpipe.checks import checks_arguments
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]

@@ -44,7 +44,8 @@ def refuse_sharding(pipe: nn.Module, stages: nn.Module, method: str) -> None:
         if method == "step" or has_shards(pipe, True):
             raise RuntimeError(
                 f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
-                "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
+                "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'compute_loss') once, then "
+                "pipe.compute_loss(...).backward()"
             )
     for name, module in stages.named_modules():
         if fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):

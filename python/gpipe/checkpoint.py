@@ -1,5 +1,11 @@
-"""Tells a layer whether its forward will be recomputed, or is a recompute."""
+"""Old place of :func:`gpipe.is_checkpointing` and :func:`gpipe.is_recomputing`."""
 
-from gpipe._C import is_checkpointing, is_recomputing
+import sys
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["is_checkpointing", "is_recomputing"]
+from gpipe.renamed import renamed
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of the module
+
+    def __getattr__(name: str) -> Any:
+        return renamed(f"{__name__}.{name}", sys.modules["gpipe"])

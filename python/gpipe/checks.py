@@ -68,11 +68,16 @@ def check_is(value: Any, name: str, kind: type[R], words: str, advice: str = "")
     raise TypeError(f"{name} must be {words}, but is {shown(value)}" + (f"; {advice}" if advice else ""))
 
 
-def check_list(value: object, name: str) -> list[Any]:
-    """Returns an iterable of values to try as a list. Raises TypeError for other values."""
+def check_list(value: object, name: str, of: str = "values to try") -> list[Any]:
+    """Returns an iterable as a list. Raises TypeError for other values. ``of`` describes its items."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of values to try, but is {shown(value)}")
+        raise TypeError(f"{name} must be a list of {of}, but is {shown(value)}")
     return list(value)
+
+
+def check_numbers(value: object, name: str) -> list[float]:
+    """Returns an iterable of numbers as a list of ``float``. Raises TypeError for other values."""
+    return [check_number(each, f"each of {name}") for each in check_list(value, name, "numbers")]
 
 
 def check_function(value: object, name: str, of: str) -> Callable[..., Any]:

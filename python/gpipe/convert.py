@@ -1,4 +1,4 @@
-"""Writes weights as a safetensors file: ``python -m gpipe convert weights.pth weights.safetensors``."""
+"""Files of torch.save. ``python -m gpipe convert weights.pth weights.safetensors`` writes weights as a safetensors file."""
 
 import os
 
@@ -24,3 +24,15 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> i
         raise ValueError(f"'{os.fspath(source)}' does not hold a dict of tensors; save the model's state_dict()")
     _C.write_weights(os.fsencode(target), dict(content))
     return len(content)
+
+
+def refuse_file_of_torch(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a file that ``torch.save`` wrote, where a snapshot is expected."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if start in (b"PK\3\4", b"\x80\2\x8a\n"):  # as torch writes it now, and wrote it once
+        name = os.fsdecode(path)
+        raise ValueError(
+            f"'{name}' is not a snapshot, but a file of torch.save(); read it with torch.load(), or write its weights as "
+            f"safetensors: python -m gpipe convert {name} weights.safetensors"
+        ) from None

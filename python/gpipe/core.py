@@ -16,12 +16,15 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
-from gpipe.names import OriginalNames, StateNames
+from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
+from gpipe.renamed import NEW_NAMES, renamed
 
-# Attributes of which another spelling is refused, because it would have no effect.
-_SETTINGS = "balance", "checkpoint", "chunks", "devices", "placement", "schedule"
+# Settings that may be assigned. Another spelling is refused, because it would have no effect.
+_SETTINGS = "checkpoint", "chunks"
+# Settings of which an assignment is refused, because it would have no effect.
+_FIXED = "balance", "deferred_batch_norm", "devices", "placement", "schedule"
 
 
 class StagedModel(OriginalNames):
@@ -120,10 +123,31 @@ class StagedModel(OriginalNames):
         return list(self)[index]
 
     def __getattr__(self, name: str) -> Any:
-        stage = self._stage_with(name)
-        return super().__getattr__(name) if stage is None else stage._modules[name]
+        if (stage := self._stage_with(name)) is not None:
+            return stage._modules[name]
+        if f"gpipe.GPipe.{name}" in NEW_NAMES:
+            return renamed(f"gpipe.GPipe.{name}", self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            # With the name and the object, Python proposes a similar name.
+            raise AttributeError(f"{error}{self._place_in_original(name)}", name=name, obj=self) from None
+
+    def _place_in_original(self, name: str) -> str:
+        """Returns where to find an attribute that only the original of a converted model has; an empty text for others."""
+        stages = self.__dict__.get("_modules", {}).get("partitions")
+        layers = stages.layers().items() if stages is not None else ()
+        converted = [(key, layer) for key, layer in layers if isinstance(layer, ConvertedLayer)]
+        orders = {id(layer.order): layer.order for _, layer in converted}  # layers of one model share theirs
+        parameters = [each for order in orders.values() for each in order if each.partition(".")[0] == name]
+        if not parameters and all(layer.name_in_messages(key).partition(".")[0] != name for key, layer in converted):
+            return ""
+        other = f", or pipe.get_parameter('{parameters[0]}')" if parameters else ""
+        return f": the model that was converted has it, and the pipeline trains that model's parameters; use the model{other}"
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and (name in self.__dict__ or isinstance(getattr(type(self), name, None), property)):
+            raise AttributeError(f"'{name}' of a pipeline is fixed; make another one by gpipe.GPipe(model, ..., {name}=...)")
         if not name.startswith("_") and name not in _SETTINGS and not hasattr(self, name):
             for near in get_close_matches(name, _SETTINGS, 1, 0.8):
                 raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
@@ -158,7 +182,8 @@ class StagedModel(OriginalNames):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Serves to(), cuda(), double() and the like, also of a module around the pipeline.
-        for device in {*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])}:
+        own_devices = self._options[0]
+        for device in {*own_devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])}:
             try:
                 stays = fn(torch.empty(0, device=device)).device == device
             except (AssertionError, RuntimeError):  # this process has no such device

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from gpipe import _C
-from gpipe.checkpoint import is_checkpointing, is_recomputing
+from gpipe._C import is_checkpointing, is_recomputing
 
 _turn = threading.RLock()
 

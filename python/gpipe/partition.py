@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe import _C
-from gpipe.checkpoint import is_checkpointing
+from gpipe._C import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.names import rename_missing
 from gpipe.randomness import RandomScope, redirect_generators

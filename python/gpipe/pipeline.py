@@ -55,6 +55,12 @@ class GPipe(TeamCalls):
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
 
+    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and a call of the
+    pipeline, ``pipe(input)``, returns the model's output. :meth:`from_module` makes a pipeline of any module, and
+    :attr:`plan` tells how it runs. :meth:`compute_loss` returns a loss with its graph. :meth:`clip_grad_norm_` clips
+    gradients, and :meth:`trace` records a timeline. All others are those of ``nn.Module``, except for those that ranks
+    call together: ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas``.
+
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
             dicts, which may hold ``None``.
@@ -114,6 +120,7 @@ class GPipe(TeamCalls):
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
+        """Cuts a model into stages; see the class."""
         verify_module(module)
         cut = checks.check_balance(balance, len(module))
         ranks = ranks_of(group)
@@ -163,7 +170,13 @@ class GPipe(TeamCalls):
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
         if kwargs is not None:
-            checks.check_is(kwargs, "kwargs", dict, "a dict of the module's arguments", "give stages by name, stages=2")
+            advice = "give stages by name, stages=2"
+            words = "a dict of the module's arguments"
+            checks.check_is(kwargs, "kwargs", Mapping, words, advice)  # type: ignore[type-abstract]
+        if balance is None and placement != "looped":
+            raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
+        if balance is not None and stages is not None:
+            raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         ranks = ranks_of(group)
@@ -177,18 +190,21 @@ class GPipe(TeamCalls):
             choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, module, batch, **choice))))
         options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}
-        return cls(model, devices=placed, **plan, **options)
+        pipe = cls(model, devices=placed, **plan, **options)
+        pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
+        return pipe
 
     @property
     def plan(self) -> Plan:
-        """How the pipeline runs its model: ``GPipe(model, **pipe.plan)`` makes another one that does. It has only numbers,
-        texts and lists, so a snapshot can keep it as JSON."""
+        """How the pipeline runs its model: ``GPipe(model, **pipe.plan)``, or ``from_module(module, input, **pipe.plan)``,
+        makes another one that does. It has only numbers, texts and lists, so a snapshot can keep it as JSON. Of what
+        :meth:`from_module` chooses, only the number of micro-batches changes bits of the results on CPU."""
         return {
-            "balance": self.balance,
+            "balance": list(self.balance),
             "chunks": self.chunks,
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
-            "placement": self.placement,
+            "placement": list(self.placement),
         }
 
     @property
@@ -228,7 +244,7 @@ class GPipe(TeamCalls):
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains and ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note that names its place.
+        trains and the given ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
@@ -256,10 +272,12 @@ class GPipe(TeamCalls):
         """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
         the target of all samples. The target may be on any device. Over ranks, each computes the loss of its replica, so
         give all of them the target. Restores the modules' modes."""
+        with self.refusing():
+            checks.check_function(loss, "loss", "output and target")
         with mode(self, False), torch.no_grad():
-            device = self.devices[self.placement[-1]] if self.balance else torch.device("cpu")
             output = self(input)
-            return loss(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+            device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
+            return checked(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
 
     def _warn_of_schedule(self) -> None:
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
@@ -267,7 +285,7 @@ class GPipe(TeamCalls):
         self._warned = True
         warnings.warn(
             f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-            f"'{self.schedule}'",
+            f"'{self.schedule}'; train with step(), or call eval() before you evaluate",
             stacklevel=5,
         )
 
@@ -313,8 +331,9 @@ class GPipe(TeamCalls):
     ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
-        itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch; with
-        ``return_output``, a tuple of it and the detached output.
+        itself in :meth:`forward` only. Backwards do not use autocast. Returns the loss of the mini-batch, detached: the
+        backward has run, so do not call ``loss.backward()``. With ``return_output``, returns a tuple of it and the detached
+        output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -332,14 +351,14 @@ class GPipe(TeamCalls):
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
                 adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
-                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
+                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
             check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
                 unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
 
         Raises:
-            RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
-                ``DistributedDataParallel`` (use replicas, or :meth:`loss`).
+            RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
+                ``DistributedDataParallel`` (use replicas, or :meth:`compute_loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
                 differs from that of the whole mini-batch, a wrong count, or invalid arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
@@ -350,7 +369,7 @@ class GPipe(TeamCalls):
         result = self._run_step("step", input, target, loss, scale, count, reduction, return_output, check)
         return result if return_output else result[0]
 
-    def loss(
+    def compute_loss(
         self,
         input: Any,
         target: Any,
@@ -364,7 +383,7 @@ class GPipe(TeamCalls):
         """Computes the loss and all gradients as :meth:`step`, with its arguments. Adds nothing to ``.grad``, but returns the
         loss with its graph: a backward of it hands out the gradients, times its incoming gradient. For a module that returns
         the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``."""
-        result: Tensor = self._run_step("loss", input, target, loss, scale, count, reduction, False, check)[0]
+        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, count, reduction, False, check)[0]
         return result
 
     def _run_step(
@@ -377,7 +396,7 @@ class GPipe(TeamCalls):
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._pipeline()
             if self.ranks is not None and type(scale) is GradScaler:
-                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
+                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
             if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
@@ -387,7 +406,7 @@ class GPipe(TeamCalls):
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.train(
-                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "loss"
+                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "compute_loss"
             )
 
     def trace(self, timeline: _C.Timeline | None) -> None:

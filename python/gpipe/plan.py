@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
 from gpipe.balance import MODES, Candidate, suggest
-from gpipe.checks import Checkpoint, check_checkpoint
+from gpipe.checks import Checkpoint, arrange_workers, check_checkpoint
 from gpipe.ranks import Ranks
 from gpipe.structure import take_apart
 
@@ -46,31 +46,36 @@ def choose_plan(
     if stages is not None:
         _C.check_stages(stages, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices is None:
-        own = stages // processes if stages else 1 if processes > 1 else max(2, len(gpus))
-        devices = gpus[:own] if len(gpus) >= own else [torch.device("cpu")] * own
+        default = 1 if processes > 1 else torch.cuda.device_count() or min(2, len(model))
+        devices = arrange_workers(None, max(1, stages // processes) if stages else default).devices
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
     if chunks is None and any(isinstance(each, _BatchNorm) for each in original.modules()):
         chunks = max(1, min(2 * workers, samples // 2))
-    tried = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
+    tried = [chunks] if chunks is not None else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
     memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
     found = suggest(
         model,
         batch,
         list(devices) * processes,
         chunks=tried,
-        checkpoints=[checkpoint] if checkpoint else MODES,
+        checkpoints=MODES if checkpoint is None else [checkpoint],
         memory_limit=memory,
-        schedule=schedule or "auto",
+        schedule="auto" if schedule is None else schedule,
         seconds=seconds,
         param_scale=4.0,
         progress=progress_line(),
     )
     candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
     if not candidates:
-        raise RuntimeError(found.reason or f"no schedule runs {stages} stages on {workers} workers; leave stages out")
+        raise RuntimeError(
+            found.reason
+            or f"no schedule that was tried runs {stages} stages on {workers} worker{'s' * (workers > 1)}; leave stages "
+            "out, or give devices, one per worker, which may repeat"
+        )
+    # Two kinds of schedules round differently. One kind is enough, so that equal trainings give equal bits.
+    candidates = [each for each in candidates if not _C.fills_and_drains(each.schedule)] or candidates
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
     return {
@@ -85,7 +90,8 @@ def choose_plan(
 def _order(candidate: Candidate) -> tuple[int, ...]:
     """Orders candidates that are equally fast, so that measurements that differ a little lead to one choice."""
     names = [name for name, _, _ in _C.schedule_rules()]
-    return MODES.index(candidate.checkpoint), len(candidate.balance), names.index(candidate.schedule), candidate.chunks
+    place = names.index(candidate.schedule) if candidate.schedule in names else -1  # a file
+    return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
 
 
 def progress_line(work: str = "measuring", seconds: float = 2.0) -> Callable[[float], None] | None:

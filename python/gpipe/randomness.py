@@ -47,7 +47,7 @@ class RandomScope:
 
 
 @checks_arguments
-def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
+def run_unpartitioned(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
     """Runs an unpartitioned model micro-batch by micro-batch on the calling thread, with the random numbers and result of a
     pipeline with the same default generator. Arguments and errors as for :class:`gpipe.GPipe` and its ``forward``. Raises
     RuntimeError if the last layer returned objects of different structure for two micro-batches."""

@@ -169,7 +169,10 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
     }[call]
     if name not in declared:
         names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
-        raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
+        raise RuntimeError(
+            f"'{name}' was {done} by a layer that does not declare it; it declares {names}; add the name to "
+            f"@skippable({call.__name__}=[...])"
+        )
     current.answer = call(current.layer.native_key(name), *tensor)
     return current.answer
 
@@ -213,9 +216,9 @@ def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = (), peek: Iterable[str] = ()
 ) -> Callable[[type[M]], type[M]]:
-    """Declares the names that each forward of a layer class stashes, pops and peeks at; a string is one name. The class decorator
-    returns a subclass of the class and of :class:`Skippable`. Raises TypeError for a name that is not a non-empty string, and
-    for a class that is decorated already."""
+    """Declares the names that each forward of a layer class stashes, pops and peeks at; a string is one name. The class
+    decorator returns a subclass of the class and of :class:`Skippable`. Raises TypeError for a name that is not a non-empty
+    string, and for a class that is decorated already."""
     stashable_names = _check_names(stash, "stash")
     poppable_names = _check_names(pop, "pop")
     peekable_names = _check_names(peek, "peek at")
@@ -240,7 +243,8 @@ def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Checks that each name that the layers of a model stash is read later, and each name that they read is stashed
-    earlier and was not popped. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
+    earlier and was not popped. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not
+    match."""
     declarations = [
         (index, path, *skip.declared())
         for index, (name, layer) in enumerate(module.named_children())

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe import _C
+from gpipe.checks import check_is, check_numbers, check_whole, shown
+from gpipe.convert import refuse_file_of_torch
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -37,11 +40,13 @@ __all__ = [
     "Snapshot",
     "capture_model",
     "capture_optimizer",
+    "capture_scheduler",
     "gather",
     "own_part",
     "read",
     "restore_model",
     "restore_optimizer",
+    "restore_scheduler",
     "write",
 ]
 
@@ -70,7 +75,7 @@ class Snapshot:
         epoch: number of completed epochs.
         position: of the data loader in the epoch, with keys of the loader's choice.
         random: the result of ``torch.get_rng_state()``.
-        options: the program's command-line options.
+        options: texts of the program's choice, such as its command-line options, or ``json.dumps`` of other values.
         history: losses and scores so far.
     """
 
@@ -91,13 +96,18 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
         TypeError, ValueError: if the snapshot cannot be saved.
     """
-    _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
+    file = _to_file(check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot"))
+    _C.write_snapshot(os.fsencode(path), *file)
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
     """Reads a snapshot that :func:`write` or a C++ program wrote. Its tensors are on the CPU. Raises OSError if it
     cannot be read, and ValueError if it is not regular, changed, truncated, not a snapshot, or of a newer version."""
-    return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    try:
+        return _from_file(*_C.read_snapshot(os.fsencode(path)))
+    except ValueError:
+        refuse_file_of_torch(path)
+        raise
 
 
 # Models.
@@ -246,6 +256,34 @@ def _refuse(what: str) -> NoReturn:
     raise ValueError(f"the snapshot is of another optimizer: {what}")
 
 
+# Learning-rate schedulers.
+
+
+def capture_scheduler(scheduler: Any) -> str:
+    """Returns the state of a learning-rate scheduler as a text for the options of a snapshot. Raises TypeError if the state
+    holds anything but numbers, texts and containers of them."""
+    return json.dumps(_encoded(scheduler.state_dict()))
+
+
+def restore_scheduler(scheduler: Any, text: str) -> None:
+    """Restores a captured state in a scheduler that was made with the same arguments."""
+    scheduler.load_state_dict(json.loads(text, object_hook=_decoded))
+
+
+def _encoded(value: Any) -> Any:
+    """Returns a value as JSON can hold it. A dict with other keys than texts, such as a MultiStepLR has, becomes pairs."""
+    if isinstance(value, (list, tuple)):
+        return [_encoded(each) for each in value]
+    if not isinstance(value, dict):
+        return _plain(value)
+    pairs = [(key, _encoded(each)) for key, each in value.items()]
+    return dict(pairs) if all(isinstance(key, str) for key in value) else {"": pairs}
+
+
+def _decoded(found: dict[str, Any]) -> dict[Any, Any]:
+    return Counter(dict(found[""])) if found.keys() == {""} else found
+
+
 # Ranks.
 
 
@@ -287,9 +325,19 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 
 # Files.
 
+_DICTS = {
+    "model": "a dict of tensors, as capture_model() returns",
+    "optimizer": "a dict, as capture_optimizer() returns",
+    "position": "a dict of integers",
+    "options": "a dict of texts",
+    "history": "a dict of lists of numbers",
+}
+
 
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
-    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. Raises
+    TypeError or ValueError for fields of a wrong type."""
+    _check(snapshot)
     tensors = dict(snapshot.model)
     if snapshot.random is not None:
         tensors[".random"] = snapshot.random
@@ -302,6 +350,21 @@ def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
     training: dict[str, Any] = {"version": 2, "epoch": snapshot.epoch, "position": snapshot.position}
     training |= {"options": snapshot.options, "optimizer": {**snapshot.optimizer, "state": state}}
     return tensors, json.dumps(training, allow_nan=False)
+
+
+def _check(snapshot: Snapshot) -> None:
+    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks the tensors."""
+    for name, words in _DICTS.items():
+        check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
+    if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
+        raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
+    check_whole(snapshot.epoch, "epoch of a snapshot", bits=63)
+    for name, number in snapshot.position.items():
+        check_whole(number, f"position '{name}' of a snapshot", bits=63)
+    for name, text in snapshot.options.items():
+        check_is(text, f"option '{name}' of a snapshot", str, "a str", f"use str({shown(text)})")
+    for name, values in snapshot.history.items():
+        check_numbers(values, f"history '{name}' of a snapshot")
 
 
 def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:

@@ -4,8 +4,8 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -57,9 +57,10 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
+            advice = "; pass dict(...) of it" if isinstance(leaf, Mapping) else ""
             raise TypeError(
                 f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or "
-                "in tuples, named tuples, lists and dicts, which may hold None"
+                f"in tuples, named tuples, lists and dicts, which may hold None{advice}"
             )
     classes = tuple(_class_of(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, classes)
@@ -76,7 +77,8 @@ def encode(structure: Structure) -> bytes:
     """Returns a structure as bytes, for other ranks. Raises TypeError for one that :func:`decode` refuses, or that cannot be
     pickled, such as one with a class that a function defines."""
     try:
-        encoded = pickle.dumps(tree_unflatten(structure._classes, structure._tree))
+        leaves = [_name_of(cls) for cls in structure._classes]
+        encoded = pickle.dumps(tree_unflatten(leaves, structure._tree))
         decode(encoded)
     except (AttributeError, TypeError, pickle.PickleError) as error:
         raise TypeError(f"{structure!r} cannot go to another rank: {error}") from error
@@ -85,31 +87,55 @@ def encode(structure: Structure) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def decode(encoded: bytes) -> Structure:
-    """Returns the structure of :func:`encode`. Creates only containers and tensors: raises pickle.UnpicklingError for
-    anything else, and for classes that this process has not imported."""
+    """Returns the structure of :func:`encode`. Creates only containers: raises pickle.UnpicklingError for anything else, and
+    for classes that this process has not imported."""
     try:
         leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load())
-    except (AttributeError, EOFError, IndexError, TypeError, ValueError) as error:
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # an unpickler raises any
         raise pickle.UnpicklingError(f"not a structure: {error}") from error
-    if not all(leaf is None or _is_tensor_class(leaf) for leaf in leaves):
-        raise pickle.UnpicklingError("not a structure: it has other values")
-    return Structure(tree, tuple(leaves))
+    return Structure(tree, tuple(_class_named(leaf) for leaf in leaves))
 
 
-def _is_tensor_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Tensor)
+# In an encoded structure, a bool stands for a tensor or None, and a text for a tensor of a subclass. A class would let a
+# message call it.
 
 
-class _Containers(pickle.Unpickler):
-    """Refuses everything but containers and classes of tensors, which stand for the tensors."""
+def _name_of(cls: type[Tensor] | None) -> bool | str:
+    return cls is not None if cls in (None, Tensor) else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _class_named(name: object) -> type[Tensor] | None:
+    if isinstance(name, bool):
+        return Tensor if name else None
+    if isinstance(name, str):
+        module, _, qualname = name.partition(":")
+        found = getattr(sys.modules.get(module), qualname, None)
+        if isinstance(found, type) and issubclass(found, Tensor):
+            return found
+        raise pickle.UnpicklingError(f"not a structure: {name} is not a subclass of Tensor that this process has imported")
+    raise pickle.UnpicklingError("not a structure: it has other values")
+
+
+class _Containers(pickle._Unpickler):
+    """Refuses everything but containers. In Python, because the C class would set attributes of the containers' classes."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module in sys.modules else None
         if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
             return found
-        if _is_tensor_class(found):
-            return found
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError("not a structure: it changes a class")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class _Name:

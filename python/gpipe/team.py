@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler as _GradScaler
+from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
-from gpipe.checks import check_is, check_number, check_text, check_whole
+from gpipe.checks import check_is, check_number, check_numbers, check_text, check_whole
 from gpipe.core import StagedModel
 
 
@@ -58,7 +58,7 @@ class TeamCalls(StagedModel):
         ranks give as many numbers and get the same bits."""
         with self.refusing():
             pipeline = self._pipeline()
-            checked = [check_number(number, "each of the numbers") for number in numbers]
+            checked = check_numbers(numbers, "the numbers")
         return pipeline.sum_over_replicas(checked)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -73,11 +73,11 @@ class TeamCalls(StagedModel):
         return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
 
 
-class GradScaler(_GradScaler):
+class PipelineGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for a pipeline over ranks: if a gradient of any rank is not finite, all ranks skip the
     optimizer's step and lower the scale. In one process it is the same as PyTorch's.
 
-        scaler = gpipe.GradScaler(pipe)
+        scaler = gpipe.PipelineGradScaler(pipe)
         with torch.autocast("cuda", torch.float16):
             loss = pipe.step(x, y, criterion, scale=scaler)
         scaler.step(optimizer)
@@ -96,6 +96,7 @@ class GradScaler(_GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        check_is(pipe, "pipe", TeamCalls, "a gpipe.GPipe", "torch.amp.GradScaler is for other models")
         device = next((device.type for device in pipe.devices if device.type != "cpu"), "cpu")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipe = pipe

@@ -76,8 +76,8 @@ const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidat
                        py::repr(candidate).cast<std::string>());
 }
 
-/// Returns a candidate for each scheduling, checkpoint mode and balance that differs from the best by one cut, moved by at
-/// most `near` layers.
+/// Returns a candidate for each scheduling, checkpoint mode and balance that differs from the best by one cut, moved by
+/// at most `near` layers.
 std::vector<Candidate> candidates(const Profile& profile, int chunks, const std::vector<Scheduling>& schedulings,
                                   int near, const SearchOptions& options) {
   const StageCost stage(profile);

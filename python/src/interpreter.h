@@ -77,8 +77,8 @@ void reset_calls_after_fork();
 using Reference = std::shared_ptr<PyObject>;
 Reference reference_to(PyObject* object);
 
-/// For its lifetime, threads that take over the calling thread's PyTorch state, as workers do, find a copy of its context
-/// variables. REQUIRES: the interpreter's lock.
+/// For its lifetime, threads that take over the calling thread's PyTorch state, as workers do, find a copy of its
+/// context variables. REQUIRES: the interpreter's lock.
 class SharedContext : Pinned {
  public:
   SharedContext();
@@ -98,12 +98,12 @@ class ContextScope : Pinned {
   pybind11::object context_;  // null if there is none to find
 };
 
-/// Gives this thread a copy of the context variables that torch hands to the backwards of compiled layers, if any. Torch
-/// 2.12 enters them, which only one thread at a time can.
+/// Gives this thread a copy of the context variables that torch hands to the backwards of compiled layers, if any.
+/// Torch 2.12 enters them, which only one thread at a time can.
 void copy_backward_context();
 
-/// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that threading.local
-/// lasts. May be destroyed on any thread, after the workers have ended.
+/// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that
+/// threading.local lasts. May be destroyed on any thread, after the workers have ended.
 class ThreadStates : Pinned {
  public:
   ~ThreadStates();

@@ -52,8 +52,8 @@ class PythonLayer : public Layer {
   /// progress continues with the old one. Returns whether it made one. REQUIRES: the interpreter's lock.
   bool refresh();
 
-  /// Errors: std::runtime_error if a parameter of the module was replaced after the last refresh(), except by the making of
-  /// more. REQUIRES: the interpreter's lock.
+  /// Errors: std::runtime_error if a parameter of the module was replaced after the last refresh(), except by the
+  /// making of more. REQUIRES: the interpreter's lock.
   void check_not_replaced() const;
 
   /// Calls visit(object) for each Python object that the layer owns, until a call returns a value other than 0. Returns

@@ -170,7 +170,7 @@ Pair PythonPipeline::train(const py::object& input, const py::object& target, co
   const auto function = to_loss(loss, kind, states_);
   set_training(training);
   const auto result = run([&](GPipeImpl& pipe) {
-    if (keeps_graph) return StepResult{pipe.loss(std::move(value), std::move(wanted), function, options), {}};
+    if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
     return pipe.step(std::move(value), std::move(wanted), function, options);
   });
   return py::make_tuple(result.loss, options.return_output() ? to_python(result.output) : py::none());

@@ -34,8 +34,8 @@ ParsedSchedule generate(const std::string& name, std::vector<int> placement, int
   return {std::move(layout), std::move(schedule)};
 }
 
-/// Costs that are the same for every stage. `seconds` is indexed by Kind. A cell holds `graph_bytes` from its F or R until
-/// its B or W, and before its R it holds `input_bytes`.
+/// Costs that are the same for every stage. `seconds` is indexed by Kind. A cell holds `graph_bytes` from its F or R
+/// until its B or W, and before its R it holds `input_bytes`.
 Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
                std::int64_t input_bytes) {
   Costs costs{.actions = {static_cast<std::size_t>(layout.stages), seconds}, .edges = std::vector<double>(edges)};

@@ -54,7 +54,8 @@ std::pair<double, double> compare_losses(const py::object& loss, const Value& ou
   return {check.whole, check.from_micro_batches};
 }
 
-/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops, peeks). Errors: as match_skips().
+/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops, peeks). Errors: as
+/// match_skips().
 void check_skips(
     const std::vector<std::tuple<int, std::string, std::vector<SkipKey>, std::vector<SkipKey>, std::vector<SkipKey>>>&
         declarations) {

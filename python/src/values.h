@@ -25,8 +25,8 @@ pybind11::object to_python(const Value& value);
 /// pybind11::error_already_set, for objects that hold anything but tensors and None.
 Value to_value(const pybind11::handle& object);
 
-/// Converts the structure of a Python object to bytes and back, for other ranks. Called without the lock. Errors: those of
-/// gpipe.structure.encode() and decode(), as pybind11::error_already_set.
+/// Converts the structure of a Python object to bytes and back, for other ranks. Called without the lock. Errors: those
+/// of gpipe.structure.encode() and decode(), as pybind11::error_already_set.
 std::string encode_structure(const Structure& structure);
 std::shared_ptr<const Structure> decode_structure(const std::string& bytes);
 
@@ -36,8 +36,8 @@ void on_error(const ErrorInfo& info, const std::exception_ptr& error);
 
 inline bool is_object(PyObject*) { return true; }
 
-/// An argument of a public function, which signatures show as a T. It may be any object, so that checked() can name it in an
-/// error.
+/// An argument of a public function, which signatures show as a T. It may be any object, so that checked() can name it
+/// in an error.
 template <typename T>
 class Unchecked : public pybind11::object {
   PYBIND11_OBJECT_DEFAULT(Unchecked, object, is_object)

@@ -172,6 +172,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     return at::make_generator<GeneratorImpl>(checked(index));
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return pinned(); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -245,6 +246,11 @@ at::Tensor alias_on_host(const at::Tensor& tensor) {
 void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses) {
   auto* block = on_device(tensor) && tensor.numel() > 0 ? block_of(tensor) : nullptr;
   if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
+}
+
+std::atomic<bool>& pinned() {
+  static std::atomic<bool> is{false};
+  return is;
 }
 
 std::atomic<bool>& held() {

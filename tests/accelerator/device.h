@@ -26,6 +26,9 @@ inline constexpr int kDevices = 4;
 
 inline c10::Device device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
+/// While it is true, the host's memory is pinned.
+std::atomic<bool>& pinned();
+
 /// While it is true, no event is over.
 std::atomic<bool>& held();
 

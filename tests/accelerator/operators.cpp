@@ -179,7 +179,7 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
 }
 
 // As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy
-// to or from itself.
+// to or from itself, unless that reads pinned memory.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   {
     const KernelsOnly kernels;
@@ -197,6 +197,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (source != target) order.order(source, target);
   if (from.device() != to.device()) order.count(&Counts::copies);
   if (on_device(from) && on_device(to)) return to;
+  if (non_blocking && pinned() && on_device(to)) return to;
   if (non_blocking) {
     order.report("a copy between the host and a device does not block, so the host may use the memory too early");
   }

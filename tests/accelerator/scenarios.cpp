@@ -137,12 +137,12 @@ std::vector<Scenario> make_scenarios() {
   add("loss", [](Subject& it) {
     const auto x = it.x.clone().requires_grad_();
     const auto target = torch::zeros({8, 5}, device(1)) + 1;
-    (it.pipe->loss(x, target, kMse) * 2).backward();
+    (it.pipe->compute_loss(x, target, kMse) * 2).backward();
     x.grad().mul_(2);
   });
   add("loss_on_side_streams", [](Subject& it) {
     const SideStreams streams;
-    (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
+    (it.pipe->compute_loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
     it.adam.step();
   });
   add("input_elsewhere", [](Subject& it) {

@@ -89,8 +89,8 @@ TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
   // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
   const Network slow{.inside = {.bandwidth = 5}};
   EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(slow, 3)).seconds, 14 + 2 + 2);
-  // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its first
-  // backward ends at 16 s, then two micro-batches' gradients follow each other.
+  // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its
+  // first backward ends at 16 s, then two micro-batches' gradients follow each other.
   auto profile = equal_layers(2);
   profile.skips = {{"a", 0, {1}, 10}, {"b", 0, {1}, 10}};
   EXPECT_DOUBLE_EQ(predict(profile, {1, 1}, run_on(slow, 2)).seconds, 16 + 2 * 6 + 2);
@@ -108,7 +108,8 @@ TEST(Predict, TransfersDependOnTheHosts) {
 }
 
 TEST(Predict, SumsGradientsAfterTheLastBackwardOfAStage) {
-  // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient once.
+  // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient
+  // once.
   const Network network{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
   const auto with_gradients = [&](std::int64_t first, std::int64_t last) {
     auto profile = equal_layers(2);
@@ -169,7 +170,8 @@ Cluster cluster_of(int hosts, int per_host, LinkSpeed inside, LinkSpeed between,
 }
 
 TEST(ClusterPlan, WeighsSumsAgainstTheBubble) {
-  // 8 samples on two devices. As one pipeline of two workers: (8 + 1) x 3 s. As two replicas: 4 x 2 x 3 s, and the sums.
+  // 8 samples on two devices. As one pipeline of two workers: (8 + 1) x 3 s. As two replicas: 4 x 2 x 3 s, and the
+  // sums.
   const std::vector<Profile> profiles = {equal_layers(2, 1, 100)};
   const auto best = [&](double bandwidth) {
     const auto cluster = cluster_of(1, 2, {.bandwidth = bandwidth}, {.bandwidth = bandwidth});

@@ -29,8 +29,9 @@ Profile two_layers() {
           .layers = {{.name = "l0", .forward = 1, .stored = 0.1, .recompute = 1e-9, .backward = 2, .parameters = 7},
                      {.name = "l1", .changes_input = true, .shares_with = 0}},
           .blocks = {{.bytes = 10, .born = Kind::B, .layer = 1, .until = Kind::B, .freed_by = 0, .reaches = 1},
-                     {.bytes = 20, .until = Kind::F, .freed_by = HeldBytes::kNeverFreed, .reaches = 2, .read_by = 1}},
-          .skips = {{.name = "a \"name\"", .from = 0, .readers = {1}, .bytes = 40, .changed = true}},
+                     {.bytes = 20, .until = Kind::F, .freed_by = HeldBytes::kNeverFreed, .reaches = 2, .readers = {1}}},
+          .skips =
+              {{.name = "a \"name\"", .from = 0, .readers = {1}, .bytes = 40, .changed = true, .wants_gradient = true}},
           .ties = {{.name = "l0.weight", .layers = {0, 1}, .bytes = 7}}};
 }
 
@@ -102,7 +103,7 @@ TEST_F(ProfileJson, IndicesAreIntegersInRange) {
   expect_refused("/blocks/0/layer", {0.5, -1, 2, wraps});
   expect_refused("/blocks/0/freed_by", {0.5, -3, 2, wraps, std::numeric_limits<std::uint64_t>::max()});
   expect_refused("/blocks/0/reaches", {0.5, 0, 3, wraps});
-  expect_refused("/blocks/0/read_by", {0.5, -2, 2, wraps});
+  expect_refused("/blocks/1/readers/0", {0.5, -1, 2, wraps});
   expect_refused("/skips/0/from", {0.5, -1, 2, wraps});
   expect_refused("/skips/0/readers/0", {0.5, -1, 2, wraps});
   expect_refused("/workers", {0.5, 0, -1, wraps});

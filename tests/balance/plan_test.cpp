@@ -154,7 +154,7 @@ TEST(Cut, BalancesBySizeWithSkips) {
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
   // Layer 0 stashes 500 bytes for the last layer. Its stage holds them for every cut.
   profile.skips = {{"skip", 0, {3}, 500}};
-  profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, 3});
+  profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, {3}});
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
 }
 
@@ -169,7 +169,7 @@ TEST(Cut, BalancesBySizeOptimally) {
     const int to = from + static_cast<int>(random() % (layers - from));
     const auto bytes = static_cast<std::int64_t>(random() % 200);
     profile.skips = {{"skip", from, {to}, bytes}};
-    profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, to});
+    profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, {to}});
     const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
                          .checkpoint = static_cast<Checkpoint>(random() % 3)};
     const StageCost stage(profile);

@@ -10,6 +10,7 @@
 #include "gpipe/simulator.h"
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"
+#include "tests/gpipe/layers.h"
 #include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
@@ -115,6 +116,32 @@ TEST_F(StepMemory, OfTiedParametersIsAtMostWhatTheSimulatorPredicts) {
   balance_ = {2, 2, 2};
   shape_ = {256};
   expect_at_most_what_the_simulator_predicts();
+}
+
+// Three layers read a skip of 32 KiB. The second one saves it for its backward.
+TEST_F(StepMemory, OfASkipWithManyReadersIsAtMostWhatTheSimulatorPredicts) {
+  using Names = Skippable::Names;
+  const SkipFunction wide(Names{.stash = {"s"}}, [](Tensor x, SkipFunctionImpl& self) {
+    self.stash("s", x.repeat({1, 16}));
+    return x * 1.5;
+  });
+  const auto reader = [](Names names, bool saves) {
+    return SkipFunction(std::move(names), [=](const Tensor& x, SkipFunctionImpl& self) {
+      const auto skip = self.pops().empty() ? self.peek("s") : self.pop("s");
+      return x + (saves ? skip * skip : skip * 2).narrow(1, 0, 256).contiguous();
+    });
+  };
+  const auto first = reader(Names{.peek = {"s"}}, false);
+  const auto second = reader(Names{.peek = {"s"}}, true);
+  const auto last = reader(Names{.pop = {"s"}}, false);
+  const auto linear = [] { return nn::Linear(256, 256); };
+  model_ = nn::Sequential(linear(), wide, linear(), first, linear(), second, linear(), last, linear());
+  shape_ = {256};
+  for (const auto& balance : {Balance{2, 4, 3}, Balance{4, 2, 3}}) {
+    SCOPED_TRACE(testing::PrintToString(balance));
+    balance_ = balance;
+    expect_at_most_what_the_simulator_predicts();
+  }
 }
 
 TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {

@@ -28,15 +28,17 @@ class CrossingContext : public SkipContext {
   CrossingContext(const std::vector<Edge>& edges, const std::vector<SkipKey>& keys) : edges_(edges), keys_(keys) {}
 
   void enter_stage(int stage) {
+    for (std::size_t e = 0; e < edges_.size(); ++e) {
+      if (edges_[e].from == stage_) arriving_[e] = cross(sent_.at(keys_[e]));
+    }
+    sent_.clear();
     stage_ = stage;
     for (std::size_t e = 0; e < edges_.size(); ++e) {
       if (edges_[e].to == stage) stash(keys_[e], arriving_[e]);
     }
   }
   void stash(const SkipKey& key, Tensor tensor) override {
-    for (std::size_t e = 0; e < edges_.size(); ++e) {
-      if (edges_[e].from == stage_ && keys_[e] == key) arriving_[e] = cross(tensor);
-    }
+    sent_[key] = tensor;
     tensors_[key] = std::move(tensor);
   }
   Tensor pop(const SkipKey& key) override { return std::move(tensors_.extract(key).mapped()); }
@@ -47,7 +49,9 @@ class CrossingContext : public SkipContext {
   const std::vector<SkipKey>& keys_;
   int stage_ = 0;
   std::map<std::size_t, Tensor> arriving_;  // by edge
-  std::map<SkipKey, Tensor> tensors_;       // of the stage
+  // Of the stage: what it has made or got, and what its layers have yet to pop.
+  std::map<SkipKey, Tensor> sent_;
+  std::map<SkipKey, Tensor> tensors_;
 };
 
 /// Joins the parts of the micro-batches tensor by tensor.

@@ -98,7 +98,7 @@ TEST_F(Step, LossHandsOutItsGradientsOnce) {
   for (auto& parameter : model->parameters()) {
     if (parameter.dim() == 2) parameter.register_hook([&](const Tensor&) { ++hooks; });
   }
-  const auto loss = pipe->loss(x, y, kMse);
+  const auto loss = pipe->compute_loss(x, y, kMse);
   EXPECT_TRUE(loss.requires_grad());
   EXPECT_EQ(hooks, 0);
   EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(6)));

@@ -1,18 +1,9 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/waiting.cpp
-       "while (!condition()) changed_.wait(mutex_);"
-       "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
-       EventCountStress*)
-mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/waiting.cpp "bool holds = condition();"
-       "--sleepers_; bool holds = condition(); ++sleepers_;" EventCountStress*)
-mutant(event_announces_without_the_mutex core_tests gpipe/runtime/waiting.cpp "{ MutexLock lock(mutex_); }" ""
-       EventCountStress*)
-mutant(event_ignores_its_last_look core_tests gpipe/runtime/waiting.cpp
-       "now() < end; holds = condition()" "now() < end;" EventCount.*)
-mutant(channel_does_not_wait core_tests gpipe/runtime/waiting.cpp "present_[micro_batch] || cancelled_" "true"
+mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "!present_[micro_batch] && !cancelled_" "false"
        Channel.*)
+mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/channel.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
@@ -56,8 +47,6 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
 # Forward and backward of a mini-batch.
 mutant(drops_skip_gradient gpipe_tests gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
        "{.tensors = out.empty() ? std::move(of_parcel) : Gradients(of_parcel.size())}" Generated*)
-mutant(skips_recompute gpipe_tests gpipe/run/mini_batch.cpp "cell(action)->recompute(retain_graph_);" ""
-       Generated*)
 mutant(frees_cells_late gpipe_tests gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)
 mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)

@@ -33,3 +33,4 @@ sed -zEi "s/(def [^\n]*)$documentation/\1: ...\n/g; s/(class [^\n]*)$documentati
   s/$property/\1: typing.Final[\2]/g; s/ \| typing\.SupportsIndex//g" "$work/stubs/gpipe/_C.pyi"
 diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"
 mypy --package gpipe
+mypy typed_program.py

@@ -26,7 +26,8 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-PAGES = ["README.md", "docs/guide.md", "docs/convert_your_model.md", "docs/schedules.md", long("docs/any_model.md")]
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("guide", "depth_skips", "convert_your_model", "schedules"))]
+PAGES.append(long("docs/any_model.md"))
 # The names that other pages use without defining them.
 GIVEN = {
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
@@ -37,7 +38,7 @@ GIVEN = {
 NEEDED = {
     "README.md": ["torchvision"],
     "docs/any_model.md": ["torchvision", "transformers"],
-    "docs/convert_your_model.md": ["torchvision", "accelerate", "lightning_fabric"],
+    "docs/convert_your_model.md": ["torchvision", "accelerate", "lightning_fabric", "transformers"],
 }
 # A block that is a program for torchrun.
 PROGRAM = re.compile(r"# (\w+\.py): run with torchrun ")
@@ -69,7 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
             exec(compile(block, f"{page}, block {number}", "exec"), names)
 
 
-def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypatch, one_thread):
+def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path, monkeypatch, one_thread):
     resnet18 = pytest.importorskip("torchvision").models.resnet18
     pytest.importorskip("tensorboard")
     pytest.importorskip("tqdm")
@@ -90,13 +91,40 @@ def test_the_training_loop_continues_exactly_with_another_cut(tmp_path, monkeypa
         plan["balance"] = [first_stage, 60 - first_stage]  # of a ResNet-18
         monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
         exec(compile(program, "docs/training_loop.md", "exec"), {})
-        return (folder / "run/latest.snapshot").read_bytes()
+        return folder / "run/latest.snapshot"
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", 20, write_and_stop)
-    assert run(tmp_path / "stopped", 40) == run(tmp_path / "whole", 30)
+    continued = run(tmp_path / "stopped", 40)
+    assert json.loads(snapshot.read(continued).options["plan"])["balance"] == [20, 40]
+    saved = snapshot.read(run(tmp_path / "whole", 30))
+    saved.options["plan"] = snapshot.read(continued).options["plan"]
+    write(tmp_path / "with another plan", saved)
+    assert continued.read_bytes() == (tmp_path / "with another plan").read_bytes()
     saved = safetensors.torch.load_file(tmp_path / "whole/run/latest.snapshot")
     resnet18(num_classes=10).load_state_dict({name: value for name, value in saved.items() if name[0] != "."})
+
+
+def test_the_trainer_of_transformers_trains_as_without_a_pipeline(tmp_path, monkeypatch, fresh_accelerate):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    (block,) = (block for block in blocks_of("docs/convert_your_model.md") if "import GPT2Config" in block)
+    no_dropout = block.replace("n_head=2,", "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,")
+    quick = no_dropout.replace("stages=2,", "stages=2, seconds=0.1,")
+    ignored = quick.replace('"labels": each', '"labels": torch.where(each < 60, -100, each)')
+    accumulating = ignored.replace("num_train_epochs=1", "num_train_epochs=1, gradient_accumulation_steps=2")
+    plain = accumulating.replace("model.forward = forward", "")
+    assert len({block, no_dropout, quick, ignored, accumulating, plain}) == 6
+    results = []
+    for program in accumulating, plain:
+        torch.manual_seed(0)
+        names = {"torch": torch, "gpipe": gpipe}
+        exec(compile(program, "docs/convert_your_model.md", "exec"), names)
+        evaluated, trained = names["trainer"].state.log_history
+        weights = [weight.detach() for weight in names["model"].parameters()]
+        results.append((trained["train_loss"], evaluated["eval_loss"], weights))
+    torch.testing.assert_close(*results)
 
 
 def test_the_program_for_two_processes_keeps_them_equal(tmp_path):

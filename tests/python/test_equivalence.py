@@ -29,7 +29,7 @@ def test_scripted_layers_train_the_same():
 def train_in_parallel(ranks):
     pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2, checkpoint="always")
     module, whole = nn.ModuleList([pipe]), make_tied_model()
-    module.forward = lambda x, y: pipe.loss(x, y, F.cross_entropy)
+    module.forward = lambda x, y: pipe.compute_loss(x, y, F.cross_entropy)
     parallel = nn.parallel.DistributedDataParallel(module)
     for step in range(2):
         parallel.zero_grad()
@@ -78,7 +78,7 @@ def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone():
     nn.functional.mse_loss(model(x), target).backward()
     expected = copy.deepcopy(gradients(model))
     pipe = gpipe.GPipe(model, [2, 1], chunks=2, checkpoint="always")
-    loss = pipe.loss(x, target, nn.functional.mse_loss)
+    loss = pipe.compute_loss(x, target, nn.functional.mse_loss)
     assert all(map(torch.equal, gradients(model), expected))
     loss.backward()
     torch.testing.assert_close(gradients(model), [2 * each for each in expected])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import pydoc
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import gpipe
 from helpers import Double, make_linears, make_tied_model, tied_batch
+
 
 def test_attributes_and_layers():
     layers = make_linears()
@@ -96,5 +98,31 @@ def test_dtypes_change_and_the_present_device_stays():
     for move in (lambda: pipe.to("cpu", torch.float64), lambda: pipe.half().to(torch.float64)):
         assert move() is pipe
         assert pipe(torch.zeros(2, 3, dtype=torch.float64)).dtype == pipe[0].weight.dtype == torch.float64
-    pipe.to(dtype=torch.float32)
+    nn.Sequential(pipe).to("cpu", torch.float32)
     assert pipe(torch.zeros(2, 3)).dtype == torch.float32
+
+
+def test_old_names_work_with_a_warning():
+    pipe = gpipe.GPipe(make_linears(), [2, 2])
+    for owner, old, new in [
+        (gpipe, "GradScaler", gpipe.PipelineGradScaler),
+        (gpipe, "reference", gpipe.run_unpartitioned),
+        (gpipe.checkpoint, "is_checkpointing", gpipe.is_checkpointing),
+        (gpipe.checkpoint, "is_recomputing", gpipe.is_recomputing),
+        (pipe, "loss", pipe.compute_loss),
+    ]:
+        with pytest.warns(FutureWarning, match=f"{old} is now called {new.__name__}") as warned:
+            assert getattr(owner, old) == new
+        assert warned[0].filename == __file__
+        assert old not in dir(owner)
+    for owner in (gpipe, gpipe.checkpoint, pipe):
+        with pytest.raises(AttributeError, match="has no attribute 'wrong'"):
+            owner.wrong
+    assert all(hasattr(gpipe, name) for name in gpipe.__all__)
+
+
+def test_the_help_begins_with_the_pipeline():
+    text = pydoc.plain(pydoc.render_doc(gpipe.GPipe))
+    names = ("Methods: step", "Args:", " step(", " clip_grad_norm_(", " register_forward_hook(")
+    places = [text.replace(":meth:`", "").find(name) for name in names]
+    assert -1 not in places and places == sorted(places)

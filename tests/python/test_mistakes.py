@@ -1,6 +1,7 @@
 """Mistakes that a new user may make, and errors of layers: each answer says what was wrong, where, and what to do."""
 
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def changed(change, *arguments):
     return gpipe.GPipe(layers, [2, 2])
 
 
+def from_module(**options):
+    return gpipe.GPipe.from_module(Whole(), X, **options)
+
+
 def batched_gradients():
     output = (pipeline := pipe())(X)
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
@@ -93,6 +98,7 @@ MISTAKES = [
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
     (lambda: pipe()(input_ids=X), TypeError, r"one input.*, or as a dict"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
+    (lambda: pipe()(UserDict(x=X)), TypeError, r"expected Tensor, but got <class 'collections.UserDict'>; .* pass dict\(...\)"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
@@ -102,11 +108,20 @@ MISTAKES = [
     (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
     (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
+    (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
+    (lambda: pipe().evaluate(X, Y, lambda *both: 1.0), TypeError, "the loss function returned 1.0; return a tensor"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
+    (lambda: setattr(pipe(), "devices", ["cpu"]), AttributeError, "'devices' of a pipeline is fixed; make another one by"),
+    (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
+    (lambda: gpipe.PipelineGradScaler(LAYER), TypeError, "pipe must be a gpipe.GPipe, but is Linear.*; torch.amp.GradScaler is"),
+    (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
+    (lambda: from_module(placement="v"), ValueError, "placement is 'v', but is chosen without a balance; give a balance too"),
+    (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
+    (lambda: from_module(balance=[1, 1]).second, AttributeError, r"the model, or pipe.get_parameter\('second.weight'\)$"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
@@ -134,6 +149,7 @@ MISTAKES = [
     (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
     (lambda: pipe().to(tensor=torch.zeros(1, device="meta")), TypeError, MOVE),
     (lambda: pipe().to_empty(device="cpu"), TypeError, MOVE),
+    (lambda: nn.Sequential(pipe()).to("meta"), TypeError, MOVE),
 ]
 
 
@@ -162,13 +178,13 @@ CALLS = [
     (gpipe.GPipe, {"module": make_linears(), "balance": [4], "chunks": 2, "deferred_batch_norm": False, "group": None}),
     (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
-    (method("loss"), LOSS | {"input": X, "scale": 1.0}),
+    (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
     (method("gather"), {"data": b"", "what": "bytes"}),
     (method("gather_timeline"), {"timeline": gpipe.Timeline()}),
     (method("sum_over_replicas"), {"numbers": [1.0]}),
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
     (gpipe.check_loss, LOSS | {"output": X, "chunks": 2}),
-    (gpipe.reference, {"module": make_linears(), "input": X, "chunks": 2}),
+    (gpipe.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
     (models.unet, {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0}),

@@ -155,11 +155,11 @@ def shard(ranks):
             optimizer.step()
 
     train(lambda x: mean(pipe(x), None))
-    for call in (pipe.step, pipe.loss):
-        with pytest.raises(RuntimeError, match=r"register_fsdp_forward_method\(pipe, 'loss'\)"):
+    for call in (pipe.step, pipe.compute_loss):
+        with pytest.raises(RuntimeError, match=r"register_fsdp_forward_method\(pipe, 'compute_loss'\)"):
             call(batches[0, 0], batches[0, 0], mean)
-    register_fsdp_forward_method(pipe, "loss")
-    train(lambda x: pipe.loss(x, x, mean))
+    register_fsdp_forward_method(pipe, "compute_loss")
+    train(lambda x: pipe.compute_loss(x, x, mean))
     torch.testing.assert_close([each.full_tensor() for each in pipe.parameters()], list(model.parameters()))
 
     refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])

@@ -1,12 +1,15 @@
 """How from_module() chooses a plan; settings and evaluation of a pipeline."""
 
 import json
+from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
+import typed_program
 from gpipe.skip import peek, pop, skippable, stash
 
 
@@ -21,6 +24,8 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     pipe = gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1, **given)
     plan = json.loads(json.dumps(pipe.plan))
     assert plan == {"balance": pipe.balance, "placement": [0, 1], **given}
+    pipe.plan["balance"].clear()
+    assert plan == pipe.plan
     monkeypatch.setattr("gpipe.plan.suggest", None)
     again = gpipe.GPipe.from_module(perceptron(), x, **plan)
     assert again.plan == plan
@@ -32,15 +37,44 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     x = torch.randn(12, 8)
     chosen = gpipe.GPipe.from_module(perceptron(), x, seconds=0.1)
     assert chosen.chunks in (2, 4, 8, 12)
-    assert chosen.schedule in gpipe.SCHEDULES
     with_norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1).chunks == 4
+
+
+@pytest.mark.parametrize("schedules, chosen", [(["gpipe", "looped_bfs", "1f1b"], "1f1b"), (["gpipe"], "gpipe")])
+def test_measured_times_do_not_choose_between_schedules_that_round_differently(schedules, chosen, monkeypatch):
+    plan = {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
+    candidates = [
+        SimpleNamespace(fits=True, seconds=seconds, schedule=schedule, **plan) for seconds, schedule in enumerate(schedules, 1)
+    ]
+    monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: SimpleNamespace(candidates=candidates))
+    assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
+
+
+@pytest.mark.filterwarnings("error")
+def test_forward_warns_only_of_a_schedule_that_was_given():
+    x, plan = torch.randn(12, 8), {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
+    gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1)(x)
+    with pytest.raises(UserWarning, match=r"only step\(\) has schedule='1f1b'"):
+        gpipe.GPipe.from_module(perceptron(), x, schedule="1f1b", **plan)(x)
+
+
+def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(tmp_path):
+    x = torch.randn(12, 8)
+    (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
+    given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
+    assert gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given).schedule == given["schedule"]
+    assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
 
 
 def test_wrong_arguments_of_from_module_are_errors_at_once():
     x = torch.randn(12, 8)
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
         gpipe.GPipe.from_module(perceptron(), x, 2)
+    with pytest.raises(ValueError, match="not dict; give arguments by name as kwargs="):
+        gpipe.GPipe.from_module(perceptron(), {"input": x})
+    with pytest.raises(ValueError, match="give an example input, with tensors"):
+        gpipe.GPipe.from_module(perceptron(), [x.tolist()])
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
         gpipe.GPipe.from_module(perceptron(), x, chunk=4)
 
@@ -50,8 +84,8 @@ def test_a_misspelled_setting_is_an_error_and_other_attributes_are_not():
     with pytest.raises(AttributeError, match="a pipeline has no 'chunk'; did you mean 'chunks'?"):
         pipe.chunk = 8
     pipe.chunks = 8
-    pipe.note = "kept"
-    assert (pipe.chunks, pipe.note) == (8, "kept")
+    pipe.device = pipe.scheduler = "kept"
+    assert (pipe.chunks, pipe.device, pipe.scheduler) == (8, "kept", "kept")
 
 
 def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
@@ -102,3 +136,7 @@ def test_any_number_of_layers_peek_at_a_skip():
         torch.testing.assert_close(ours.grad, theirs.grad)
     with pytest.raises(TypeError, match="layer '1' .* peeks at 'x', which no earlier layer stashes"):
         gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Middle(8, 8)), [1, 1])
+
+
+def test_a_typed_program_runs(tmp_path):
+    typed_program.main(tmp_path)

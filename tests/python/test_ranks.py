@@ -156,9 +156,13 @@ def test_only_containers_are_decoded():
         tensors, taken = structure.take_apart(value)
         copied = structure.decode(structure.encode(taken))
         assert copied == taken and copied.build(tensors) == value
-    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), pickle.dumps(3), b""):
+    allocation = pickle.GLOBAL + b"torch\nTensor\n" + pickle.dumps((2**40,), 0)[:-1] + pickle.REDUCE + pickle.STOP
+    name_of_pair = f"{Pair.__module__}\n{Pair.__name__}\n".encode()
+    attribute = pickle.GLOBAL + name_of_pair + pickle.dumps((None, {"harmed": 1}), 0)[:-1] + pickle.BUILD + pickle.STOP
+    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), allocation, attribute, pickle.dumps(3), b"", b"?"):
         with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
+    assert not hasattr(Pair, "harmed")
     local = NamedTuple("local", [("a", Tensor)])
     for value in (local(torch.ones(1)), {signal.SIGINT: torch.ones(1)}):
         with pytest.raises(TypeError, match="cannot go to another rank"):

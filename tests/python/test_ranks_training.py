@@ -87,7 +87,7 @@ def scale_losses(ranks):
     with replicas(ranks, 2) as mesh:
         pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], chunks=2, group=mesh)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        scaler = gpipe.GradScaler(pipe, init_scale=2.0**10, growth_interval=2)
+        scaler = gpipe.PipelineGradScaler(pipe, init_scale=2.0**10, growth_interval=2)
         for overflows in (False, True, False, False):
             before = [each.clone() for each in pipe.parameters()]
             x, y = torch.rand(2, 8, 6)

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
@@ -156,10 +156,50 @@ def test_a_refused_restore_leaves_the_model_unchanged():
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
+        ),
+    ],
+)
+def test_a_restored_scheduler_continues(make):
+    def rates(scheduler, steps):
+        takes_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step(*[1.0] * takes_loss)
+            yield optimizer.param_groups[0]["lr"]
+
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    expected = list(rates(make(optimizer), 8))
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    scheduler = make(optimizer)
+    first = list(rates(scheduler, 3))
+    state, text = snapshot.capture_optimizer(optimizer, pipe), snapshot.capture_scheduler(scheduler)
+    pipe, optimizer = trained(SGD, momentum=0.9)
+    scheduler = make(optimizer)
+    snapshot.restore_optimizer(optimizer, pipe, state)
+    snapshot.restore_scheduler(scheduler, text)
+    assert first + list(rates(scheduler, 5)) == expected
+    assert snapshot.capture_scheduler(scheduler) != text
+
+
+@pytest.mark.parametrize(
     "fields, error, message",
     [
-        ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808"),
-        ({"options": {"a": 1}}, ValueError, "'a' is 1, not a string"),
+        ({"epoch": "1"}, TypeError, "epoch of a snapshot must be an integer, but is '1'"),
+        ({"position": {"seed": 2**63}}, ValueError, r"position 'seed' .* must be below 2\*\*63, but is 9223372036854775808"),
+        ({"options": {"a": 1}}, TypeError, r"option 'a' of a snapshot must be a str, but is 1; use str\(1\)"),
+        ({"history": [1.0]}, TypeError, "history of a snapshot must be a dict of lists of numbers, but is"),
+        ({"history": {"a": 1.0}}, TypeError, "history 'a' of a snapshot must be a list of numbers, but is 1.0"),
+        ({"history": {"a": ["x"]}}, TypeError, "each of history 'a' of a snapshot must be a number, but is 'x'"),
+        ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),
+        ({"model": make_model()}, TypeError, r"model of a snapshot must be a dict of tensors, as capture_model\(\) returns"),
+        ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"no 'type'; give what capture_optimizer\(\) returns"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
@@ -187,6 +227,10 @@ def test_errors_of_files_are_those_of_python(tmp_path):
     safetensors.torch.save_file({"a": torch.ones(2)}, path)
     with pytest.raises(ValueError, match="only weights"):
         snapshot.read(path)
+    for is_zip in (True, False):
+        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(ValueError, match=r"is not a snapshot, .* torch.load\(\), .* python -m gpipe convert"):
+            snapshot.read(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         snapshot.read(tmp_path)
 

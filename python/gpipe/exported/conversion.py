@@ -131,7 +131,7 @@ def _captured(
 ) -> Captured:
     if isinstance(module, nn.Module):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
-            raise ValueError("give an example input: to_sequential(module, input)")
+            raise ValueError("give an example input, with tensors: to_sequential(module, input) or from_module(module, input)")
         return capture(module, args, kwargs, opaque)
     if not isinstance(module, (ExportedProgram, str, os.PathLike)):
         raise TypeError(f"module must be nn.Module, ExportedProgram or a path, but is {type(module)}")

@@ -70,6 +70,8 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
                 module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
             text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
+            if any(isinstance(arg, Mapping) for arg in args) and not kwargs:
+                text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
         raise ValueError(text) from error
 
 

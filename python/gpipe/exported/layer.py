@@ -97,7 +97,8 @@ class Writer:
         leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
         lines += [f"return [{', '.join(leaving)}]" if outputs is not None else f"return {', '.join(leaving) or '()'}"]
         places = [f"{name} = _places[{index}]" for index, name in enumerate(self._places.values())]
-        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *(_INDENT + line for line in [*places, *lines]), ""])
+        body = [_INDENT + line for line in [*places, *lines]]
+        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *body, ""])
         self.code = Code(text, self._functions, list(self._places))
 
     def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
@@ -193,7 +194,7 @@ class Expected(NamedTuple):
         if found != expected:
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; see gpipe.to_sequential"
+                f"{_shown(found)}; give what was expected, with a tensor for each '...'"
             )
         for number, (leaf, shape) in enumerate(zip(leaves, self.shapes)):
             if shape is None and leaf is not None:
@@ -202,7 +203,7 @@ class Expected(NamedTuple):
                 given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
                 raise ValueError(
                     f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
-                    "dimension 0 may differ"
+                    "dimension 0 may differ, so convert it for this shape, or pad or resize the input"
                 )
         samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
         for guard in self.guards:

@@ -144,7 +144,7 @@ class Training {
     note("two graphs", {one, two});
     one.cos().sum().backward();
     { const auto dropped = pipe_->forward(x); }
-    const auto loss = pipe_->loss(x, model_.target(x), model_.loss);
+    const auto loss = pipe_->compute_loss(x, model_.target(x), model_.loss);
     (2 * loss).backward();
     const auto output = pipe_->forward(x);
     auto trained = pipe_->parameters();

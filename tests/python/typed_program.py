@@ -1,0 +1,87 @@
+"""A user's program. Mypy checks its types in strict mode; pyright accepts them too."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import gpipe
+from gpipe import balance, snapshot
+from gpipe.skip import peek, pop, skippable, stash
+
+
+@skippable(stash=["features"])
+class Encode(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.linear(x))
+        stash("features", x)
+        return x
+
+
+@skippable(peek="features")
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * assert_type(peek("features"), Tensor).sigmoid()
+
+
+@skippable(pop=["features"])
+class Decode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + assert_type(pop("features"), Tensor)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def criterion(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        assert_type(pipe.step(x, y, criterion), Tensor)
+        loss, output = pipe.step(x, y, criterion, reduction="mean", return_output=True)
+        assert_type(loss, Tensor)
+        assert isinstance(output, Tensor)
+        torch.autograd.backward(assert_type(pipe.compute_loss(x, y, nn.CrossEntropyLoss()), Tensor))
+        assert_type(pipe.clip_grad_norm_(1.0), Tensor)
+        optimizer.step()
+    model, state = snapshot.capture_model(pipe), snapshot.capture_optimizer(optimizer, pipe)
+    snapshot.write(file, snapshot.Snapshot(model, state, epoch=1, options={"schedule": pipe.schedule}))
+    saved = snapshot.read(file)
+    snapshot.restore_model(pipe, saved.model)
+    snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
+    assert_type(saved.epoch, int)
+    return assert_type(pipe.evaluate(x, y, criterion), Tensor).item()
+
+
+def main(folder: Path) -> None:
+    x, y = torch.randn(16, 8), torch.randint(3, (16,))
+    model = nn.Sequential(Encode(8), Gate(), Decode(), nn.Linear(8, 3))
+    cut = balance.balance_by_time(2, model, x[:4], timeout=0.1)
+    assert_type(cut, list[int])
+    pipe = gpipe.GPipe(model, cut, devices=["cpu", "cpu"], chunks=4, checkpoint="never", schedule="1f1b")
+    pipe.chunks = 2
+    train(pipe, x, y, folder / "latest.snapshot")
+    chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
+    plan: gpipe.Plan = chosen.plan
+    train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
+    assert_type(plan["balance"], list[int])
+    timeline = gpipe.Timeline()
+    pipe.trace(timeline)
+    pipe(x)
+    assert_type(timeline.to_chrome_json(), str)
