@@ -124,12 +124,11 @@ def cut(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def sweep(options: argparse.Namespace) -> tuple[str, int]:
-    search = _C.SearchOptions(list(map(torch.device, _devices(options))), options.memory_limit, options.bandwidth * 1e9)
     tried = options.chunks or [2, 4, 8]
     profiles = [_profile(options, chunks, options.seconds / len(tried)) for chunks in tried]
     found = []
     for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
-        found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, search)
+        found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, _search(options))
     found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     return (json.dumps(list(map(_fields, found))) + "\n" if options.json else _C.candidate_table(found)), 0
 
@@ -139,18 +138,26 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
         return _plan(options)
     model, batch, code = _model_and_batch(options)
     devices = _devices(options)
-    limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
-    per_worker = 2 if options.schedule in _V_SCHEDULES else options.stages_per_worker
-    scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": per_worker}
-    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": progress_line()}
-    found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
+    found = balance.suggest(
+        model,
+        batch,
+        devices,
+        chunks=options.chunks,
+        memory_limit=options.memory_limit,
+        bandwidth=options.bandwidth * 1e9,
+        schedule=options.schedule or None,
+        stages_per_worker=2 if options.schedule in _V_SCHEDULES else options.stages_per_worker,
+        seconds=options.seconds,
+        param_scale=options.param_scale,
+        progress=progress_line(),
+    )
     measured = []
     if options.refine and found.fits:
         measured = balance.refine(model, batch, devices, found, options.refine, progress=progress_line("running"))
     best = measured[0][0] if measured else found.candidates[0]
     schedule = best.schedule
     if options.save_schedule and found.fits:
-        own = found._tailored(best, _C.SearchOptions(list(map(torch.device, devices)), *limits.values()))
+        own = found._tailored(best, _search(options))
         if own and own[1] < best.seconds:
             Path(options.save_schedule).write_text(own[0])
             schedule = f"@{options.save_schedule}"
@@ -159,10 +166,13 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
     code += f"pipe = {_pipeline(best, schedule, devices)}\n"
     code += "# per mini-batch: " + ("loss = pipe.step(batch, targets, loss_function)" if schedule else "output = pipe(batch)")
     if options.json:
-        fields: dict[str, Any] = {"reason": found.reason, "candidates": list(map(_fields, found.candidates))}
-        fields["code"] = code if found.fits else None
-        fields["measured"] = [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured]
-        fields["unpartitioned"] = found.unpartitioned and _fields(found.unpartitioned)
+        fields = {
+            "reason": found.reason,
+            "code": code if found.fits else None,
+            "candidates": list(map(_fields, found.candidates)),
+            "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
+            "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
+        }
         return json.dumps(fields) + "\n", not found.fits
     text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
     text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
@@ -242,15 +252,25 @@ def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[
 
 def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:
     devices = _devices(options)
-    workers = devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
-    measuring: dict[str, Any] = {"seconds": seconds, "param_scale": options.param_scale, "progress": progress_line()}
-    return balance.profile(model, sample, device=devices[0], workers=workers, **measuring)
+    return balance.profile(
+        model,
+        sample,
+        device=devices[0],
+        workers=devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1,
+        seconds=seconds,
+        param_scale=options.param_scale,
+        progress=progress_line(),
+    )
 
 
 def _devices(options: argparse.Namespace) -> list[str]:
     if options.devices:
         return list(options.devices.split(","))
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu", "cpu"]
+
+
+def _search(options: argparse.Namespace) -> _C.SearchOptions:
+    return _C.SearchOptions(list(map(torch.device, _devices(options))), options.memory_limit, options.bandwidth * 1e9)
 
 
 def _schedulings(options: argparse.Namespace, layers: int) -> list[_C.Scheduling]:
