@@ -261,6 +261,7 @@ class Measurement {
     std::vector<Watched> pipes;
     for (const auto mode : modes) pipes.push_back(watch(profile, balance, mode));
     for (auto& each : pipes) {
+      report(done);
       step(each, batch_);
       each.trace->take_marks();
       each.pipe->trace(each.timeline);
@@ -283,6 +284,7 @@ class Measurement {
 
   /// Runs a step with one worker, and listens to its allocations.
   Watched listen(const Profile& profile, Mode mode) const {
+    report(0.9);
     auto watched = watch(profile, {layers_}, mode);
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
     if (mode == Mode::kSplits) watched.pipe->trace(watched.timeline);

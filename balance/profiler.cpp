@@ -79,9 +79,7 @@ Profile make_profile(const Model& model, const Value& sample, const ProfileOptio
   if (rising.intraop_threads() == 0) rising.intraop_threads(std::max(1, at::get_num_threads() / rising.workers()));
   double reported = 0;
   if (options.progress()) {
-    rising.progress([&](double part) {
-      if (part > reported) options.progress()(reported = std::min(1.0, part));
-    });
+    rising.progress([&](double part) { options.progress()(reported = std::clamp(part, reported, 1.0)); });
   }
   try {
     const RestoreModule restore(model.module());
