@@ -189,8 +189,9 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
     for (auto& tensor : tensors) {
       if (i > 0 && tensor.is_floating_point()) tensor = tensor.detach().set_requires_grad(true);
     }
-    auto of_layer = alone(named[i].name, sample_size,
-                          [&] { return measure([&] { return make(nullptr); }, Value(value.form(), tensors), each); });
+    auto of_layer = alone(named[i].name, sample_size, [&] {
+      return measure([&] { return make(nullptr); }, Value(value.form(), tensors), each, false);
+    });
     if (i == 0) {
       whole.samples = of_layer.samples;
       whole.device = of_layer.device;

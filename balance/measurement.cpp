@@ -121,10 +121,10 @@ class Measurement {
     batch_of_three_ = batch(3, sample);
   }
 
-  Profile run() {
+  Profile run(bool plain) {
     auto profile = describe();
-    measure_times(profile);
-    read_memory(profile);
+    measure_times(profile, plain);
+    read_memory(profile, plain);
     report(1);
     return profile;
   }
@@ -237,15 +237,17 @@ class Measurement {
     return layer;
   }
 
-  void measure_times(Profile& profile) {
+  void measure_times(Profile& profile, bool plain) {
     const double start = now();
+    const std::vector<Mode> whole = {Mode::kWhole};
     std::vector<std::int64_t> balance = {layers_};
     if (workers_ > 1) {
       for (auto& layer : profile.layers) layer.forward = 1;  // any equal cost, for a first cut
-      run_steps(profile, cut(profile), 1, start, 0);
+      run_steps(profile, cut(profile), whole, 1, start, 0);
       balance = cut(profile);
     }
-    run_steps(profile, balance, options_.repeats(), start, 0.3);
+    const std::vector<Mode> all = {Mode::kWhole, Mode::kRecomputes, Mode::kSplits};
+    run_steps(profile, balance, plain ? whole : all, options_.repeats(), start, 0.3);
   }
 
   /// Cuts into one stage per worker, or fewer if layers that must be in one stage would be separated.
@@ -254,12 +256,12 @@ class Measurement {
     return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});
   }
 
-  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, int repeats, double start, double done) {
+  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, const std::vector<Mode>& modes,
+                 int repeats, double start, double done) {
     std::vector<Watched> pipes;
-    for (const auto mode : {Mode::kWhole, Mode::kRecomputes, Mode::kSplits}) {
-      pipes.push_back(watch(profile, balance, mode));
-    }
+    for (const auto mode : modes) pipes.push_back(watch(profile, balance, mode));
     for (auto& each : pipes) {
+      report(done);
       step(each, batch_);
       each.trace->take_marks();
       each.pipe->trace(each.timeline);
@@ -275,12 +277,14 @@ class Measurement {
     for (int i = 0; i < layers_; ++i) {
       for (std::size_t k = 0; k < kTimes.size(); ++k) profile.layers[i].*kTimes[k] = median(times[i][k]);
     }
+    if (modes.back() != Mode::kSplits) return;
     const auto& split = pipes.back().pipe->balance();
     share_weights(profile, split, seconds_of_weights(*pipes.back().timeline, split.size()));
   }
 
   /// Runs a step with one worker, and listens to its allocations.
   Watched listen(const Profile& profile, Mode mode) const {
+    report(0.9);
     auto watched = watch(profile, {layers_}, mode);
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
     if (mode == Mode::kSplits) watched.pipe->trace(watched.timeline);
@@ -288,13 +292,19 @@ class Measurement {
     return watched;
   }
 
-  void read_memory(Profile& profile) const {
+  void read_memory(Profile& profile, bool plain) const {
+    if (plain) {
+      const auto whole = listen(profile, Mode::kWhole);
+      whole.trace->read_memory(profile, {});
+      whole.trace->read_skips(profile, skip_links(named_));
+      return;
+    }
     const auto splits = listen(profile, Mode::kSplits);
     const auto whole = listen(profile, Mode::kWhole);
     whole.trace->read_memory(profile, splits.trace->saved_for_weights(*splits.timeline));
+    whole.trace->read_skips(profile, skip_links(named_));
     listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
     splits.trace->read_split_memory(profile, *splits.timeline);
-    whole.trace->read_skips(profile, skip_links(named_));
   }
 
   /// Divides the time of each stage's W among its layers, by how much less time their I takes than their B.
@@ -332,8 +342,8 @@ class Measurement {
 
 }  // namespace
 
-Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options) {
-  return Measurement(layers, sample, options).run();
+Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain) {
+  return Measurement(layers, sample, options).run(plain);
 }
 
 }  // namespace gpipe

@@ -10,15 +10,18 @@
 namespace gpipe {
 
 /// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
-/// layers' state: see RestoreModule.
+/// layers' state: see RestoreModule. A `plain` profile is without the times and bytes of recomputes and of split backwards.
 ///
 /// Errors: std::runtime_error that names the failing layer, with the layer's exception nested; the errors of GPipe's
 /// constructor.
-Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options);
+Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain);
 
 /// Profiles one layer at a time. Bytes are upper bounds. Restores the layers' state. Errors: as measure();
 /// std::runtime_error that names a layer that does not fit the device alone.
 Profile measure_alone(const Model& model, const Value& sample, const ProfileOptions& options);
+
+/// As profile(), but plain: see measure().
+Profile profile_plainly(const Model& model, const Value& sample, const ProfileOptions& options);
 
 /// Finds the parameters and buffers that layers share: sets `shares_with` of the profile's layers, and its ties. Shared
 /// parameters are ties if stages can lend them.

@@ -72,27 +72,33 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
   require(batch_size(sample) >= 1, "[profile] the sample is empty; give one micro-batch");
 }
 
-}  // namespace
-
-Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
+Profile make_profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
   auto rising = options;  // progress never falls back, even if the measurement starts again layer by layer
   if (rising.intraop_threads() == 0) rising.intraop_threads(std::max(1, at::get_num_threads() / rising.workers()));
   double reported = 0;
   if (options.progress()) {
-    rising.progress([&](double part) {
-      if (part > reported) options.progress()(reported = std::min(1.0, part));
-    });
+    rising.progress([&](double part) { options.progress()(reported = std::clamp(part, reported, 1.0)); });
   }
   try {
     const RestoreModule restore(model.module());
-    auto measured = measure([&] { return restore.watch(model.layers()); }, sample, rising);
+    auto measured = measure([&] { return restore.watch(model.layers()); }, sample, rising, plain);
     restore.check();
     return measured;
   } catch (const c10::OutOfMemoryError&) {
   }
   return measure_alone(model, sample, rising);
+}
+
+}  // namespace
+
+Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
+  return make_profile(model, sample, options, /*plain=*/false);
+}
+
+Profile profile_plainly(const Model& model, const Value& sample, const ProfileOptions& options) {
+  return make_profile(model, sample, options, /*plain=*/true);
 }
 
 std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,

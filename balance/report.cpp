@@ -4,10 +4,12 @@
 #include <cmath>
 #include <cstddef>
 #include <set>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/types/span.h"
 #include "balance/cut.h"
 #include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
@@ -143,9 +145,21 @@ std::string schedule_of(const Candidate& candidate) {
 
 std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }
 
+/// A line that tells that no candidate is as fast as the unpartitioned model, or nothing.
+std::string advice(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
+  if (!unpartitioned || !unpartitioned->fits || candidates.empty()) return "";
+  const double faster = candidates.front().seconds / unpartitioned->seconds;
+  if (faster <= 1) return "";
+  return absl::StrFormat(
+      "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast as the best "
+      "pipeline.\n",
+      faster);
+}
+
 }  // namespace
 
-std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
+std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned,
+                            int rows) {
   std::set<std::string> seen;
   std::vector<Candidate> first;  // of each schedule
   for (const auto& candidate : candidates) {
@@ -169,14 +183,18 @@ std::string candidate_table(const std::vector<Candidate>& candidates, const std:
     cells.push_back(absl::StrCat(note, candidate.fits ? "" : "too large"));
     table.add(std::move(cells));
   };
-  for (const auto& candidate : several ? first : candidates) add(schedule_of(candidate), candidate, "");
+  const absl::Span<const Candidate> all = several ? std::as_const(first) : candidates;
+  for (const auto& candidate : all.subspan(0, rows)) {
+    add(schedule_of(candidate), candidate, "");
+  }
   if (unpartitioned) add("", *unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
   return absl::StrCat(
       table.text(), several ? "The best of each schedule. " : "",
       "step: forward and backward of one mini-batch. bubble: share of the step during which workers wait. memory: "
       "peak of the worker that needs the most.",
       several ? " crossing: bytes that a forward of the mini-batch sends to other workers." : "",
-      unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
+      unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n",
+      advice(candidates, unpartitioned));
 }
 
 std::string plan_table(const ClusterPlan& plan) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,9 +26,11 @@ std::string prediction_table(const Prediction& prediction);
 
 /// One row per candidate, in the given order. If they have several schedules, only the first candidate of each, with
 /// columns for the schedule and for the bytes that cross to other workers. With `unpartitioned`, see Suggestion, also a
-/// row for it and a column of each candidate's speed-up over it.
+/// row for it, a column of each candidate's speed-up over it, and a line if it is faster than the first candidate. Leaves
+/// out rows of candidates after the first `rows`.
 std::string candidate_table(const std::vector<Candidate>& candidates,
-                            const std::optional<Candidate>& unpartitioned = std::nullopt);
+                            const std::optional<Candidate>& unpartitioned = std::nullopt,
+                            int rows = std::numeric_limits<int>::max());
 
 /// One row per number of replicas, and the balance of the first.
 std::string plan_table(const ClusterPlan& plan);

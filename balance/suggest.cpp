@@ -4,15 +4,16 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <optional>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
@@ -24,23 +25,26 @@
 namespace gpipe {
 namespace {
 
+/// With less time for measurements, the search moves fewer cuts.
+constexpr double kSecondsOfFullSearch = 10;
+
 Value on(const Value& sample, torch::Device device) {
   auto tensors = sample.tensors();
   for (auto& tensor : tensors) tensor = tensor.to(device).detach().set_requires_grad(tensor.requires_grad());
   return Value(sample.form(), std::move(tensors));
 }
 
-/// The numbers of micro-batches that result from these numbers of chunks, without duplicates.
+/// The numbers of micro-batches that result from these numbers of chunks, without duplicates, in the order to try them:
+/// the usual ones first.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
-  if (chunks.empty()) {
-    for (int power = 1; power <= 32; power *= 2) chunks.push_back(power);
-  }
-  std::set<int> counts;
+  if (chunks.empty()) chunks = {4, 8, 2, 16, 1, 32};
+  std::vector<int> counts;
   for (const int wanted : chunks) {
     if (wanted < 1) throw invalid("[suggest] chunks must be positive, but one is %d", wanted);
-    counts.insert(static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size()));
+    const auto count = static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size());
+    if (std::ranges::find(counts, count) == counts.end()) counts.push_back(count);
   }
-  return {counts.begin(), counts.end()};
+  return counts;
 }
 
 void check_devices(const std::vector<torch::Device>& devices) {
@@ -103,7 +107,8 @@ class Profiling {
       : model_(model), sample_(sample), device_(devices.front()), options_(options.profile()) {
     const auto cpus = std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
     cpu_stages_ = device_.is_cpu() ? static_cast<int>(cpus) : 1;
-    has_whole_ = counts.front() == 1 && (!device_.is_cpu() || (cpu_stages_ == 1 && options_.intraop_threads() == 0));
+    has_whole_ = std::ranges::find(counts, 1) != counts.end() &&
+                 (!device_.is_cpu() || (cpu_stages_ == 1 && options_.intraop_threads() == 0));
     profiles_ = static_cast<double>(counts.size()) + (has_whole_ ? 0 : 1);
   }
 
@@ -111,18 +116,22 @@ class Profiling {
   Profile of_stages(int chunks) const {
     const auto sizes = micro_batch_sizes(batch_size(sample_), chunks, /*split_size=*/0);
     auto options = options_;
-    return run(first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
+    return run(profile, first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
   }
 
   /// Profiles the whole mini-batch, with nothing else running.
   Profile of_whole() const {
     auto options = options_;
+    done_ = profiles_ - 1;  // others may have been left out
     if (device_.is_cpu()) options.intraop_threads(0);
-    return run(sample_, options.workers(1));
+    return run(profile_plainly, sample_, options.workers(1));
   }
 
   /// Whether of_stages(1) is the same as of_whole().
   bool has_whole() const { return has_whole_; }
+
+  /// Whether less than half of the planned time is left for each further profile.
+  bool is_late() const { return seconds_left() < options_.seconds() / profiles_ / 2; }
 
   /// Whether the caller's progress function has thrown, to stop suggest().
   bool stopped() const { return stopped_; }
@@ -132,9 +141,12 @@ class Profiling {
   }
 
  private:
-  Profile run(const Value& micro_batch, ProfileOptions options) const {
+  /// For each profile that is left.
+  double seconds_left() const { return (options_.seconds() - (now() - start_)) / std::max(1.0, profiles_ - done_); }
+
+  Profile run(decltype(profile)& profile, const Value& micro_batch, ProfileOptions options) const {
+    options.seconds(std::max(0.0, seconds_left()));
     const double done = done_++;
-    options.seconds(options_.seconds() / profiles_);
     if (options_.progress()) {
       options.progress([&](double part) {
         stopped_ = true;
@@ -149,6 +161,7 @@ class Profiling {
   const Value& sample_;
   const torch::Device device_;
   const ProfileOptions options_;
+  const double start_ = now();
   int cpu_stages_ = 1;
   bool has_whole_ = false;
   double profiles_ = 0;  // to be made
@@ -160,8 +173,7 @@ std::optional<Candidate> unpartitioned(const Profiling& profiling, const std::ve
                                        const SuggestOptions& options) {
   try {
     const auto& first = profiles.front();
-    if (profiling.has_whole() && first.chunks != 1) return std::nullopt;  // that profile failed
-    const auto whole = profiling.has_whole() ? first.profile : profiling.of_whole();
+    const auto whole = profiling.has_whole() && first.chunks == 1 ? first.profile : profiling.of_whole();
     return make_candidate(whole, {static_cast<std::int64_t>(whole.layers.size())},
                           {.chunks = 1, .checkpoint = Checkpoint::kNever},
                           {.stages = 1, .memory_limit = options.memory_limit()});
@@ -198,20 +210,25 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
   std::vector<ChunkedProfile> profiles;
   std::exception_ptr first_error;
   for (const int chunks : counts) {
+    const bool is_required = !options.chunks().empty();
+    if (!is_required && !profiles.empty() && profiling.is_late()) break;
     try {
       profiles.push_back({chunks, profiling.of_stages(chunks)});
     } catch (const std::runtime_error&) {
       // Chunks that the caller did not ask for may give micro-batches too large for the device, or too small for batch
       // norm, which needs two values per channel.
-      if (profiling.stopped() || !options.chunks().empty()) throw;
-      if (!profiles.empty()) break;
+      if (profiling.stopped() || is_required) throw;
       if (!first_error) first_error = std::current_exception();
     }
   }
   if (profiles.empty()) std::rethrow_exception(first_error);
+  std::ranges::sort(profiles, {}, &ChunkedProfile::chunks);
   auto searched = search_options(devices, options.memory_limit(), options.bandwidth());
   searched.checkpoints = options.checkpoints();
   searched.schedulings = std::move(to_try);
+  const auto seconds = std::min(options.profile().seconds(), kSecondsOfFullSearch);
+  searched.most_actions =
+      static_cast<std::int64_t>(seconds / kSecondsOfFullSearch * static_cast<double>(searched.most_actions));
   auto suggestion = search(std::move(profiles), searched);
   suggestion.unpartitioned = unpartitioned(profiling, suggestion.profiles, options);
   profiling.finish();
@@ -219,7 +236,8 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
 }
 
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
-                             const Suggestion& suggestion, int candidates, int repeats, int intraop_threads) {
+                             const Suggestion& suggestion, int candidates, int repeats, int intraop_threads,
+                             const std::function<void(double)>& progress) {
   check_devices(wanted);
   const auto devices = with_index(wanted);
   if (candidates < 1 || repeats < 1) {
@@ -228,6 +246,9 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());
+  const auto fitting = std::ranges::count_if(suggestion.candidates, &Candidate::fits);
+  const auto wanted_steps = static_cast<double>(std::min<std::ptrdiff_t>(candidates, fitting)) * (repeats + 1);
+  double steps = 0;
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
@@ -244,6 +265,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
       candidate.schedule.empty() ? trial_step(pipe, batch) : trial_schedule(pipe, batch);
       synchronize(devices);
       if (repeat >= 0) seconds.push_back(now() - start);
+      if (progress) progress(++steps / wanted_steps);
     }
     measured.push_back({candidate, median(seconds)});
   }

@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "balance/profiler.h"
@@ -12,7 +13,8 @@
 namespace gpipe {
 
 struct SuggestOptions {
-  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
+  /// Numbers of chunks to try. Empty: 4, 8, 2, 16, 1 and 32, in this order, as far as the mini-batch, the model and the
+  /// time allow.
   TORCH_ARG(std::vector<int>, chunks);
   TORCH_ARG(std::vector<Checkpoint>, checkpoints) = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device, where each CPU worker counts as a device; 0 for no limit.
@@ -49,11 +51,11 @@ struct Measured {
 };
 
 /// Runs `repeats` steps of each of the first candidates that fit, after a warm-up step. Returns their measured times,
-/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. Errors:
+/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. `progress` is as in ProfileOptions. Errors:
 /// std::invalid_argument for numbers that are not positive; std::runtime_error with the reason if nothing fits; the
 /// errors of GPipe and of the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
-                             const Suggestion& suggestion, int candidates = 3, int repeats = 5,
-                             int intraop_threads = 0);
+                             const Suggestion& suggestion, int candidates = 3, int repeats = 5, int intraop_threads = 0,
+                             const std::function<void(double)>& progress = {});
 
 }  // namespace gpipe

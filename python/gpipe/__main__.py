@@ -1,6 +1,9 @@
+# PYTHON_ARGCOMPLETE_OK
 """``python -m gpipe``: schedules as text, pictures and simulations; profiles, cuts and suggestions for a model."""
 
 import argparse
+import contextlib
+import importlib
 import os
 import re
 import sys
@@ -9,18 +12,34 @@ from typing import Any, NoReturn
 
 import gpipe
 from gpipe import _C, balance, commands as run
-from gpipe.convert import convert
+from gpipe.plan import show
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _EXCLUDED = {
-    "cluster": "chunks memory_limit bandwidth stages_per_worker layers refine save_schedule",
+    "cluster": "chunks memory_limit bandwidth stages_per_worker rows layers refine save_schedule",
     "profile": "factory input micro_batch seconds param_scale",
 }
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        self.fail(2, f"error: {message}")
+
+    def fail(self, code: int, message: str) -> NoReturn:
+        show("")
+        self.exit(code, f"{message}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        _write(message, file or sys.stderr)
+
+
+def _write(text: str, file: Any) -> None:
+    try:
+        print(text, end="", file=file, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # Python flushes again at exit
+        if not isinstance(error, BrokenPipeError):  # the reader has all that it wants, such as "| head"
+            raise OSError(f"cannot write the output: {error}") from None
 
 
 def _value(what: str, convert: Callable[[str], Any], fits: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -70,6 +89,8 @@ def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> Non
     add("--placement", metavar="WORKERS", help="looped, v, or the worker of each stage, such as 0,1,1,0")
     add("--chunks", type=_whole(1), metavar="N", help="micro-batches; default: 4")
     add("--checkpoint", choices=balance.MODES, help="micro-batches to recompute; default: never")
+    if name != "draw":
+        add("--json", action="store_true", help="print JSON")
     if name == "print":
         return
     add("--forward", type=_number, default=1.0, metavar="S", help="seconds of a stage's forward; default: 1")
@@ -78,8 +99,6 @@ def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> Non
     add("--weight-gradient", type=_number, metavar="S", help="seconds of a W; default: half of --backward")
     add("--graph-bytes", type=_bytes, default=0, metavar="SIZE", help="of a cell's graph, held until B or W")
     add("--input-bytes", type=_bytes, default=0, metavar="SIZE", help="that a recomputed cell stores")
-    if name == "check":
-        add("--json", action="store_true", help="print JSON")
 
 
 def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule: str = "forward", seconds: int = 10) -> Any:
@@ -95,7 +114,7 @@ def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule:
     if name in ("profile", "cut"):
         add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")
     else:
-        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: 1, 2, 4, .. 32; sweep: 2, 4, 8")
+        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: of 1, 2, 4, .. 32, as time allows; sweep: 2, 4, 8")
         add("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
     if name != "profile":
         help_ = "of step(): a name or @FILE; forward: a forward, then its backward; auto: all that fit; default: " + schedule
@@ -119,6 +138,7 @@ def _add_commands(commands: Any) -> None:
     add = _add_model_command(commands, "sweep", run.sweep, "predict all balances near the best")
     add("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
     add = _add_model_command(commands, "suggest", run.suggest, "find the fastest way to run a model", "auto", 60)
+    add("--rows", type=_whole(1), default=5, metavar="N", help="candidates to print; default: 5")
     add("--layers", action="store_true", help="also print the profile of each layer")
     add("--refine", type=_whole(0, 100), default=0, metavar="N", help="candidates to run and time; default: 0")
     add("--save-schedule", metavar="FILE", help="for a schedule made for the measured times, if it is faster")
@@ -129,7 +149,8 @@ def _add_commands(commands: Any) -> None:
     command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
     command.add_argument("source", help="the file to read")
     command.add_argument("target", help="the safetensors file to write")
-    command.set_defaults(run=_convert)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run.convert)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -152,28 +173,23 @@ def _check(options: argparse.Namespace) -> None:
         error("the following arguments are required: MODULE:FUNCTION")
 
 
-def _convert(options: argparse.Namespace) -> tuple[str, int]:
-    convert(options.source, options.target)
-    return "", 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2])
+    completion = "Tab completes after: pip install argcomplete; activate-global-python-argcomplete"
+    parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2], epilog=completion)
     parser.add_argument("--version", action="version", version=gpipe.__version__)
     _add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
-    options = parser.parse_args(arguments)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("argcomplete").autocomplete(parser)
     try:
+        options = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
         if "parser" in options:
             _check(options)
         text, code = options.run(options)
+        _write(text, sys.stdout)
     except (AssertionError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error).partition("\n")[0])
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
-        parser.error(f"cannot write the output: {error}")
+    except KeyboardInterrupt:
+        parser.fail(130, "interrupted")
     return int(code)
 
 

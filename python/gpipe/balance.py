@@ -175,7 +175,8 @@ def suggest(
     Args:
         sample: a mini-batch.
         devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
-        chunks, checkpoints: what to try. Default: 1, 2, 4, .. 32 chunks, up to the number of samples; all modes.
+        chunks, checkpoints: what to try. Default: those of 4, 8, 2, 16, 1 and 32 chunks, in this order, that the samples
+            and the time allow; all modes.
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
@@ -193,14 +194,21 @@ def suggest(
 
 @checks.checks_arguments
 def refine(
-    module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
+    module: nn.Module,
+    sample: Any,
+    devices: Sequence[Device],
+    suggestion: Suggestion,
+    candidates: int = 3,
+    *,
+    progress: Callable[[float], None] | None = None,
 ) -> list[tuple[Candidate, float]]:
     """Runs up to ``candidates`` of the first ones of a suggestion that fit, which :func:`suggest` made for the other
-    arguments. Returns them with their measured seconds per step, fastest first. Raises RuntimeError if none fits."""
+    arguments. Returns them with their measured seconds per step, fastest first. ``progress`` is as for :func:`profile`.
+    Raises RuntimeError if none fits."""
     checks.check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
     placed = _check_devices(devices)
     with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.refine(layers, batch, placed, suggestion, candidates)
+        return _C.refine(layers, batch, placed, suggestion, candidates, _progress(progress))
 
 
 @checks.checks_arguments

@@ -1,6 +1,7 @@
 """The commands of ``python -m gpipe``. Each returns its output and exit status."""
 
 import argparse
+import ast
 import importlib
 import json
 import sys
@@ -12,8 +13,9 @@ from torch import nn
 
 from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
+from gpipe.convert import convert as write_safetensors
 from gpipe.exported.conversion import as_sequential
-from gpipe.plan import progress_line
+from gpipe.plan import progress_line, show
 from gpipe.structure import first_micro_batch, take_apart
 
 _V_SCHEDULES = [name for name, _, is_v in _C.schedule_rules() if is_v]
@@ -24,7 +26,11 @@ _FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fit
 
 
 def print_(options: argparse.Namespace) -> tuple[str, int]:
-    return str(_schedule(options)), 0
+    made = _schedule(options)
+    if options.json:
+        fields = _sizes(made) | {"placement": made.placement, "actions": list(map(str.split, str(made).splitlines()))}
+        return json.dumps(fields) + "\n", 0
+    return str(made), 0
 
 
 def draw(options: argparse.Namespace) -> tuple[str, int]:
@@ -36,13 +42,16 @@ def check(options: argparse.Namespace) -> tuple[str, int]:
     ran = _simulate(made, options)
     cells, sizes = ran.peak_cells, ran.timeline.peak_bytes()
     if options.json:
-        fields: dict[str, object] = {"workers": made.workers, "stages": made.stages, "micro_batches": made.chunks}
-        fields |= {"makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": cells, "peak_bytes": sizes}
-        return json.dumps(fields, indent=2) + "\n", 0
+        fields = {"makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": cells, "peak_bytes": sizes}
+        return json.dumps(_sizes(made) | fields) + "\n", 0
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
     lines += [f"{worker:6}  {count:10}  {size:10}" for worker, (count, size) in enumerate(zip(cells, sizes))]
     return "\n".join(lines) + "\n", 0
+
+
+def _sizes(made: _C.Schedule) -> dict[str, Any]:
+    return {"workers": made.workers, "stages": made.stages, "micro_batches": made.chunks}
 
 
 def _schedule(options: argparse.Namespace) -> _C.Schedule:
@@ -115,12 +124,11 @@ def cut(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def sweep(options: argparse.Namespace) -> tuple[str, int]:
-    search = _C.SearchOptions(list(map(torch.device, _devices(options))), options.memory_limit, options.bandwidth * 1e9)
     tried = options.chunks or [2, 4, 8]
     profiles = [_profile(options, chunks, options.seconds / len(tried)) for chunks in tried]
     found = []
     for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
-        found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, search)
+        found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, _search(options))
     found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     return (json.dumps(list(map(_fields, found))) + "\n" if options.json else _C.candidate_table(found)), 0
 
@@ -128,32 +136,49 @@ def sweep(options: argparse.Namespace) -> tuple[str, int]:
 def suggest(options: argparse.Namespace) -> tuple[str, int]:
     if options.cluster:
         return _plan(options)
-    model, batch = _model_and_batch(options)
+    model, batch, code = _model_and_batch(options)
     devices = _devices(options)
-    limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
-    per_worker = 2 if options.schedule in _V_SCHEDULES else options.stages_per_worker
-    scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": per_worker}
-    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": progress_line()}
-    found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
-    measured = balance.refine(model, batch, devices, found, options.refine) if options.refine and found.fits else []
+    found = balance.suggest(
+        model,
+        batch,
+        devices,
+        chunks=options.chunks,
+        memory_limit=options.memory_limit,
+        bandwidth=options.bandwidth * 1e9,
+        schedule=options.schedule or None,
+        stages_per_worker=2 if options.schedule in _V_SCHEDULES else options.stages_per_worker,
+        seconds=options.seconds,
+        param_scale=options.param_scale,
+        progress=progress_line(),
+    )
+    measured = []
+    if options.refine and found.fits:
+        measured = balance.refine(model, batch, devices, found, options.refine, progress=progress_line("running"))
     best = measured[0][0] if measured else found.candidates[0]
     schedule = best.schedule
     if options.save_schedule and found.fits:
-        own = found._tailored(best, _C.SearchOptions(list(map(torch.device, devices)), *limits.values()))
+        own = found._tailored(best, _search(options))
         if own and own[1] < best.seconds:
             Path(options.save_schedule).write_text(own[0])
             schedule = f"@{options.save_schedule}"
         else:
             print(f"no schedule for the measured times is faster; {options.save_schedule} is not written", file=sys.stderr)
+    code += f"pipe = {_pipeline(best, schedule, devices)}\n"
+    code += "# per mini-batch: " + ("loss = pipe.step(batch, targets, loss_function)" if schedule else "output = pipe(batch)")
     if options.json:
-        fields: dict[str, Any] = {"reason": found.reason, "candidates": list(map(_fields, found.candidates))}
-        fields["measured"] = [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured]
-        fields["unpartitioned"] = found.unpartitioned and _fields(found.unpartitioned)
+        fields = {
+            "reason": found.reason,
+            "code": code if found.fits else None,
+            "candidates": list(map(_fields, found.candidates)),
+            "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
+            "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
+        }
         return json.dumps(fields) + "\n", not found.fits
-    text = (found.profile_of(best).table(best.balance) + "\n" if options.layers else "") + str(found)
+    text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
+    text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
     for each, seconds in measured:
-        text += f"measured {seconds:.3g} s per step: {_code(each, each.schedule, devices)}\n"
-    return text + (f"\npipe = {_code(best, schedule, devices)}\n" if found.fits else ""), not found.fits
+        text += f"measured {seconds:.3g} s per step: {_pipeline(each, each.schedule, devices)}\n"
+    return text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), not found.fits
 
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
@@ -162,7 +187,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     if options.profile:
         profiles = [Profile.from_json(_read(path)) for path in options.profile.split(",")]
     else:
-        model, batch = _model_and_batch(options)
+        model, batch, _ = _model_and_batch(options)
         tensors, structure = take_apart(batch)
         most = len(tensors[0])
         samples = samples or most
@@ -182,47 +207,70 @@ def _read(path: str) -> str:
         return file.read(2**24)  # no cluster or profile is larger
 
 
-def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any]:
-    """Makes the model and the mini-batch of MODULE:FUNCTION, and turns the model into layers."""
+def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any, str]:
+    """Makes the model and the mini-batch of MODULE:FUNCTION, and turns the model into layers. Returns code that does so."""
     text = options.factory
-    module, _, expression = text.partition(":")
-    if not (module and expression):
+    show("loading the model")
+    module, _, call = text.partition(":")
+    if not (module and call):
         raise ValueError(f"'{text}' is not of the form MODULE:FUNCTION")
     try:
-        made = eval(expression, vars(importlib.import_module(module)))
-        made = made if isinstance(made, (nn.Module, tuple)) else made()
+        known = vars(importlib.import_module(module))
+        names = {node.id for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Name)} & known.keys()
+        made = eval(call, known)
+        if not isinstance(made, (nn.Module, tuple)):
+            made = made()
+            call = f"{call}()" if call.isidentifier() else f"({call})()"
     except Exception as error:
-        raise ValueError(f"cannot load '{text}': {error}") from error
+        raise ValueError(f"cannot load '{text}': {type(error).__name__}: {error}") from error
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text} must be a function that returns a module, or a tuple (module, mini-batch)")
+    code = "import gpipe\nimport torch\n" + (f"from {module} import {', '.join(sorted(names))}\n" if names else "")
+    code += f"\n{'model, batch' if isinstance(made, tuple) else 'model'} = {call}\n"
     if options.input is not None:
         batch = torch.randn(options.input)
+        code += f"batch = torch.randn{tuple(options.input)}\n"
     if batch is None:
         raise ValueError(f"{text} returns no mini-batch; give its shape with --input")
-    return as_sequential(model, batch), batch
+    if not isinstance(model, nn.Sequential):
+        stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
+        code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
+    layers = as_sequential(model, batch)
+    show("")
+    return layers, batch, code
 
 
 def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[Profile, int]:
     """Returns the profile, which it measures or reads, and the number of micro-batches."""
     if getattr(options, "profile", None):
         return Profile.from_json(_read(options.profile)), chunks
-    model, batch = _model_and_batch(options)
+    model, batch, _ = _model_and_batch(options)
     sample, micro_batches = first_micro_batch(batch, chunks)
     return _measure(options, model, sample, seconds), micro_batches
 
 
 def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:
     devices = _devices(options)
-    workers = devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
-    measuring: dict[str, Any] = {"seconds": seconds, "param_scale": options.param_scale, "progress": progress_line()}
-    return balance.profile(model, sample, device=devices[0], workers=workers, **measuring)
+    return balance.profile(
+        model,
+        sample,
+        device=devices[0],
+        workers=devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1,
+        seconds=seconds,
+        param_scale=options.param_scale,
+        progress=progress_line(),
+    )
 
 
 def _devices(options: argparse.Namespace) -> list[str]:
     if options.devices:
         return list(options.devices.split(","))
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu", "cpu"]
+
+
+def _search(options: argparse.Namespace) -> _C.SearchOptions:
+    return _C.SearchOptions(list(map(torch.device, _devices(options))), options.memory_limit, options.bandwidth * 1e9)
 
 
 def _schedulings(options: argparse.Namespace, layers: int) -> list[_C.Scheduling]:
@@ -246,7 +294,7 @@ def _fields(candidate: Candidate) -> dict[str, Any]:
     return {name: getattr(candidate, name) for name in _FIELDS}
 
 
-def _code(candidate: Candidate, schedule: str, devices: list[str]) -> str:
+def _pipeline(candidate: Candidate, schedule: str, devices: list[str]) -> str:
     """Returns the code that makes a pipeline."""
     placed = {
         "stages_per_worker": f", stages_per_worker={len(candidate.placement) // len(candidate.bytes)}",
@@ -256,3 +304,13 @@ def _code(candidate: Candidate, schedule: str, devices: list[str]) -> str:
     text = f"gpipe.GPipe(model, {candidate.balance}, devices={devices}, chunks={candidate.chunks}, "
     text += f"checkpoint={candidate.checkpoint!r}" + (f", schedule={schedule!r}" if schedule else "")
     return text + ("" if schedule.startswith("@") else placed.get(candidate.placed_by, "")) + ")"
+
+
+# Files.
+
+
+def convert(options: argparse.Namespace) -> tuple[str, int]:
+    tensors = write_safetensors(options.source, options.target)
+    if options.json:
+        return json.dumps({"target": options.target, "tensors": tensors}) + "\n", 0
+    return f"{options.target} has {tensors} tensors\n", 0

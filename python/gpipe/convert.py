@@ -8,21 +8,23 @@ from torch import Tensor
 from gpipe import _C
 
 
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> int:
     """Writes the tensors of a file that ``torch.save`` wrote: a ``state_dict``, or the weights of a snapshot of gpipe 0.1.
-    Executes nothing from the file. Raises OSError, with the path and the reason, and ValueError if the file has no dict of
-    tensors, or a tensor cannot be saved."""
+    Returns their number. Executes nothing from the file. Raises OSError, with the path and the reason, and ValueError if
+    the file has no dict of tensors, or a tensor cannot be saved."""
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"'{os.fspath(source)}' is not a file of torch.save that holds tensors only: {error}") from None
+        name = os.fspath(source)
+        raise ValueError(f"'{name}' is not a file of torch.save with tensors only; save the model's state_dict()") from error
     if isinstance(content, dict) and content.get("format") == "gpipe snapshot":
         content = content["model"]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"'{os.fspath(source)}' does not hold a dict of tensors; save the model's state_dict()")
     _C.write_weights(os.fsencode(target), dict(content))
+    return len(content)
 
 
 def refuse_file_of_torch(path: str | os.PathLike[str]) -> None:

@@ -94,15 +94,21 @@ def _order(candidate: Candidate) -> tuple[int, ...]:
     return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
 
 
-def progress_line(seconds: float = 2.0) -> Callable[[float], None] | None:
+def progress_line(work: str = "measuring", seconds: float = 2.0) -> Callable[[float], None] | None:
     """Returns a function that shows the completed share of the work on the terminal, if it takes longer than ``seconds``.
     ``None`` without a terminal."""
     if not sys.stderr.isatty():
         return None
     start = time.monotonic()
 
-    def show(part: float) -> None:
+    def tell(part: float) -> None:
         if time.monotonic() - start > seconds:
-            print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)
+            show(f"{work} {part:4.0%}" if part < 1 else "")
 
-    return show
+    return tell
+
+
+def show(text: str) -> None:
+    """Shows a line on the terminal, in place of the one that it showed before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

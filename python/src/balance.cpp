@@ -2,6 +2,8 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,16 +27,19 @@ namespace {
 
 namespace py = pybind11;
 
-/// Options whose progress function also runs signal handlers, so that Ctrl-C ends the measurement.
-ProfileOptions profile_options(int workers, int intraop_threads, double seconds, int repeats, double param_scale,
-                               const py::object& progress) {
-  auto options = ProfileOptions().workers(workers).intraop_threads(intraop_threads).seconds(seconds).repeats(repeats);
-  options.progress([told = progress.is_none() ? nullptr : reference_to(progress.ptr())](double part) {
+/// Returns a progress function that also runs signal handlers, so that Ctrl-C ends the measurement.
+std::function<void(double)> progress_of(const py::object& progress) {
+  return [told = progress.is_none() ? nullptr : reference_to(progress.ptr())](double part) {
     const Section section;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (told) py::handle(told.get())(part);
-  });
-  return options.param_scale(param_scale).lends_between_devices(true);
+  };
+}
+
+ProfileOptions profile_options(int workers, int intraop_threads, double seconds, int repeats, double param_scale,
+                               const py::object& progress) {
+  auto options = ProfileOptions().workers(workers).intraop_threads(intraop_threads).seconds(seconds).repeats(repeats);
+  return options.progress(progress_of(progress)).param_scale(param_scale).lends_between_devices(true);
 }
 
 /// Makes a model of layers; see make_layers().
@@ -112,10 +117,12 @@ Suggestion suggest_for(const Objects& layers, const Value& sample, const std::ve
 
 std::vector<std::pair<Candidate, double>> refined(const Objects& layers, const Value& sample,
                                                   const std::vector<torch::Device>& devices,
-                                                  const Suggestion& suggestion, int candidates) {
+                                                  const Suggestion& suggestion, int candidates,
+                                                  const py::object& progress) {
   std::vector<std::pair<Candidate, double>> measured;
-  released([&, model = to_model(layers)] {
-    for (auto& [candidate, seconds] : refine(model, sample, devices, suggestion, candidates)) {
+  released([&, model = to_model(layers), told = progress_of(progress)] {
+    const int repeats = 5;
+    for (auto& [candidate, seconds] : refine(model, sample, devices, suggestion, candidates, repeats, 0, told)) {
       measured.emplace_back(std::move(candidate), seconds);
     }
   });
@@ -266,7 +273,8 @@ void init_balance(py::module_& module) {
   module.def("plan_cluster", &plan);
   module.def("all_schedulings", &all_schedulings);
   module.def("candidates", &candidates);
-  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt);
+  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt,
+             py::arg("rows") = std::numeric_limits<int>::max());
   module.def("check_stages", &check_stages);
 }
 

@@ -419,6 +419,19 @@ TEST(Report, ComparesCandidatesWithOneDevice) {
   EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
   EXPECT_THAT(table, ContainsRegex("2 +never +1 +1.50 s +0 % +900 B +1.00 +one device, too large\n"));
   EXPECT_THAT(table, HasSubstr("speed-up: over the unpartitioned model on one device."));
+  EXPECT_THAT(candidate_table({pipeline, pipeline}, whole, /*rows=*/1), table);
+}
+
+TEST(Report, SaysWhenNoPipelineIsAsFastAsOneDevice) {
+  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1.5, .bytes = {100, 300}};
+  Candidate whole{.balance = {2}, .seconds = 1, .bytes = {900}};
+  const auto advice = HasSubstr("is predicted to be 1.50 times as fast as the best pipeline.\n");
+  EXPECT_THAT(candidate_table({pipeline}, whole), advice);
+  whole.fits = false;
+  EXPECT_THAT(candidate_table({pipeline}, whole), Not(advice));
+  whole.fits = true;
+  whole.seconds = 2;
+  EXPECT_THAT(candidate_table({pipeline}, whole), Not(HasSubstr("predicted to be")));
 }
 
 }  // namespace

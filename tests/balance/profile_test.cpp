@@ -285,7 +285,8 @@ TEST(Suggest, ComparesWithTheUnpartitionedModel) {
       EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{4});
       EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
       EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
-      EXPECT_EQ(suggestion.unpartitioned->bytes.size(), 1U);
+      const RunOptions run{.chunks = 1, .checkpoint = Checkpoint::kNever};
+      EXPECT_EQ(suggestion.unpartitioned->bytes, predict(profile(model, x, brief()), {4}, run).bytes);
       EXPECT_GT(suggestion.unpartitioned->seconds, 0);
       EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
       EXPECT_EQ(progress.back(), 1);
@@ -302,6 +303,13 @@ TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
   const auto suggestion = suggest(model, rows(8), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   EXPECT_TRUE(suggestion.fits());
   EXPECT_FALSE(suggestion.unpartitioned);
+}
+
+TEST(Suggest, MeasuresOneNumberOfChunksWithoutTime) {
+  const auto suggestion = suggest(four_layers(), rows(8), kTwoCpus, SuggestOptions().profile(brief()));
+  ASSERT_EQ(suggestion.profiles.size(), 1U);
+  EXPECT_EQ(suggestion.profiles.front().chunks, 4);
+  EXPECT_TRUE(suggestion.unpartitioned);
 }
 
 TEST(Suggest, TriesEverySchedule) {

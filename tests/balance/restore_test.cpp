@@ -232,7 +232,11 @@ TEST(Profiler, EveryMeasurementRestoresTheModelAndTheSample) {
   const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
   const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks({1, 2}).profile(brief));
   expect_same("suggest");
-  refine(model, x, devices, suggestion, /*candidates=*/6, /*repeats=*/1);
+  std::vector<double> progress;
+  refine(model, x, devices, suggestion, /*candidates=*/6, /*repeats=*/1, /*intraop_threads=*/0,
+         [&](double part) { progress.push_back(part); });
+  EXPECT_EQ(progress.size(), 12U);
+  EXPECT_EQ(progress.back(), 1);
   expect_same("refine");
 }
 

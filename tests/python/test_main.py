@@ -1,14 +1,17 @@
 """The command line: python -m gpipe."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe import balance
+from gpipe import balance, commands
 from gpipe.__main__ import main
 from helpers import cluster_text
 
@@ -23,6 +26,23 @@ def three():
 
 def model_and_batch():
     return model(), torch.rand(8, 16)
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.second(self.first(x) * scale)
+
+
+def product_of_two():
+    return Product(), (torch.rand(8, 4), torch.rand(8, 4))
+
+
+def product_by_name():
+    return Product(), {"scale": torch.rand(8, 4), "x": torch.rand(8, 4)}
 
 
 @pytest.fixture
@@ -41,6 +61,8 @@ def test_a_schedule_is_printed_and_read(run, tmp_path):
     assert printed == "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2\n"
     (tmp_path / "1f1b.txt").write_text(printed)
     assert run("print", f"@{tmp_path}/1f1b.txt") == printed
+    made = json.loads(run("print", "1f1b", "--chunks", "1", "--json"))
+    assert made["actions"] == [["0F0", "0B0"], ["1F0", "1B0"]] and made["placement"] == [0, 1] and made["stages"] == 2
     assert run("print", "gpipe", "--chunks", "1", "--checkpoint", "always").startswith("0F0 0R0 0B0")
     v = "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n"
     assert run("print", "gpipe", "--placement", "v", "--chunks", "1") == v
@@ -92,16 +114,17 @@ def test_suggest_prints_a_table_or_json(run, tmp_path):
     assert "Per micro-batch of" in printed and "<- cut here" in printed
     lines = printed.splitlines()
     code = r"gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)"
-    assert re.fullmatch(f"pipe = {code}", lines[-1])
+    assert re.fullmatch(f"pipe = {code}", lines[-2]) and lines[-1] == "# per mini-batch: output = pipe(batch)"
     assert len([line for line in lines if re.fullmatch(rf"measured [\d.e-]+ s per step: {code}", line)]) == 2
     assert "  one device\n" in printed
-    assert run(*flags, "--chunks", "2", "--schedule", "1f1b").rstrip().endswith(", schedule='1f1b')")
-    printed = run(*flags, "--chunks", "2")
+    assert run(*flags, "--chunks", "2", "--schedule", "1f1b").splitlines()[-2].endswith(", schedule='1f1b')")
+    printed = run(*flags, "--chunks", "2", "--rows", "99")
     assert all(re.search(rf"^{name} ", printed, re.MULTILINE) for name in ("gpipe", "1f1b", "zb_h1", "greedy"))
-    assert "schedule='" in printed.splitlines()[-1]
+    rows = re.findall(" (?:never|except_last|always) ", run(*flags, "--chunks", "2"))
+    assert len(rows) == 5 + 1  # and one device
     own = tmp_path / "own.txt"
     printed = run(*flags, "--chunks", "4", "--schedule", "gpipe", "--save-schedule", str(own))
-    assert own.exists() == printed.endswith(f", schedule='@{own}')\n")  # the measured times decide
+    assert own.exists() == (f", schedule='@{own}')\n" in printed)  # the measured times decide
     made = json.loads(run("suggest", "test_main:model_and_batch()", "--chunks", "2", "--seconds", "0", "--refine", "1", "--json"))
     assert made["unpartitioned"]["balance"] == [3]
     assert made["measured"][0]["measured_seconds"] > 0
@@ -109,6 +132,24 @@ def test_suggest_prints_a_table_or_json(run, tmp_path):
     assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
     assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
     assert "nothing fits into" in run(*flags, "--memory-limit", "1KB", code=1)
+
+
+@pytest.mark.parametrize(
+    "factory, flags",
+    [
+        ("test_main:model", ["--input", "8,16"]),
+        ("test_main:nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))", ["--input", "8,4"]),
+        ("test_main:product_of_two()", []),
+        ("test_main:product_by_name", ["--schedule", "forward"]),
+        ("test_main:lambda: model_and_batch()", []),
+    ],
+)
+def test_the_code_of_a_suggestion_runs(run, factory, flags):
+    made = json.loads(run("suggest", factory, *flags, "--chunks", "2", "--seconds", "0", "--json"))
+    names = {}
+    exec(made["code"], names)
+    assert names["pipe"].balance == made["candidates"][0]["balance"] and names["pipe"].chunks == 2
+    assert names["pipe"].step(names["batch"], torch.zeros(8), lambda output, target: output.mean()).isfinite()
 
 
 def test_suggest_plans_for_a_cluster(run, tmp_path, monkeypatch):
@@ -130,6 +171,40 @@ def test_suggest_plans_for_a_cluster(run, tmp_path, monkeypatch):
     assert run(*planned) == str(balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16))
     Path("cluster.json").write_text(cluster_text(memory=1024))
     assert "nothing fits into 1.00 KiB per device" in run(*planned, code=1)
+
+
+def test_weights_are_converted(run, tmp_path):
+    torch.save(model().state_dict(), tmp_path / "weights.pth")
+    files = str(tmp_path / "weights.pth"), str(tmp_path / "weights.safetensors")
+    assert run("convert", *files) == f"{files[1]} has 4 tensors\n"
+    assert json.loads(run("convert", *files, "--json")) == {"target": files[1], "tensors": 4}
+
+
+def test_help_is_printed_without_arguments(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "suggest" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "draw", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["draw", "gpipe"])
+    assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("arguments", [["print", "gpipe"], ["print", "--help"]])
+def test_output_that_cannot_be_written(arguments):
+    reader, closed = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        for output, code, line in ((closed, 0, ""), (full, 2, "error: cannot write the output: .*No space left.*\n")):
+            ended = subprocess.run([sys.executable, "-m", "gpipe", *arguments], stdout=output, stderr=subprocess.PIPE, text=True)
+            assert ended.returncode == code and re.fullmatch(line, ended.stderr)
+    os.close(closed)
 
 
 FILES = {
@@ -160,12 +235,13 @@ REFUSED = [
     ("suggest test_main:model --batch-size 8", "--batch-size requires --cluster"),
     ("suggest --cluster cluster.json", "the following arguments are required: MODULE:FUNCTION"),
     ("suggest test_main:model --cluster cluster.json --chunks 2", "--cluster excludes --chunks"),
+    ("suggest test_main:model --rows 0", "--rows: '0' is not a whole number from 1 to"),
     ("suggest test_main:model --cluster cluster.json --devices cpu,cpu", "--cluster needs one device to measure on"),
     ("suggest --cluster cluster.json --profile x --batch-size 8 --seconds 1", "--profile excludes --seconds"),
     ("suggest test_main:model_and_batch --cluster cluster.json --micro-batch 2,9", "the mini-batch's 8 samples, but is 9"),
     ("suggest test_main:model_and_batch --cluster empty.json", "not a cluster: /hosts is 0"),
     ("suggest test_main", "is not of the form MODULE:FUNCTION"),
-    ("suggest test_main:unknown", "cannot load 'test_main:unknown': name 'unknown' is not defined"),
+    ("suggest test_main:unknown", "cannot load 'test_main:unknown': NameError: name 'unknown' is not defined"),
     ("suggest test_main:model", "returns no mini-batch; give its shape with --input"),
     ("suggest test_main:three", "must be a function that returns a module, or a tuple (module, mini-batch)"),
     ("suggest test_main:model --input 8,16 --memory-limit lots", "--memory-limit: 'lots' is not a size, such as 6GB"),
