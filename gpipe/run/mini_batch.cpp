@@ -48,6 +48,7 @@ void MiniBatch::begin(Call& call) {
   first_micro_batch_ = std::accumulate(micro_batches.begin(), micro_batches.begin() + team.replica(), 0);
   if (loss_) loss_->normalize(total);
   call.start();
+  if (loss_) loss_->begin_comparison();
   pipeline_->take_buffers_of_first_replica(options_.training);
 }
 

@@ -229,8 +229,9 @@ StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions option
 
 double StepLoss::weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
 
-void StepLoss::normalize(double total) {
-  gpipe::normalize(weights_, total, *options_.reduction());
+void StepLoss::normalize(double total) { gpipe::normalize(weights_, total, *options_.reduction()); }
+
+void StepLoss::begin_comparison() {
   const bool is_here = pipeline_.is_here(pipeline_.count() - 1);
   if (!options_.check() || !is_here || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
   comparison_ = Comparison{function_, static_cast<int>(losses_.size()), std::vector<Parcel>(losses_.size()),

@@ -31,6 +31,8 @@ class StepLoss {
   /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards, in the call
   /// that join() belongs to. Errors: std::invalid_argument if that is 0.
   void normalize(double total);
+  /// Copies the loss function if its losses are to be compared. Call it before the forwards.
+  void begin_comparison();
   bool keeps_outputs() const { return options_.return_output(); }
 
   /// Returns the loss of a micro-batch, the last layer of its cell. Adds to `outputs` if they are kept. Errors:
