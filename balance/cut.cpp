@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 
@@ -73,6 +75,33 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
   });
 }
 
+std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
+  std::vector<std::int64_t> balance;
+  for (int first = 0; const int end : ends) balance.push_back(end - std::exchange(first, end));
+  return balance;
+}
+
+/// The seconds per micro-batch that the busiest worker, or link from one worker to another, works.
+double load(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options) {
+  const auto& placement = options.scheduling.placement;
+  auto alone = options;
+  alone.network = {};
+  std::map<std::pair<int, int>, double> busy;  // a worker, or a link
+  for (std::size_t s = 0; s < ends.size(); ++s) {
+    busy[{placement[s], placement[s]}] += stage.seconds(s == 0 ? 0 : ends[s - 1], ends[s], alone);
+  }
+  const auto [edges, bytes] = stage.edges(balance_of(ends), placement);
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    const int from = placement[edges[e].from];
+    const int to = placement[edges[e].to];
+    if (from == to) continue;
+    const double seconds = options.network.link(from, to).sending(bytes[e]);
+    busy[{from, to}] += seconds;
+    busy[{to, from}] += seconds;  // its gradient
+  }
+  return std::ranges::max_element(busy, {}, [](const auto& each) { return each.second; })->second;
+}
+
 [[noreturn]] void refuse(int partitions) {
   throw invalid(
       "[balance] %d stages would separate layers that share a buffer or parameter; use fewer stages, or give each "
@@ -127,6 +156,43 @@ std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& prof
     const bool fits = stage.least_bytes(first, end, options) <= bytes && stage.bytes(first, end, options) <= bytes;
     return fits ? stage.seconds(first, end, options) : kForbidden;
   });
+}
+
+std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options) {
+  const StageCost stage(profile);
+  const int stages = static_cast<int>(options.scheduling.placement.size());
+  auto best = stage.ends(balance_by_time(profile, stages, options));
+  double least = load(stage, best, options);
+  const int step = std::max(1, stage.layers() / 64);
+  const auto try_cuts = [&](std::vector<int> ends) {
+    for (int s = 0; s + 1 < stages; ++s) {
+      if (ends[s] <= (s == 0 ? 0 : ends[s - 1]) || ends[s] >= stage.layers() || !stage.can_cut_before(ends[s])) return;
+    }
+    const double busy = load(stage, ends, options);
+    if (busy >= least) return;
+    least = busy;
+    best = std::move(ends);
+  };
+  for (double before = 0; before != least;) {
+    before = least;
+    for (int s = 0; 2 * s < stages - 1; ++s) {
+      const int opposite = stages - 2 - s;
+      for (int first = 1; first < stage.layers(); first += step) {
+        for (int last = first + 1; opposite != s && last < stage.layers(); last += step) {
+          auto ends = best;
+          ends[s] = first;
+          ends[opposite] = last;
+          try_cuts(std::move(ends));
+        }
+        for (const int single : {s, opposite}) {
+          auto ends = best;
+          ends[single] = first;
+          try_cuts(std::move(ends));
+        }
+      }
+    }
+  }
+  return balance_of(best);
 }
 
 std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile) {

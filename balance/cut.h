@@ -44,6 +44,11 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});
 
+/// Returns a balance for stages on the workers of `options.scheduling.placement`. Keeps the busiest worker, or link from
+/// one worker to another, as little busy as its search finds: that moves a cut, or two cuts that lie opposite each other,
+/// from balance_by_time() on, as long as this helps. REQUIRES: the placement is not empty.
+std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
+
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the
 /// skips that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the
 /// model cannot be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "balance/cut.h"
@@ -31,12 +32,14 @@ std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& by
   return *std::ranges::max_element(of_device, {}, [](const auto& each) { return each.second; });
 }
 
-/// Where a search begins: balances for a number of stages and a checkpoint mode.
-using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
+/// Where a search begins: balances for a number of stages, a placement and a checkpoint mode.
+using Starts = std::map<std::tuple<int, std::vector<int>, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
 std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages, const RunOptions& run,
                                               const SearchOptions& options) {
   std::vector<std::vector<std::int64_t>> balances = {balance_by_time(profile, stages, run)};
+  const bool links_take_time = run.network.inside.bandwidth > 0 || run.network.between.bandwidth > 0;
+  if (links_take_time && !run.scheduling.placement.empty()) balances.push_back(balance_by_load(profile, run));
   const auto limit = options.memory_limit;
   if (limit == 0 || StageCost(profile).most_bytes(balances.front(), run) <= limit) return balances;
   auto within = balance_within(limit, profile, stages, run);
@@ -226,7 +229,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         const int stages =
             scheduling.placement.empty() ? options.stages : static_cast<int>(scheduling.placement.size());
         if (stages > most_stages && options.schedulings.size() > 1) continue;
-        auto& balances = known[{stages, checkpoint}];
+        auto& balances = known[{stages, scheduling.placement, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);
         Entry entry(profile, stages, run);
         entry.best = entry.with(balances.front(), options);
