@@ -161,7 +161,9 @@ std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& prof
 std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options) {
   const StageCost stage(profile);
   const int stages = static_cast<int>(options.scheduling.placement.size());
-  auto best = stage.ends(balance_by_time(profile, stages, options));
+  auto without_links = options;
+  without_links.network = {};
+  auto best = stage.ends(balance_by_time(profile, stages, without_links));
   double least = load(stage, best, options);
   const int step = std::max(1, stage.layers() / 64);
   const auto try_cuts = [&](std::vector<int> ends) {
