@@ -10,7 +10,8 @@
 namespace gpipe {
 
 /// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
-/// layers' state: see RestoreModule. A `plain` profile is without the times and bytes of recomputes and of split backwards.
+/// layers' state: see RestoreModule. A `plain` profile is without the times and bytes of recomputes and of split
+/// backwards.
 ///
 /// Errors: std::runtime_error that names the failing layer, with the layer's exception nested; the errors of GPipe's
 /// constructor.

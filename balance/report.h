@@ -24,10 +24,10 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 /// different numbers of stages.
 std::string prediction_table(const Prediction& prediction);
 
-/// One row per candidate, in the given order. If they have several schedules, only the first candidate of each, with
-/// columns for the schedule and for the bytes that cross to other workers. With `unpartitioned`, see Suggestion, also a
-/// row for it, a column of each candidate's speed-up over it, and a line if it is faster than the first candidate. Leaves
-/// out rows of candidates after the first `rows`.
+/// One row per candidate, in the given order, up to `rows`. If they have several schedules, only the first candidate of
+/// each, with columns for the schedule and for the bytes that cross to other workers. With `unpartitioned`, see
+/// Suggestion, also a row for it, a column of each candidate's speed-up over it, and a line if it is faster than the
+/// first candidate.
 std::string candidate_table(const std::vector<Candidate>& candidates,
                             const std::optional<Candidate>& unpartitioned = std::nullopt,
                             int rows = std::numeric_limits<int>::max());

@@ -51,9 +51,9 @@ struct Measured {
 };
 
 /// Runs `repeats` steps of each of the first candidates that fit, after a warm-up step. Returns their measured times,
-/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. `progress` is as in ProfileOptions. Errors:
-/// std::invalid_argument for numbers that are not positive; std::runtime_error with the reason if nothing fits; the
-/// errors of GPipe and of the layers.
+/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. `progress` is
+/// as in ProfileOptions. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with the
+/// reason if nothing fits; the errors of GPipe and of the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                              const Suggestion& suggestion, int candidates = 3, int repeats = 5, int intraop_threads = 0,
                              const std::function<void(double)>& progress = {});

@@ -114,7 +114,7 @@ def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule:
     if name in ("profile", "cut"):
         add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")
     else:
-        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: of 1, 2, 4, .. 32, as time allows; sweep: 2, 4, 8")
+        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: up to 32; sweep: 2, 4, 8")
         add("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
     if name != "profile":
         help_ = "of step(): a name or @FILE; forward: a forward, then its backward; auto: all that fit; default: " + schedule
