@@ -72,6 +72,12 @@ class StagedModel(OriginalNames):
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
         prepare_compilation()
+        for name in (*self._modules, *self._parameters):
+            if name != "partitions":
+                raise RuntimeError(
+                    f"'{name}' was added to the pipeline, which runs only the layers it was made of: `del pipe.{name}`, "
+                    "change the model, and make another pipeline"
+                )
         with self._lock:
             replaced = any(a is not b for a, b in zip_longest(self, self._layers))
             if self._made is not None and not replaced and self._made.refresh():

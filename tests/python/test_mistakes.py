@@ -63,6 +63,12 @@ def batched_gradients():
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
 
 
+def replaced_layer():
+    pipeline = from_module(balance=[1, 1])
+    pipeline.first = LAYER  # of the model that was converted
+    pipeline(X)
+
+
 MISTAKES = [
     # The constructor.
     (lambda: gpipe.GPipe(make_linears()), gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
@@ -110,6 +116,7 @@ MISTAKES = [
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
     (lambda: pipe().evaluate(X, Y, lambda *both: 1.0), TypeError, "the loss function returned 1.0; return a tensor"),
+    (replaced_layer, RuntimeError, "'first' was added to the pipeline, .*: `del pipe.first`, change the model, and make"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
