@@ -82,13 +82,13 @@ std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
 }
 
 /// The seconds per micro-batch that the busiest worker, or link from one worker to another, works.
-double load(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options) {
+/// `without_links`: the options without a network.
+double load(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options,
+            const RunOptions& without_links) {
   const auto& placement = options.scheduling.placement;
-  auto alone = options;
-  alone.network = {};
   std::map<std::pair<int, int>, double> busy;  // a worker, or a link
   for (std::size_t s = 0; s < ends.size(); ++s) {
-    busy[{placement[s], placement[s]}] += stage.seconds(s == 0 ? 0 : ends[s - 1], ends[s], alone);
+    busy[{placement[s], placement[s]}] += stage.seconds(s == 0 ? 0 : ends[s - 1], ends[s], without_links);
   }
   const auto [edges, bytes] = stage.edges(balance_of(ends), placement);
   for (std::size_t e = 0; e < edges.size(); ++e) {
@@ -164,13 +164,13 @@ std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptio
   auto without_links = options;
   without_links.network = {};
   auto best = stage.ends(balance_by_time(profile, stages, without_links));
-  double least = load(stage, best, options);
+  double least = load(stage, best, options, without_links);
   const int step = std::max(1, stage.layers() / 64);
   const auto try_cuts = [&](std::vector<int> ends) {
     for (int s = 0; s + 1 < stages; ++s) {
       if (ends[s] <= (s == 0 ? 0 : ends[s - 1]) || ends[s] >= stage.layers() || !stage.can_cut_before(ends[s])) return;
     }
-    const double busy = load(stage, ends, options);
+    const double busy = load(stage, ends, options, without_links);
     if (busy >= least) return;
     least = busy;
     best = std::move(ends);

@@ -45,8 +45,9 @@ std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& prof
                                          const RunOptions& options = {});
 
 /// Returns a balance for stages on the workers of `options.scheduling.placement`. Keeps the busiest worker, or link from
-/// one worker to another, as little busy as its search finds: that moves a cut, or two cuts that lie opposite each other,
-/// from the balance whose slowest stage is fastest on, as long as this helps. REQUIRES: the placement is not empty.
+/// one worker to another, as little busy as its search finds. The search begins with the balance whose slowest stage is
+/// fastest, and moves a cut, or two cuts that lie opposite each other, as long as this helps. REQUIRES: the placement is
+/// not empty.
 std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
 
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the

@@ -293,16 +293,13 @@ class Measurement {
   }
 
   void read_memory(Profile& profile, bool plain) const {
-    if (plain) {
-      const auto whole = listen(profile, Mode::kWhole);
-      whole.trace->read_memory(profile, {});
-      whole.trace->read_skips(profile, skip_links(named_));
-      return;
-    }
-    const auto splits = listen(profile, Mode::kSplits);
+    Watched splits;
+    if (!plain) splits = listen(profile, Mode::kSplits);
     const auto whole = listen(profile, Mode::kWhole);
-    whole.trace->read_memory(profile, splits.trace->saved_for_weights(*splits.timeline));
+    whole.trace->read_memory(
+        profile, plain ? std::vector<LayerTrace::Saved>() : splits.trace->saved_for_weights(*splits.timeline));
     whole.trace->read_skips(profile, skip_links(named_));
+    if (plain) return;
     listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
     splits.trace->read_split_memory(profile, *splits.timeline);
   }

@@ -44,11 +44,15 @@ const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
 }
 
 Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
-  auto [edges, bytes] = stage_.edges(balance, source_.placement);
+  return workload(balance, stage_.edges(balance, source_.placement));
+}
+
+Workload Predictor::workload(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const {
+  const auto& [edges, bytes] = stage_edges;
   auto placed = options_;
   placed.scheduling.placement = source_.placement;
   Workload work{.layout = {static_cast<int>(balance.size()), options_.chunks, source_.placement},
-                .edges = std::move(edges),
+                .edges = edges,
                 .costs = stage_.costs(balance, placed),
                 .checkpoint = options_.checkpoint};
   if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
@@ -95,11 +99,11 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
 }
 
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
-  auto work = workload(balance);
-  const auto bytes = stage_.edges(balance, source_.placement).bytes;
+  const auto stage_edges = stage_.edges(balance, source_.placement);
+  auto work = workload(balance, stage_edges);
   std::int64_t crossing = 0;
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
-    if (crosses(work.edges[e])) crossing += options_.chunks * bytes[e];
+    if (crosses(work.edges[e])) crossing += options_.chunks * stage_edges.bytes[e];
   }
   auto simulation = simulate(program(std::move(work.layout), std::move(work.edges)), work.costs);
   const auto ends = stage_.ends(balance);

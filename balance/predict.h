@@ -54,6 +54,7 @@ class Predictor {
   std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
 
  private:
+  Workload workload(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const;
   bool crosses(const Edge& edge) const;
   /// When the gradients of all stages are summed over the replicas.
   double reduced(const std::vector<int>& ends, const Timeline& timeline) const;

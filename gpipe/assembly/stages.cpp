@@ -49,7 +49,7 @@ std::string describe_layer(const Layer& layer) {
   return text;
 }
 
-// What must be known of all layers of a model, also of those that other ranks have. Keeps no layer.
+// What must be known of all layers of a model, also of other ranks' layers. Keeps no layer.
 struct Inventory {
   std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names;
   TensorPlaces parameters;
@@ -71,9 +71,10 @@ struct Inventory {
     }
     const auto declared = skip_declarations({name, module}, static_cast<int>(descriptions.size()));
     skips.insert(skips.end(), declared.begin(), declared.end());
-    parameters.add(stage, name, module->named_parameters());
+    const auto of_layer = module->named_parameters();
+    parameters.add(stage, name, of_layer);
     buffers.add(stage, name, module->named_buffers());
-    for (const auto& parameter : module->named_parameters()) {
+    for (const auto& parameter : of_layer) {
       values.emplace_back(descriptions.size(), sample_hash({parameter.value()}));
     }
     descriptions.push_back(describe_layer(layer));
@@ -94,6 +95,7 @@ std::vector<std::uint64_t> values_of_layers(const Inventory& inventory) {
   return values;
 }
 
+// REQUIRES: the options have ranks.
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
                      const Inventory& inventory, const GPipeOptions& options) {
   Manifest manifest;
@@ -102,10 +104,8 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   };
   add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
-  if (options.ranks()) {
-    add("the number of replicas", options.ranks()->replicas());
-    add("nccl", options.ranks()->options().nccl() ? "true" : "false");
-  }
+  add("the number of replicas", options.ranks()->replicas());
+  add("nccl", options.ranks()->options().nccl() ? "true" : "false");
   add("the balance", "[" + absl::StrJoin(balance, ", ") + "]");
   add("the schedule", options.schedule_function() ? "a function" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());
@@ -122,7 +122,7 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   }
   const auto values = values_of_layers(inventory);
   for (std::size_t i = 0; i < values.size(); ++i) {
-    const bool is_known = values[i] != 0 && (!options.ranks() || options.ranks()->replica() == 0);
+    const bool is_known = values[i] != 0 && options.ranks()->replica() == 0;
     add("the initial values of layer " + std::to_string(i) + " (give all ranks the same seed)",
         is_known ? absl::StrCat("values with the hash ", values[i]) : "");
   }
@@ -180,10 +180,11 @@ void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, st
 }
 
 // Makes the edges between the stages. Sets each stage's skips and receivers, and the borrowed and lent parameters of
-// those of this rank, in the order of the edges.
+// this rank's stages, in the order of the edges.
 void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
                     const std::vector<SkipLink>& skips) {
-  auto& [stages, here, edges, loans, parameters, buffers, manifest] = model;
+  auto& stages = model.stages;
+  auto& edges = model.edges;
   std::vector<LayerLink> links;
   for (const auto& skip : skips) links.push_back({skip.from, skip.readers, skip.key.name});
   std::vector<int> cut_links;
@@ -209,11 +210,11 @@ void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, c
     stages[skip_edges[i].from].receivers.push_back(*reached.rbegin());
     stages[skip_edges[i].to].skips_in.push_back(key);
   }
-  for (const auto& loan : loans) {
+  for (const auto& loan : model.loans) {
     edges.push_back({loan.owner, loan.borrower, "parameter " + loan.name});
-    if (here[loan.owner]) stages[loan.owner].lent.push_back(loan.lent);
+    if (model.here[loan.owner]) stages[loan.owner].lent.push_back(loan.lent);
     stages[loan.owner].receivers.push_back(loan.borrower);
-    if (here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);
+    if (model.here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);
   }
 }
 
@@ -270,7 +271,7 @@ Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& worke
   check_loans(made);
   forbid_writes_to_shared_buffers(made.buffers, made.stages);
   connect_stages(made, balance, workers.schedules.placement, match_skips(inventory.skips));
-  made.manifest = manifest_of(balance, made.edges, inventory, options);
+  if (options.ranks()) made.manifest = manifest_of(balance, made.edges, inventory, options);
   return made;
 }
 

@@ -62,8 +62,8 @@ struct Assembly {
   // Of the whole model.
   std::vector<TensorPlace> parameters;
   std::vector<TensorPlace> buffers;
-  /// What all ranks must have in common: versions, options, edges, and layers. Other replicas than the first need not
-  /// have its values, because they take them.
+  /// What all ranks must have in common: versions, options, edges, and layers. Empty without ranks. Other replicas
+  /// than the first need not have its values, because they take them.
   Manifest manifest;
 };
 

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
@@ -147,12 +146,12 @@ void compare(const LossFunction& function, const std::vector<Parcel>& outputs, c
   } catch (...) {
     return;  // the loss function does not take a whole mini-batch
   }
-  refuse_argument(absl::StrCat(
+  refuse_argument(
       "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
       ", the mean of their losses weighted by samples, and their sum is ", sum,
       "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() and "
       "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
-      "same"));
+      "same");
 }
 
 }  // namespace

@@ -13,7 +13,6 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
-#include <mutex>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -107,7 +106,7 @@ Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value
   const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
                                 options.training ? "" : ", evaluation mode", describe_autocast());
   auto& proposal = options.proposal;
-  // The sizes are those of one replica.
+  // The sizes are one replica's.
   proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(options.sizes, ", "), "]", how);
   proposal.same_on_all = what + how;
   const bool trains = options.training && options.use != Pipeline::Use::kForward;

@@ -133,16 +133,16 @@ class Replayer {
         seconds_(seconds),
         progress_(schedule.size()),
         queued_(schedule.size(), true) {
-    channels_.reserve(2 * edges.size());
+    directions_.reserve(2 * edges.size());
     for (std::size_t e = 0; e < edges.size(); ++e) {
       for (const bool gradient : {false, true}) {
         const int producer = layout.placement[gradient ? edges[e].to : edges[e].from];
         const int consumer = layout.placement[gradient ? edges[e].from : edges[e].to];
-        channels_.push_back({.latency = latencies[e],
-                             .sending = sending.empty() ? 0 : sending[e],
-                             .link_free = &links_free_[{producer, consumer}],
-                             .consumer = consumer,
-                             .arrivals = std::vector<double>(layout.micro_batches, kAbsent)});
+        directions_.push_back({.latency = latencies[e],
+                               .sending = sending.empty() ? 0 : sending[e],
+                               .link_free = &links_free_[{producer, consumer}],
+                               .consumer = consumer,
+                               .arrivals = std::vector<double>(layout.micro_batches, kAbsent)});
       }
     }
     replay_.spans.resize(schedule.size());
@@ -175,38 +175,40 @@ class Replayer {
       const Action& action = schedule_[worker][at.next];
       const auto takes = wiring_.takes(action);
       for (; at.taken < takes.size(); ++at.taken) {
-        if (!take(channel(takes[at.taken], action.kind), action.micro_batch, at.clock)) return;
+        if (!take(direction(takes[at.taken], action.kind), action.micro_batch, at.clock)) return;
       }
       const double start = at.clock;
       at.clock += seconds_(action);
       replay_.spans[worker].push_back({worker, action, start, at.clock, 0});
-      for (const int edge : wiring_.puts(action)) put(channel(edge, action.kind), action.micro_batch, at.clock);
+      for (const int edge : wiring_.puts(action)) put(direction(edge, action.kind), action.micro_batch, at.clock);
       at.taken = 0;
     }
   }
 
-  Direction& channel(int edge, Kind kind) { return channels_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)]; }
+  Direction& direction(int edge, Kind kind) {
+    return directions_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)];
+  }
 
-  static bool take(const Direction& channel, int micro_batch, double& clock) {
-    const double arrival = channel.arrivals[micro_batch];
+  static bool take(const Direction& direction, int micro_batch, double& clock) {
+    const double arrival = direction.arrivals[micro_batch];
     if (arrival == kAbsent) return false;
     clock = std::max(clock, arrival);
     return true;
   }
 
-  void put(Direction& channel, int micro_batch, double clock) {
-    const double start = std::max(clock, *channel.link_free);
-    *channel.link_free = start + channel.sending;
-    channel.arrivals[micro_batch] = start + channel.latency;
-    if (queued_[channel.consumer]) return;
-    queued_[channel.consumer] = true;
-    ready_.push_back(channel.consumer);
+  void put(Direction& direction, int micro_batch, double clock) {
+    const double start = std::max(clock, *direction.link_free);
+    *direction.link_free = start + direction.sending;
+    direction.arrivals[micro_batch] = start + direction.latency;
+    if (queued_[direction.consumer]) return;
+    queued_[direction.consumer] = true;
+    ready_.push_back(direction.consumer);
   }
 
   const Wiring& wiring_;
   const Schedule& schedule_;
   const absl::FunctionRef<double(const Action&)> seconds_;
-  std::vector<Direction> channels_;
+  std::vector<Direction> directions_;
   std::map<std::pair<int, int>, double> links_free_;  ///< by producer and consumer
   std::vector<Progress> progress_;
   std::vector<int> ready_;

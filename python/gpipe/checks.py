@@ -125,9 +125,7 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(function)
     kinds = {name: str(each.annotation).removesuffix(" | None") for name, each in signature.parameters.items()}
     checks = {name: _OF_NAMES.get(name, _OF_TYPES[kind]) for name, kind in kinds.items() if kind in _OF_TYPES}
-
-    def is_checked(name: str, value: object) -> bool:
-        return name in checks and (value is not None or not str(signature.parameters[name].annotation).endswith("| None"))
+    optional = {name for name, each in signature.parameters.items() if str(each.annotation).endswith("| None")}
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,8 +133,9 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
             given = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # raises it with the function's name
-        checked_ones = ((name, value) for name, value in given.arguments.items() if is_checked(name, value))
-        given.arguments.update({name: checks[name](value, name) for name, value in checked_ones})
+        for name, value in given.arguments.items():
+            if name in checks and not (value is None and name in optional):
+                given.arguments[name] = checks[name](value, name)
         return function(*given.args, **given.kwargs)
 
     return checked

@@ -141,9 +141,8 @@ class StagedModel(OriginalNames):
 
     def _place_in_original(self, name: str) -> str:
         """Returns where to find an attribute that only the original of a converted model has; an empty text for others."""
-        stages = self.__dict__.get("_modules", {}).get("partitions")
-        layers = stages.layers().items() if stages is not None else ()
-        converted = [(key, layer) for key, layer in layers if isinstance(layer, ConvertedLayer)]
+        layers = self.partitions.layers() if "partitions" in self.__dict__.get("_modules", ()) else {}
+        converted = [(key, layer) for key, layer in layers.items() if isinstance(layer, ConvertedLayer)]
         orders = {id(layer.order): layer.order for _, layer in converted}  # layers of one model share theirs
         parameters = [each for order in orders.values() for each in order if each.partition(".")[0] == name]
         if not parameters and all(layer.name_in_messages(key).partition(".")[0] != name for key, layer in converted):
@@ -167,7 +166,7 @@ class StagedModel(OriginalNames):
         stages = self.__dict__.get("_modules", {}).get("partitions", ())
         return next((stage for stage in stages if name in stage._modules), None)
 
-    # Names are those of the model without stages.
+    # Names are the unpartitioned model's.
 
     def _state_names(self) -> StateNames:
         return StateNames({f"partitions.{path}": layer for path, layer in self.partitions.layers().items()})

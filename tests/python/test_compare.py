@@ -54,8 +54,9 @@ def test_the_three_programs_train_alike(tmp_path, one_thread, monkeypatch, capsy
 def test_the_page_counts_the_lines():
     page = (FOLDER.parent / "compare.md").read_text()
     texts = [(FOLDER / name).read_text() for name in PROGRAMS]
-    _, ours, theirs = (
-        subprocess.run(["diff", "plain.py", name], cwd=FOLDER, capture_output=True, text=True).stdout for name in PROGRAMS
+    ours, theirs = (
+        subprocess.run(["diff", "plain.py", name], cwd=FOLDER, capture_output=True, text=True).stdout
+        for name in PROGRAMS[1:]
     )
     rows = {"lines": [text.count("\n") for text in texts]}
     rows["lines of plain.py removed"] = ["", *(len(re.findall("^<", diff, re.MULTILINE)) for diff in (ours, theirs))]

@@ -96,9 +96,10 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", 20, write_and_stop)
     continued = run(tmp_path / "stopped", 40)
-    assert json.loads(snapshot.read(continued).options["plan"])["balance"] == [20, 40]
+    plan = snapshot.read(continued).options["plan"]
+    assert json.loads(plan)["balance"] == [20, 40]
     saved = snapshot.read(run(tmp_path / "whole", 30))
-    saved.options["plan"] = snapshot.read(continued).options["plan"]
+    saved.options["plan"] = plan
     write(tmp_path / "with another plan", saved)
     assert continued.read_bytes() == (tmp_path / "with another plan").read_bytes()
     saved = safetensors.torch.load_file(tmp_path / "whole/run/latest.snapshot")

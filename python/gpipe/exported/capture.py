@@ -166,6 +166,7 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 def check_outputs(graph: Graph) -> None:
     """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
+    samples = graph.samples()
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
@@ -173,7 +174,7 @@ def check_outputs(graph: Graph) -> None:
         if not isinstance(output, Value) or not output.is_tensor:
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.example.shape
-        if not shape or expression_of(shape[0]) not in graph.samples():
+        if not shape or expression_of(shape[0]) not in samples:
             raise ValueError(
                 f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
                 "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")

@@ -158,13 +158,12 @@ class Routes:
     def __init__(self, graph: Graph, layers: list[Route]) -> None:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
-        self._source: dict[Value, int] = {}  # the layer that has a value first; 0 for inputs
+        self._inputs = list(filter(None, graph.inputs))
+        self._source = dict.fromkeys(self._inputs, 0)  # the layer that has a value first
         self._owners = owners_of_memory(graph)
-        self._source |= dict.fromkeys(filter(None, graph.inputs), 0)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
-        self._inputs = list(filter(None, graph.inputs))
         self._samples = graph.samples()
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
 
