@@ -123,7 +123,7 @@ class StageCost::Cell {
   bool is_on_worker(int stage) const { return !placement_.empty() && placement_[stage] == placement_[stage_]; }
 
   /// Each stage that reads a skip has its gradient until the backward of the stage that sent it the skip. The blocks
-  /// have that of the last reader alone, to which an unpartitioned backward adds the others.
+  /// have the last reader's gradient alone. An unpartitioned backward adds the others to it.
   void add_gradients_of_readers() {
     for (const auto& skip : cost_.profile_.skips) {
       const auto later = std::ranges::lower_bound(skip.readers, end_);  // the first reader behind this stage

@@ -46,7 +46,7 @@ struct PartBegins : torch::autograd::Node {
   const LayerTrace::Part part;
 };
 
-/// Reports the skips that a layer reads, and the gradients of those that it stashes.
+/// Reports the skips that a layer reads, and the gradients of the skips that it stashes.
 class SkipReporter : public SkipContext {
  public:
   SkipReporter(std::shared_ptr<LayerTrace> trace, int layer, int micro_batch, bool graph)

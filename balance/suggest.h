@@ -51,7 +51,7 @@ struct Measured {
 };
 
 /// Runs `repeats` steps of each of the first candidates that fit, after a warm-up step. Returns their measured times,
-/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. `progress` is
+/// fastest first. Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. `progress` is
 /// as in ProfileOptions. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with the
 /// reason if nothing fits; the errors of GPipe and of the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,

@@ -148,7 +148,7 @@ struct RestoreModule::State {
                      .is_parameter = is_parameter});
   }
 
-  /// Runs a layer's forward. In the first ones, copies its parameters, and keeps the copies of those that change.
+  /// Runs a layer's forward. In the first ones, copies its parameters, and keeps the copies of parameters that change.
   Value forward(int index, Layer& layer, Value input) {
     bool& is_watched = watched[index][at::GradMode::is_enabled() ? 1 : 0];
     if (is_watched) return layer.forward(std::move(input));

@@ -15,8 +15,8 @@
 
 namespace gpipe {
 
-/// Returns a layer whose forward calls `forward` with `layer` and the input. Its module is `module`, or that of `layer`
-/// if null. Other calls go to `layer`.
+/// Returns a layer whose forward calls `forward` with `layer` and the input. Its module is `module`, or if null,
+/// the layer's. Other calls go to `layer`.
 std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward,
                                 std::shared_ptr<torch::nn::Module> module = nullptr);
 

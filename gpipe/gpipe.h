@@ -164,8 +164,8 @@ class GPipeImpl : public torch::nn::Module {
   /// all ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many numbers.
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
-  /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in
-  /// its order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all
+  /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's parameters,
+  /// in its order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all
   /// ranks. Errors: std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 

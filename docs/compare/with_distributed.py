@@ -58,7 +58,7 @@ for epoch in range(first, args.epochs):
                 schedule.step(images.to(device), return_outputs=False)
             else:
                 schedule.step(target=labels.to(device), losses=losses, return_outputs=False)
-        # The norm of the whole model's gradients needs those of both stages.
+        # The norm of the whole model needs the gradients of both stages.
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         square = norm**2
         dist.all_reduce(square)

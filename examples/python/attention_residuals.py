@@ -85,7 +85,7 @@ class FeedForward(nn.Sequential):
 
 class Transformer(nn.Module):
     """Predicts each next byte. A layer reads the sum of all earlier outputs. With attention residuals, it reads the
-    embedding, the sum of the outputs of each earlier block, and that of its own block so far."""
+    embedding, the sum of each earlier block's outputs, and the sum of its own block's outputs so far."""
 
     def __init__(self, layers: int, block: int, width: int, length: int, residuals: bool, heads: int = 4) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ struct RootGradients {
 /// Changes the graph. Used by one thread at a time.
 class SplitBackward {
  public:
-  /// Makes a backward from `roots` run I. `inputs` are the sinks of the inputs; all other sinks are those of
-  /// parameters.
+  /// Makes a backward from `roots` run I. `inputs` are the sinks of the inputs; all other sinks are the
+  /// parameters'.
   SplitBackward(const torch::autograd::edge_list& roots, const std::vector<const GradientSink*>& inputs);
   ~SplitBackward();
   SplitBackward(SplitBackward&&) = default;

@@ -30,7 +30,7 @@ struct Stage {
   /// How many of its modules read each skip.
   std::map<SkipKey, int> skip_readers;
   /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their
-  /// edges come behind those of the skips, in this order.
+  /// edges follow the edges of the skips, in this order.
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;

@@ -21,8 +21,8 @@ Executor make_executor(const Team& team, int workers, std::function<void()> poll
   return Executor(here, std::move(poll), static_cast<int>(first - ranks.begin()), workers - here);
 }
 
-// The verifier accepts more schedules than step() can run. From R to B or I a stage's buffers are those of the
-// recompute, so no other action of the stage but a W, which uses no buffers, may stand between.
+// The verifier accepts more schedules than step() can run. From R to B or I a stage's buffers are the
+// recompute's, so no other action of the stage but a W, which uses no buffers, may stand between.
 void check_for_step(const Schedule& schedule) {
   bool has_backward = false;
   for (const auto& list : schedule) {

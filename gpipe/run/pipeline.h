@@ -46,7 +46,7 @@ class Pipeline {
   int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of
+  /// The kinds of losses that a step() has compared with the loss of the whole mini-batch. Belongs to the holder of
   /// call_mutex().
   absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
@@ -64,7 +64,7 @@ class Pipeline {
     Link back_link = {};
   };
   const Ends& ends(int edge) const { return ends_[edge]; }
-  /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank;
+  /// This rank's end of the wire between the devices of two workers on different ranks, one of them on this rank;
   /// null if what they exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
   /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.

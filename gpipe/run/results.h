@@ -62,11 +62,11 @@ struct Results {
   std::vector<at::Tensor> tensors() const;
 };
 
-/// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be
+/// Joins the results of the micro-batches, once. All ranks get the results of the last stage's ranks. `loss` may be
 /// null.
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
 
-/// Updates the running statistics of batch norm by those of the mini-batch, on all replicas. `statistics`: per stage,
+/// Updates the running statistics of batch norm by the mini-batch's statistics, on all replicas. `statistics`: per stage,
 /// or empty.
 void commit_statistics(Pipeline& pipeline, std::vector<BatchStatistics>& statistics);
 

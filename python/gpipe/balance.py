@@ -175,8 +175,8 @@ def suggest(
     Args:
         sample: a mini-batch.
         devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
-        chunks, checkpoints: what to try. Default: those of 4, 8, 2, 16, 1 and 32 chunks, in this order, that the samples
-            and the time allow; all modes.
+        chunks, checkpoints: what to try. Default: 4, 8, 2, 16, 1 and 32 chunks, in this order, as far as the samples and
+            the time allow; all modes.
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.

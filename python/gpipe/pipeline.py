@@ -58,8 +58,8 @@ class GPipe(TeamCalls):
     Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and a call of the
     pipeline, ``pipe(input)``, returns the model's output. :meth:`from_module` makes a pipeline of any module, and
     :attr:`plan` tells how it runs. :meth:`compute_loss` returns a loss with its graph. :meth:`clip_grad_norm_` clips
-    gradients, and :meth:`trace` records a timeline. All others are those of ``nn.Module``, except for those that ranks
-    call together: ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas``.
+    gradients, and :meth:`trace` records a timeline. Ranks call ``gather``, ``gather_timeline``,
+    ``largest`` and ``sum_over_replicas`` together. All other methods are ``nn.Module``'s.
 
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
@@ -244,7 +244,7 @@ class GPipe(TeamCalls):
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains and the given ``schedule`` is only that of :meth:`step`. An exception of a layer gets a note with its place.
+        trains with a ``schedule`` that only :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.

@@ -33,7 +33,7 @@ class PythonPipeline {
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
-  /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `kind` is that of a LossFunction. Returns a tuple (loss,
+  /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `kind` is a LossFunction's. Returns a tuple (loss,
   /// output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
              std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
