@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -49,6 +50,65 @@ def check_scale(scale: object, device: torch.device) -> float:
     return check_number(scale, "scale")
 
 
+# By a function of torch: its operator, the settings that follow output and target, and whether these must have one shape.
+_OPERATORS: dict[Any, tuple[str, tuple[str, ...], bool]] = {
+    F.cross_entropy: ("cross_entropy_loss", ("weight", "reduction", "ignore_index", "label_smoothing"), False),
+    F.nll_loss: ("nll_loss_nd", ("weight", "reduction", "ignore_index"), False),
+    F.mse_loss: ("mse_loss", ("reduction",), True),
+    F.l1_loss: ("l1_loss", ("reduction",), True),
+    F.binary_cross_entropy_with_logits: (
+        "binary_cross_entropy_with_logits",
+        ("weight", "pos_weight", "reduction"),
+        True,
+    ),
+}
+_FUNCTIONS: dict[type[nn.Module], Any] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+}
+
+
+def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
+    """Returns what C++ computes in place of a loss of torch, if it can: the graph, its tensors, and whether output and target
+    must have one shape."""
+    settings, function = _settings_of(loss), _FUNCTIONS.get(type(loss), loss)
+    if isinstance(function, partial):
+        function = function.func
+    if settings is None or function not in _OPERATORS or (isinstance(loss, nn.Module) and not _C.is_plain(loss)):
+        return None
+    operator, names, one_shape = _OPERATORS[function]
+    if any(settings[name] != default for name, default in _defaults(function).items() if name in settings and name not in names):
+        return None
+    tensors = [value for name in ("weight", "pos_weight") if isinstance(value := settings.get(name), Tensor)]
+    constants = (settings[name] for name in names if not any(settings[name] is tensor for tensor in tensors))
+    if any(type(constant) not in (type(None), int, float, str) for constant in constants):
+        return None
+    numbers = iter(range(2, 2 + len(tensors)))
+    args: list[Any] = [{"value": 0}, {"value": 1}]
+    for name in names:
+        value = settings[name]
+        if isinstance(value, Tensor):
+            value = {"value": next(numbers)}
+        args.append(F._Reduction.get_enum(value) if name == "reduction" else value)
+    return _graph_of(f"aten::{operator}", json.dumps(args), len(tensors)), tensors, one_shape
+
+
+@lru_cache
+def _graph_of(operator: str, args: str, tensors: int) -> _C.Graph:
+    result = 2 + tensors
+    description = {
+        "values": result + 1,
+        "inputs": [0, 1],
+        "tensors": [[str(number), number] for number in range(2, result)],
+        "calls": [{"operator": operator, "args": json.loads(args), "result": result}],
+        "outputs": [{"value": result}],
+    }
+    return _C.Graph(json.dumps(description), None)
+
+
 def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Returns a function that calls ``loss`` and raises TypeError unless it returns a tensor."""
 
@@ -75,7 +135,7 @@ def step_options(
     """Checks a loss function and its options, and fills in what the loss tells."""
     check_function(loss, "loss", "output and target")
     known = _reduction_of(loss)
-    counted: Callable[[Any], float] | None = None
+    counted: Any = None
     if count is not None:
         counted = partial(_counted, check_function(count, "count", "a target"))
     elif known is not None and reduction in (None, known[0]):
@@ -99,20 +159,22 @@ def trains(loss: object) -> bool:
     return isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters())
 
 
-def _reduction_of(loss: object) -> tuple[str, Callable[[Any], float] | None] | None:
-    """Returns how a loss module or function of torch reduces: ``'sum'`` or ``'mean'``, and what its mean is the mean of;
-    ``None`` for the samples. Returns ``None`` for other losses."""
+def _reduction_of(loss: object) -> tuple[str, tuple[Tensor | None, int] | None] | None:
+    """Returns how a loss module or function of torch reduces: ``'sum'`` or ``'mean'``, and the weight and the ignored index
+    of a mean over classes; ``None`` for the mean over samples. Returns ``None`` for other losses."""
     settings = _settings_of(loss)
     if settings is None:
         return None
     if settings["reduction"] == "sum" or "ignore_index" not in settings:
         return "sum" if settings["reduction"] == "sum" else "mean", None
-    return "mean", partial(_count_of_classes, settings["weight"], settings["ignore_index"])
+    return "mean", (settings["weight"], settings["ignore_index"])
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:
     if isinstance(loss, nn.Module):
-        names = ("reduction", "weight", "ignore_index") if type(loss).__module__ == nn.modules.loss.__name__ else ()
+        if type(loss).__module__ != nn.modules.loss.__name__:
+            return None
+        names = _defaults(_FUNCTIONS[type(loss)]) if type(loss) in _FUNCTIONS else ("reduction", "weight", "ignore_index")
         settings = {name: getattr(loss, name) for name in names if hasattr(loss, name)}
     else:
         function: Any = loss
@@ -130,10 +192,3 @@ def _settings_of(loss: object) -> dict[str, Any] | None:
 def _defaults(function: Any) -> dict[str, Any]:
     """Returns the default values of a function's parameters."""
     return {name: each.default for name, each in signature(function).parameters.items()}
-
-
-def _count_of_classes(weight: Tensor | None, ignore_index: int, target: Any) -> float:
-    """Returns what a cross entropy or NLL loss divides by."""
-    if not isinstance(target, Tensor):
-        return float(len(target))
-    return _C.count_of_classes(weight, ignore_index, target)

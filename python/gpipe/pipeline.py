@@ -20,7 +20,7 @@ from gpipe.checks import BalanceError, Checkpoint, Reduction
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
-from gpipe.losses import check_scale, checked, kind_of, step_options, trains
+from gpipe.losses import check_scale, checked, kind_of, native_loss, step_options, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
@@ -404,10 +404,10 @@ class GPipe(TeamCalls):
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
+            native = native_loss(loss)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
-            return pipeline.train(
-                input, target, checked(loss), kind_of(loss), chosen, self.training, method == "compute_loss"
-            )
+            keeps_graph = method == "compute_loss"
+            return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

@@ -23,6 +23,14 @@ std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
   return names;
 }
 
+std::vector<SkipKey> keys_of(const std::vector<SkipNames>& skips) {
+  std::vector<SkipKey> keys;
+  for (const auto& each : skips) {
+    for (const auto* list : {&each.stashes, &each.pops, &each.peeks}) keys.insert(keys.end(), list->begin(), list->end());
+  }
+  return keys;
+}
+
 /// The mirror of a Python module that declares skips.
 struct SkippableMirror : torch::nn::Module, Skippable {
   explicit SkippableMirror(const SkipNames& skips)
@@ -125,7 +133,10 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       module_(reference_to(module)),
       skips_(std::move(skips)),
       mirrored_(tensors_of(module)),
-      mirror_(mirror(module, skips_)) {}
+      native_(NativeLayer::make(module, keys_of(skips_))),
+      mirror_(mirror(module, skips_)) {
+  if (native_) native_->refresh(this->module());
+}
 
 void PythonLayer::find_places(PyObject* object, Places& places) {
   const auto level = enter_module();
@@ -156,9 +167,13 @@ bool PythonLayer::refresh() {
     old.swap(places_);
   }
   auto tensors = tensors_of(module_.get());
-  if (are_same(tensors.parameters, mirrored_.parameters) && are_same(tensors.buffers, mirrored_.buffers)) return false;
+  if (are_same(tensors.parameters, mirrored_.parameters) && are_same(tensors.buffers, mirrored_.buffers)) {
+    if (native_) native_->refresh(module());
+    return false;
+  }
   auto fresh = mirror(module_.get(), skips_);
   mirrored_ = std::move(tensors);
+  if (native_) native_->refresh(fresh);
   MutexLock lock(mutex_);
   mirror_.swap(fresh);
   return true;
@@ -243,7 +258,7 @@ int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   for (auto* object : held) {
     if (const int result = object == nullptr ? 0 : visit(object); result != 0) return result;
   }
-  return 0;
+  return native_ ? native_->traverse(visit) : 0;
 }
 
 Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& states) {

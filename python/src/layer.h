@@ -12,6 +12,7 @@
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
 #include "python/src/interpreter.h"
+#include "python/src/native_layer.h"
 #include "skip/skippable.h"
 
 namespace gpipe::python {
@@ -56,6 +57,9 @@ class PythonLayer : public Layer {
   /// making of more. REQUIRES: the interpreter's lock.
   void check_not_replaced() const;
 
+  /// Runs the layer without Python; null if its module is not of a converted model, or needs Python.
+  NativeLayer* native() const { return native_.get(); }
+
   /// Calls visit(object) for each Python object that the layer owns, until a call returns a value other than 0. Returns
   /// that value, or 0.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
@@ -76,6 +80,7 @@ class PythonLayer : public Layer {
   Reference module_;
   std::vector<SkipNames> skips_;
   ModuleTensors mirrored_;
+  const std::unique_ptr<NativeLayer> native_;
   mutable Mutex mutex_;
   std::shared_ptr<torch::nn::Module> mirror_ ABSL_GUARDED_BY(mutex_);
   mutable std::shared_ptr<const Places> places_ ABSL_GUARDED_BY(mutex_);

@@ -5,6 +5,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <tuple>
@@ -30,6 +33,12 @@ struct Running {
 };
 thread_local Running running;
 
+/// What a cell's forward leaves for its recompute.
+struct Memo {
+  Reference object;                                                ///< of the Python module
+  std::vector<std::shared_ptr<const NativeLayer::State>> states;  ///< of layers that run without Python
+};
+
 /// Called by a stage's module before each of its layers. The stage itself has begun the first layer.
 void begin_layer(const py::handle& stage, int layer) {
   if (layer > 0 && running.stage == stage.ptr()) (*running.begin_layer)(layer);
@@ -47,20 +56,43 @@ std::vector<std::pair<at::Tensor, at::Tensor>> borrowed(const py::handle& stage)
 
 /// Saves an object from a cell's forward for its recompute.
 void save_for_recompute(const py::object& object) {
-  if (running.memo != nullptr) *running.memo = reference_to(object.ptr());
+  if (running.memo != nullptr) *running.memo = std::make_shared<Memo>(Memo{reference_to(object.ptr()), {}});
 }
 
 /// The object that the cell's forward saved, or None.
 py::object saved_for_recompute() {
   if (running.memo == nullptr || *running.memo == nullptr) return py::none();
-  return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(running.memo->get()));
+  return py::reinterpret_borrow<py::object>(static_cast<Memo*>(running.memo->get())->object.get());
 }
 
-/// Runs a stage's layers by calling its Python module. The pipeline that calls the result owns `layers`.
+/// Runs a stage's layers without Python. A recompute finds the tensors and modes of its forward.
+Value run_native(const std::vector<const PythonLayer*>& layers, Value value, absl::FunctionRef<void(int)> begin_layer,
+                 CellMemo& memo, const std::vector<Borrowed>& borrowed) {
+  auto kept = std::static_pointer_cast<Memo>(memo);
+  if (!kept) {
+    kept = std::make_shared<Memo>();
+    for (const auto* layer : layers) kept->states.push_back(layer->native()->state());
+    if (is_checkpointing()) memo = kept;
+  }
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    begin_layer(static_cast<int>(i));
+    value = layers[i]->native()->run(std::move(value), *kept->states[i], borrowed);
+  }
+  return value;
+}
+
+/// Runs a stage's layers by calling its Python module, or without Python if `is_native` says so; a recompute as its
+/// forward. The pipeline that calls the result owns `layers`.
 RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> layers,
-                    const std::shared_ptr<ThreadStates>& states) {
-  return [states, stage, layers = std::move(layers)](Value input, absl::FunctionRef<void(int)> begin_layer,
-                                                     CellMemo& memo, const std::vector<Borrowed>& borrowed) {
+                    const std::shared_ptr<ThreadStates>& states, std::shared_ptr<const std::atomic<bool>> is_native) {
+  return [states, stage, layers = std::move(layers), is_native = std::move(is_native)](
+             Value input, absl::FunctionRef<void(int)> begin_layer, CellMemo& memo,
+             const std::vector<Borrowed>& borrowed) {
+    const auto* kept = static_cast<Memo*>(memo.get());
+    const bool was_native = kept != nullptr && !kept->states.empty();
+    if (is_recomputing() ? was_native : is_native->load()) {
+      return run_native(layers, std::move(input), begin_layer, memo, borrowed);
+    }
     if (is_recomputing()) {
       const Section section;
       for (const auto* layer : layers) layer->check_not_replaced();
@@ -110,6 +142,7 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   std::vector<std::int64_t> balance;
   std::vector<std::vector<PythonLayer*>> of_stages;
   std::vector<Reference> modules;
+  std::vector<std::shared_ptr<std::atomic<bool>>> natives;
   LanguageBinding binding{.lock = lock,
                           .enter_worker =
                               [states = states_] {
@@ -129,15 +162,16 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
       layers.push_back(std::move(layer));
     }
     modules.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    binding.run_layers.push_back(run_stage(modules.back(), {in_stage.begin(), in_stage.end()}, states_));
+    natives.push_back(std::make_shared<std::atomic<bool>>());
+    binding.run_layers.push_back(
+        run_stage(modules.back(), {in_stage.begin(), in_stage.end()}, states_, natives.back()));
   }
   // Over ranks, this waits for the others.
   pipe_ =
       released([&] { return GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding)); });
   for (std::size_t s = 0; s < modules.size(); ++s) {
     if (!pipe_->is_here(static_cast<int>(s))) continue;
-    stages_.push_back(std::move(modules[s]));
-    layers_.insert(layers_.end(), of_stages[s].begin(), of_stages[s].end());
+    stages_.push_back({std::move(modules[s]), std::move(of_stages[s]), std::move(natives[s])});
   }
 }
 
@@ -145,12 +179,31 @@ PythonPipeline::~PythonPipeline() { clear(); }
 
 bool PythonPipeline::refresh() {
   bool replaced = false;
-  for (auto* layer : layers_) {
-    if (!layer->refresh()) continue;
-    pipe_->replace_module(registered_name(layer->name()), layer->module());
-    replaced = true;
+  for (const auto& stage : stages_) {
+    for (auto* layer : stage.layers) {
+      if (!layer->refresh()) continue;
+      pipe_->replace_module(registered_name(layer->name()), layer->module());
+      replaced = true;
+    }
   }
   return !replaced || pipe_->ties_unchanged();
+}
+
+void PythonPipeline::find_native_stages(const Value& input) {
+  const auto* input_of_layer = &input;  // the first one
+  bool all = true;
+  std::vector<bool> found;
+  for (const auto& stage : stages_) {
+    found.push_back(is_plain(stage.module.get()));
+    for (const auto* layer : stage.layers) {
+      const bool is_native = layer->native() != nullptr && layer->native()->prepare(input_of_layer);
+      // If it is only the input that needs Python, the classes of its tensors may reach the output.
+      if (input_of_layer != nullptr && layer->native() != nullptr && !is_native) all = false;
+      found.back() = found.back() && is_native;
+      input_of_layer = nullptr;
+    }
+  }
+  for (std::size_t s = 0; s < stages_.size(); ++s) stages_[s].is_native->store(all && found[s]);
 }
 
 void PythonPipeline::set_training(bool training) {
@@ -159,15 +212,18 @@ void PythonPipeline::set_training(bool training) {
 
 Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training) {
   auto value = convert([&] { return to_value(input); });
+  find_native_stages(value);
   set_training(training);
   return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoint); });
 }
 
-Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss, std::int64_t kind,
-                           const StepOptions& options, bool training, bool keeps_graph) {
+Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss,
+                           const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options,
+                           bool training, bool keeps_graph) {
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
-  const auto function = to_loss(loss, kind, states_);
+  find_native_stages(value);
+  const auto function = to_loss(loss, native, kind, states_);
   set_training(training);
   const auto result = run([&](GPipeImpl& pipe) {
     if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
@@ -183,13 +239,15 @@ void PythonPipeline::withdraw(const std::string& reason) {
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   int result = 0;
   if (calls_ > 0 || !pipe_ || !pipe_->idle()) return result;
-  for (std::size_t i = 0; result == 0 && i < stages_.size(); ++i) result = visit(stages_[i].get());
-  for (std::size_t i = 0; result == 0 && i < layers_.size(); ++i) result = layers_[i]->traverse(visit);
+  for (const auto& stage : stages_) {
+    result = visit(stage.module.get());
+    for (std::size_t i = 0; result == 0 && i < stage.layers.size(); ++i) result = stage.layers[i]->traverse(visit);
+    if (result != 0) break;
+  }
   return result;
 }
 
 void PythonPipeline::clear() {
-  layers_.clear();
   stages_.clear();
   const Released released;
   pipe_ = nullptr;
@@ -313,6 +371,7 @@ PYBIND11_MODULE(_C, module) {
   init_pipeline(module);
   init_snapshot(module);
   init_balance(module);
+  init_graph(module);
   reset_calls_after_fork();
   py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
 }

@@ -4,12 +4,15 @@
 #include <pybind11/typing.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/graph/graph.h"
 #include "gpipe/loss.h"
 #include "python/src/layer.h"
 
@@ -18,6 +21,9 @@ namespace gpipe::python {
 /// A list and a tuple, for the signatures that Python shows.
 using Objects = pybind11::typing::List<pybind11::object>;
 using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
+
+/// A loss of torch: its graph, the graph's tensors, and whether output and target must have one shape.
+using NativeLoss = std::tuple<std::shared_ptr<Graph>, std::vector<at::Tensor>, bool>;
 
 /// A pipeline of Python modules. REQUIRES: the interpreter's lock. Errors: also those of layers, with notes.
 class PythonPipeline {
@@ -36,7 +42,7 @@ class PythonPipeline {
   /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `kind` is a LossFunction's. Returns a tuple (loss,
   /// output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-             std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
+             const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
 
   /// Whether a call runs.
   bool busy() const { return calls_ > 0; }
@@ -71,24 +77,34 @@ class PythonPipeline {
  private:
   /// What the other ranks compare.
   void set_training(bool training);
+  /// Finds the stages that run a call without Python.
+  void find_native_stages(const Value& input);
 
   std::shared_ptr<ThreadStates> states_ = std::make_shared<ThreadStates>();
   int calls_ = 0;                     // calls of run() in progress; guarded by the interpreter's lock
-  std::vector<Reference> stages_;     // of this rank
-  std::vector<PythonLayer*> layers_;  // of this rank; owned by pipe_
+  /// A stage of this rank.
+  struct OwnStage {
+    Reference module;
+    std::vector<PythonLayer*> layers;  ///< owned by pipe_
+    std::shared_ptr<std::atomic<bool>> is_native;
+  };
+  std::vector<OwnStage> stages_;
   GPipe pipe_{nullptr};
 };
 
 /// Makes the layers of one stage from the tuples of layers_of() in gpipe/partition.py.
 std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states);
 
-/// Makes a loss function of a Python callable that returns a tensor. REQUIRES: the interpreter's lock.
-LossFunction to_loss(const pybind11::object& callable, std::int64_t kind, std::shared_ptr<ThreadStates> states);
+/// Makes a loss function of a Python callable that returns a tensor, and of what replaces it for tensors.
+/// REQUIRES: the interpreter's lock.
+LossFunction to_loss(const pybind11::object& callable, const std::optional<NativeLoss>& native, std::int64_t kind,
+                     std::shared_ptr<ThreadStates> states);
 
 /// Raises what signal handlers raise, such as KeyboardInterrupt.
 void poll();
 
 void init_balance(pybind11::module_& module);
+void init_graph(pybind11::module_& module);
 void init_schedule(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);
 void init_training(pybind11::module_& module);

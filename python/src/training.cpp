@@ -32,8 +32,16 @@ std::optional<Reduction> to_reduction(const py::object& name) {
                               py::repr(name).cast<std::string>());
 }
 
-/// Makes a StepOptions::count of a Python callable that returns a float.
+/// Makes a StepOptions::count of a Python callable that returns a float, or of the weight and the ignored index of a loss
+/// of classes.
 CountFunction to_count(const py::object& callable) {
+  if (py::isinstance<py::tuple>(callable)) {
+    const auto [weight, ignored] = callable.cast<std::pair<std::optional<at::Tensor>, std::int64_t>>();
+    return [of_classes = count_of_classes(weight.value_or(at::Tensor()), ignored)](const Value& target) {
+      const auto& tensors = target.tensors();  // of several, the loss raises an error
+      return tensors.size() == 1 ? of_classes(tensors.front()) : static_cast<double>(tensors.size());
+    };
+  }
   return [function = reference_to(callable.ptr())](const Value& target) {
     const Section section;
     return py::handle(function.get())(target).cast<double>();
@@ -49,7 +57,7 @@ StepOptions make_options(const std::optional<py::object>& count, const py::objec
 
 std::pair<double, double> compare_losses(const py::object& loss, const Value& output, const Value& target,
                                          const StepOptions& options) {
-  const auto function = to_loss(loss, /*kind=*/0, std::make_shared<ThreadStates>());
+  const auto function = to_loss(loss, std::nullopt, /*kind=*/0, std::make_shared<ThreadStates>());
   const auto check = released([&] { return check_loss(function, output, target, options.chunks(), options); });
   return {check.whole, check.from_micro_batches};
 }
@@ -77,9 +85,17 @@ std::optional<at::Generator> scope_generator(const std::string& device) {
 
 }  // namespace
 
-LossFunction to_loss(const py::object& callable, std::int64_t kind, std::shared_ptr<ThreadStates> states) {
-  LossFunction loss = [function = reference_to(callable.ptr()), states = std::move(states)](const Value& output,
-                                                                                            const Value& target) {
+LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>& native, std::int64_t kind,
+                     std::shared_ptr<ThreadStates> states) {
+  LossFunction loss = [function = reference_to(callable.ptr()), native, states = std::move(states)](
+                          const Value& output, const Value& target) {
+    const auto is_tensor = [](const Value& value) { return value.form().kind == Value::Form::kTensor; };
+    if (native && is_tensor(output) && is_tensor(target)) {
+      const auto& [graph, tensors, one_shape] = *native;
+      const std::vector<at::Tensor> inputs{output.tensor(), target.tensor()};
+      // The function of torch warns of other shapes, or refuses them.
+      if (!one_shape || inputs[0].sizes() == inputs[1].sizes()) return graph->run(inputs, {tensors}).front();
+    }
     // A tensor of any class, as checked() in losses.py has made sure.
     return call(function.get(), {output, target}, *states).tensors().front();
   };
@@ -90,11 +106,6 @@ LossFunction to_loss(const py::object& callable, std::int64_t kind, std::shared_
 void init_training(py::module_& module) {
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);
-  module.def("count_of_classes",
-             [](const std::optional<at::Tensor>& weight, std::int64_t ignore_index, const at::Tensor& target) {
-               return released([&] { return count_of_classes(weight.value_or(at::Tensor()), ignore_index)(target); });
-             });
-
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
   py::class_<SkipKey>(module, "SkipKey").def(py::init<Namespace, std::string>());
   module.def("stash", [](const SkipKey& key, const std::optional<at::Tensor>& tensor) {

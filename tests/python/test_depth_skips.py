@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe import checks
+from gpipe import _C, checks
 from gpipe.balance import predict, profile, suggest
 from conftest import long
 from helpers import results_of
@@ -127,13 +127,12 @@ def values_of(sequence, input):
 
     activation = ()
     for index, layer in enumerate(sequence):
-        layer._stash = lambda name, tensor, old=layer._stash, index=index: old(name, make(index, tensor))
-        layer._peek = lambda name, old=layer._peek, index=index: read(index, old(name))
-        layer._pop = lambda name, old=layer._pop, index=index: read(index, old(name))
-        for tensor in activation:
+        stashes, pops, peeks = layer.declared()
+        for tensor in itertools.chain(activation, map(_C.peek, pops), map(_C.peek, peeks)):
             read(index, tensor)
         input = layer(input)
-        del layer._stash, layer._peek, layer._pop
+        for stashed in stashes:
+            make(index, _C.peek(stashed))
         activation = [] if index + 1 == len(sequence) else [input] if torch.is_tensor(input) else input
         for tensor in activation:
             make(index, tensor)

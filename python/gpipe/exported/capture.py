@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
-from gpipe.exported.graph import Graph, Reader, Value, as_python, expression_of
+from gpipe.exported.graph import Graph, Reader, Value, expression_of
 from gpipe.exported.modes import Combination, evaluation_of
 
 
@@ -24,6 +24,23 @@ class Owned(NamedTuple):
     persistent: bool  # whether it is part of the model's state
 
 
+class Guard(NamedTuple):
+    """A condition for the number of samples."""
+
+    expression: Any  # of sympy, with one symbol
+    is_of_operator: bool  # whether only operators of torch asked for it, not the model's code
+
+    @property
+    def text(self) -> str:
+        from torch.utils._sympy.printers import PythonPrinter
+
+        text: str = PythonPrinter().doprint(self.expression)
+        return text
+
+    def holds(self, samples: int) -> bool:
+        return bool(self.expression.subs(dict.fromkeys(self.expression.free_symbols, samples)))
+
+
 class Captured(NamedTuple):
     """A model as a graph, with its tensors."""
 
@@ -31,7 +48,7 @@ class Captured(NamedTuple):
     tensors: dict[str, Owned]  # by name, also tensors that the graph does not use
     modes: dict[str, bool]  # whether each module is in training mode, by path
     whole: dict[str, nn.Module]  # the modules that are kept whole, by path
-    guards: dict[str, bool]  # conditions for the number of samples, as :func:`guards_of` returns them
+    guards: list[Guard]
 
 
 def capture(
@@ -51,8 +68,7 @@ def capture(
     graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
     check_outputs(graph)
     check_outputs(evaluation)
-    guards, more = guards_of(graph), guards_of(evaluation)
-    guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
+    guards = guards_of(graph, evaluation)
     combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
     modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
     return Captured(combined, tensors, modes, whole, guards)
@@ -63,10 +79,10 @@ def capture_program(program: ExportedProgram) -> Captured:
     cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors: dict[str, Owned] = {}
     graph = Reader(program, _names_in(program, (), tensors)).graph
-    for value in graph.inputs:
+    for number, value in enumerate(graph.inputs):
         if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
             raise ValueError(
-                f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
+                f"the program was exported for inputs with a fixed dimension 0 (input {number} has the shape "
                 f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} per tensor"
             )
     check_outputs(graph)
@@ -181,19 +197,22 @@ def check_outputs(graph: Graph) -> None:
             )
 
 
-def guards_of(graph: Graph) -> dict[str, bool]:
-    """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
-    ``samples``, each with whether only operators of torch asked for it, not the model's code."""
-    found: dict[str, bool] = {}
-    for value in graph.inputs:
+def guards_of(*graphs: Graph) -> list[Guard]:
+    """Returns what the exports took for granted about the number of samples, as in ``if len(x) > 4``."""
+    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
+
+    samples = sympy.Symbol("samples", integer=True, positive=True)
+    found: dict[Any, bool] = {}
+    for value in itertools.chain.from_iterable(graph.inputs for graph in graphs):
         batch = None if value is None else value.example.shape[0]
         if isinstance(batch, torch.SymInt):
             environment: Any = batch.node.shape_env
             for guard in environment.guards:
-                text = as_python(guard.expr, "samples")
-                if text != "True":
-                    found[text] = found.get(text, True) and _is_of_operator(guard)
-    return found
+                # All inputs have the same number of samples.
+                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
+                if expression != sympy.true:
+                    found[expression] = found.get(expression, True) and _is_of_operator(guard)
+    return [Guard(*each) for each in found.items()]
 
 
 def _is_of_operator(guard: Any) -> bool:

@@ -1,5 +1,6 @@
 """Turns any module into a sequence of layers."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from gpipe.exported.capture import Captured, Owned, capture, capture_program, examples_of
+from gpipe import _C
+from gpipe.exported.capture import Captured, Guard, Owned, capture, capture_program, examples_of
 from gpipe.exported.exporter import is_inside, mode, unchanged
-from gpipe.exported.graph import Value
-from gpipe.exported.layer import Expected, ExportedLayer, ModeError, Writer, holds
+from gpipe.exported.graph import Value, described
+from gpipe.exported.layer import Description, Ends, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
 from gpipe.names import OriginalNames, StateNames
 
@@ -23,6 +25,13 @@ class ExportedSequential(OriginalNames, nn.Sequential):
 
     def _state_names(self) -> StateNames:
         return StateNames(dict(self.named_children()))
+
+    def report(self) -> str:
+        """Returns how many layers run without Python, and for each other one the functions that it calls."""
+        calls = {layer.name: layer.python_functions for layer in self if isinstance(layer, ExportedLayer)}
+        with_python = {name: functions for name, functions in calls.items() if functions}
+        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python"]
+        return "\n".join([*lines, *(f"'{name}' calls {', '.join(each)}" for name, each in with_python.items())])
 
 
 def to_sequential(
@@ -59,22 +68,26 @@ def to_sequential(
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
             _compare(module, sequence, *examples)
-        if not all(holds(guard, 1) for guard in model.guards):
+        if not all(guard.holds(1) for guard in model.guards):
             _try_one_sample(module, sequence, model.guards, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
 
 def _try_one_sample(
-    module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, sequence: nn.Sequential, guards: Iterable[Guard], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
-    before = first._input
-    changed = [f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
-    first._input = before._replace(guards=changed)
+    before = first._description
+    description = json.loads(before)
+    for guard, each in zip(description["guards"], guards):
+        if each.is_of_operator:
+            guard[0] = ["or", ["==", {"size": 0}, 1], guard[0]]
+            guard[1] = f"samples == 1 or {guard[1]}"
+    first.describe(json.dumps(description))
     if not _agree(module, sequence, args, kwargs):
-        first._input = before
+        first.describe(before)
 
 
 def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -83,7 +96,7 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
     ours, theirs = _results(module, sequence, args, kwargs)
     if isinstance(ours, Exception):
         raise ours
-    if not isinstance(theirs, ModeError) and not _equal(ours, theirs):
+    if not isinstance(theirs, _C.ModeError) and not _equal(ours, theirs):
         raise ValueError(
             "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
             "exports do not show what it computes then; call train() or eval() on the whole model before"
@@ -189,19 +202,23 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
     inputs, in_spec = tree_flatten(example_input)
     example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
-    shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
-    expected = Expected(example, shapes, [*model.guards])
+    samples = model.graph.samples()
+    guards = [
+        (described(each.expression, dict.fromkeys(each.expression.free_symbols, 0)), each.text) for each in model.guards
+    ]
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
-        code = Writer(each, inputs if first else None, model.graph.outputs if last else None).code
+        ends = Ends(inputs, guards) if first else Ends()
+        description = Description(each, samples, ends._replace(outputs=model.graph.outputs if last else None))
         tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])
-        for path in code.places:
+        for path in (*description.places, *(value.tensor.rpartition(".")[0] for value in each.owned)):
             tree.place(path)
-        ends = expected if first else None, (returned[0], returned[1]) if last else None
-        layer = ExportedLayer(each, tree.root, order, code, *ends)
+        layer = ExportedLayer(
+            each.name, tree.root, order, str(description), example if first else None, returned if last else None
+        )
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence

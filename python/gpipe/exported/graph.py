@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 class Value:
     """What an operation computes, or what a model gets or owns."""
 
-    name: str  # a Python identifier that no other value has
     example: Any  # a fake tensor, or a symbolic number
     tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
@@ -36,9 +36,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Number:
-    """A constant for a number of samples: a Python expression of ``_samples``."""
+    """A constant for a number of samples: an expression of sympy."""
 
-    text: str
+    expression: Any
 
 
 class Choice(NamedTuple):
@@ -75,10 +75,10 @@ class Call(NamedTuple):
 
 
 class Context(NamedTuple):
-    """A ``with`` statement around operations."""
+    """A grad mode or an autocast around operations."""
 
     key: str  # that no other has
-    expression: str
+    settings: dict[str, Any]  # as ``gpipe::Graph`` describes them
 
 
 @dataclass(eq=False)
@@ -92,6 +92,7 @@ class Operation:
     kwargs: dict[str, Any]
     call: Call
     contexts: tuple[Context, ...] = ()
+    line: str = ""  # of the model's code
 
     def inputs(self) -> Iterator[Value]:
         """Yields the values among the arguments."""
@@ -151,20 +152,77 @@ def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
     return tree_unflatten([call(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
 
 
+def name_of(constant: object) -> str:
+    """Returns the name of a dtype, a layout or a memory format of torch."""
+    return str(constant).removeprefix("torch.")
+
+
 def expression_of(number: Any) -> Any:
     """Returns the expression of a symbolic number, and ``None`` for anything else."""
     return number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
 
 
-def as_python(expression: Any, samples: str) -> str:
-    """Returns an expression of sympy for a number of samples, which has a name, as Python code."""
-    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
-    from torch.utils._sympy.printers import PythonPrinter
+def described(expression: Any, sizes: Mapping[Any, int]) -> Any:
+    """Returns an expression of sympy as a number in the description of a graph. ``sizes`` has the numbers of symbols. Raises
+    ValueError for functions that a description lacks."""
+    if expression in sizes:
+        return {"size": sizes[expression]}
+    if expression.is_Boolean and not expression.args:
+        return bool(expression)
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Float or expression.is_infinite:
+        return float(expression) if math.isfinite(expression) else {"float": str(float(expression))}
+    name = type(expression).__name__
+    if name in ("Mul", "Rational", "Half", "Pow") and (parts := expression.as_numer_denom())[1] != 1:
+        return ["//" if expression.is_integer else "/", *(described(part, sizes) for part in parts)]
+    args = [described(arg, sizes) for arg in expression.args]
+    if name in ("StrictGreaterThan", "GreaterThan"):
+        return ["<" if name == "StrictGreaterThan" else "<=", *args[::-1]]
+    if name == "Not":
+        return ["==", *args, 0]
+    if name in ("Pow", "PowByNatural") and isinstance(args[1], int) and args[1] > 0:
+        return ["*", *args[:1] * args[1]]
+    if name not in _RULES:
+        raise ValueError(f"cannot convert the model: its sizes depend on {expression}")
+    return [_RULES[name], *args]
 
-    # All inputs have the same number of samples.
-    symbol = sympy.Symbol(samples, integer=True, positive=True)
-    text: str = PythonPrinter().doprint(expression.xreplace(dict.fromkeys(expression.free_symbols, symbol)))
-    return text
+
+_RULES = {
+    "Add": "+",
+    "Mul": "*",
+    "FloorDiv": "//",
+    "CleanDiv": "//",
+    "Mod": "%",
+    "PythonMod": "%",
+    "Min": "min",
+    "Max": "max",
+    "IntTrueDiv": "/",
+    "FloatTrueDiv": "/",
+    "Pow": "**",
+    "FloatPow": "**",
+    "PowByNatural": "**",
+    "ToFloat": "float",
+    "TruncToInt": "trunc",
+    "TruncToFloat": "trunc",
+    "CeilToInt": "ceil",
+    "FloorToInt": "floor",
+    "RoundToInt": "round",
+    "Abs": "abs",
+    "floor": "floor",
+    "ceiling": "ceil",
+    "OpaqueUnaryFn_sqrt": "sqrt",
+    "OpaqueUnaryFn_exp": "exp",
+    "OpaqueUnaryFn_log": "log",
+    "exp": "exp",
+    "log": "log",
+    "StrictLessThan": "<",
+    "LessThan": "<=",
+    "Equality": "==",
+    "Unequality": "!=",
+    "And": "and",
+    "Or": "or",
+}
 
 
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
@@ -181,7 +239,6 @@ class Reader:
         call = program.call_spec
         assert call.in_spec is not None and call.out_spec is not None
         self.graph = Graph([], call.in_spec, [], (call.out_spec, call.out_spec), {})
-        self._names: set[str] = set()
         self._values: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op != "placeholder":
@@ -208,13 +265,8 @@ class Reader:
             raise ValueError("cannot convert the model: it computes nothing")
 
     def _value(self, node: fx.Node) -> Value:
-        # Names that begin with an underscore are those of the generated code.
-        name = f"v_{node.name}" if node.name.startswith("_") or node.name in ("torch", "inf", "nan") else node.name
-        while name in self._names:
-            name += "_"
-        self._names.add(name)
-        value = self._values[node] = Value(name, node.meta.get("val"))
-        return value
+        self._values[node] = Value(node.meta.get("val"))
+        return self._values[node]
 
     def _read(self, module: fx.GraphModule, contexts: tuple[Context, ...]) -> Any:
         """Adds the operations of a module. Returns the module's outputs."""
@@ -228,22 +280,22 @@ class Reader:
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
             elif (number := expression_of(node.meta.get("val"))) is not None and number.free_symbols <= self._samples:
-                self._values[node] = Number(as_python(number, "_samples"))
+                self._values[node] = Number(number)
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
-                call = _innermost(node)
-                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, contexts)
-                self.graph.operations.append(operation)
+                place = _innermost(node), contexts, _line_of(node)
+                self.graph.operations.append(Operation(self._value(node), node.target, tuple(args), dict(kwargs), *place))
         raise AssertionError("a graph without output")
 
     def _read_nested(self, module: fx.GraphModule, node: fx.Node, contexts: tuple[Context, ...]) -> None:
         """Adds the operations under ``torch.no_grad`` or ``torch.autocast``."""
         name, given = str(node.target), list(node.args)
         if name == "wrap_with_set_grad_enabled":
-            expression, args = f"torch.set_grad_enabled({given[0]})", given[1:]
+            context, args = Context(node.name, {"grad": given[0]}), given[1:]
         elif name == "wrap_with_autocast":
             _, dtype, enabled, cache = given[:4]
-            expression, args = f"torch.autocast(_device.type, {dtype}, {enabled}, {cache})", given[4:]
+            settings = {"autocast": dtype and name_of(dtype), "enabled": enabled, "cache": cache}
+            context, args = Context(node.name, settings), given[4:]
         else:
             raise ValueError(
                 f"cannot convert the model: it uses torch's operator '{name}', for control flow or a function called whole"
@@ -253,10 +305,17 @@ class Reader:
         inner = getattr(module, body.target)
         for placeholder, arg in zip(inner.graph.find_nodes(op="placeholder"), args, strict=True):
             self._values[placeholder] = self._arguments(arg)
-        self._values[node] = self._read(inner, (*contexts, Context(node.name, expression)))
+        self._values[node] = self._read(inner, (*contexts, context))
 
     def _arguments(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: self._values[node])
+
+
+def _line_of(node: fx.Node) -> str:
+    """Returns the innermost line of code outside torch that a node comes from, such as ``'model.py:12'``."""
+    lines = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [each for each in lines if "/torch/" not in each[0]] or lines
+    return ":".join(outside[-1]) if outside else ""
 
 
 def _innermost(node: fx.Node) -> Call:

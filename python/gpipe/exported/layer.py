@@ -1,12 +1,14 @@
-"""The layers of a converted model, and the Python functions that they run."""
+"""The layers of a converted model."""
 
-import itertools
-import keyword
-import linecache
+from __future__ import annotations
+
+import cmath
+import json
 import math
-import os
 import pkgutil
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,271 +17,210 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.exporter import OPERATOR, run_whole
-from gpipe.exported.graph import Choice, Number, Operation, Value, inputs_of
-from gpipe.exported.layers import Route
+from gpipe.exported.graph import Choice, Number, Operation, Value, described, name_of
+from gpipe.exported.layers import Route, Samples
 from gpipe.names import ConvertedLayer
-
-_INDENT = "    "
-
-
-class ModeError(RuntimeError):
-    """Two modules are in different modes."""
-
-
-def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
-    """Computes ``aten.batch_norm``. Raises ValueError in training mode for one value per channel, without a variance."""
-    if training and input.numel() == input.shape[1]:
-        raise ValueError(
-            f"batch norm needs more than one value per channel in training mode, but a micro-batch has the shape "
-            f"{tuple(input.shape)}; give it more samples by fewer chunks"
-        )
-    output: Tensor = torch.ops.aten.batch_norm.default(input, weight, bias, mean, variance, training, *more)
-    return output
 
 
 def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
-    """Raises ModeError unless two modules are in the same mode."""
-    if training != other_training:
-        names = " and ".join(f"'{each}'" if each else "the model" for each in (path, other))
-        raise ModeError(
-            f"{names} are in different modes, but one uses what the other computes in one mode only; call train() or "
-            "eval() on both"
-        )
+    """An operation that raises :class:`gpipe._C.ModeError` unless two modules are in the same mode. C++ runs it."""
 
 
-class Code(NamedTuple):
-    """A function as text. Its arguments: the layer's places, functions that pop, peek and stash, the activation."""
+class Ends(NamedTuple):
+    """What the first and the last layer of a model need besides their operations."""
 
-    text: str
-    functions: dict[str, str]  # where to find each function that the text uses, by its name there
-    places: list[str]  # paths of the modules that have tensors, or whose mode counts: ``_place0``, ``_place1``, ...
-
-
-def load(code: Code, name: str) -> Callable[..., Any]:
-    """Returns the function. ``name`` is the layer's, for tracebacks."""
-    file = f"<layer '{name}'>"
-    linecache.cache[file] = len(code.text), None, code.text.splitlines(keepends=True), file
-    scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
-    scope.update(torch=torch, math=math, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
-    exec(compile(code.text, file, "exec"), scope)
-    function: Callable[..., Any] = scope["forward"]
-    return function
+    inputs: list[Value | None] | None = None  # of the first layer: the model's, flattened
+    guards: Sequence[tuple[Any, str]] = ()  # conditions for the number of samples, as numbers of a description, with texts
+    outputs: list[Any] | None = None  # of the last layer: the model's, flattened
 
 
-class Writer:
-    """Writes the function of a layer. The first layer has the model's flattened ``inputs`` and gets a list. The last
-    layer has the model's flattened ``outputs`` and returns a list."""
+class Description:
+    """Describes what a layer computes, for ``gpipe::Graph``. ``samples`` are the symbols of the number of samples."""
 
-    def __init__(self, route: Route, inputs: list[Value | None] | None, outputs: list[Any] | None) -> None:
-        self._owned = route.owned
-        self._functions: dict[str, str] = {}
-        self._places: dict[str, str] = {}
-        self._needs_device = False
-        self._last_use = self._last_uses(route, outputs)  # of each value that the function computes or gets
-        body = self._operations(route.operations)
-        entering: list[Value | None] = [*(route.arriving if inputs is None else inputs)]
-        arriving = [None if value is None else value.name for value in entering]
-        targets = ", ".join(name or "_" for name in arriving)
-        lines = [f"{targets}{'' if inputs is None else ','} = _input", "del _input"] if arriving else []
-        lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
-        lines += [f"{value.name} = _peek({name!r})" for name, value in route.peeks]
-        if route.samples:
-            lines.append(f"_samples = {route.samples}")
-        if self._needs_device:
-            read = [value for _, value in route.pops + route.peeks]
-            names = [*filter(None, arriving), *(value.name for value in read if value.mode is None)]
-            may_be_none = "".join(f"{value.name}, " for value in read)
-            last = f"next(each for each in ({may_be_none}) if each is not None)" if read else "torch.tensor(0)"
-            tensor = next(itertools.chain(names, map(self._argument, self._owned), [last]))
-            lines += [f"_device = {tensor}.device"]
-        lines += body
-        lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]
-        leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
-        lines += [f"return [{', '.join(leaving)}]" if outputs is not None else f"return {', '.join(leaving) or '()'}"]
-        places = [f"{name} = _places[{index}]" for index, name in enumerate(self._places.values())]
-        body = [_INDENT + line for line in [*places, *lines]]
-        text = "\n".join(["def forward(_places, _pop, _peek, _stash, _input):", *body, ""])
-        self.code = Code(text, self._functions, list(self._places))
+    def __init__(self, route: Route, samples: set[Any], ends: Ends) -> None:
+        self._numbers: dict[Value, int] = {}
+        self.places: dict[str, int] = {}  # by path
+        self._sizes = dict.fromkeys(samples, 0)
+        self._blocks: dict[str, int] = {}
+        entering = route.arriving if ends.inputs is None else ends.inputs
+        leaving = route.leaving if ends.outputs is None else ends.outputs
+        counted = [route.samples] if route.samples else [Samples(each, 0, 1) for each in ends.inputs or () if each][:1]
+        self._fields = {
+            "inputs": [None if value is None else self._number(value) for value in entering],
+            "shapes": [value and (None, *map(_constant, value.example.shape[1:])) for value in ends.inputs or ()],
+            "guards": ends.guards,
+            "tensors": [(value.tensor, self._number(value)) for value in route.owned],
+            "pops": [(name, self._number(value)) for name, value in route.pops],
+            "peeks": [(name, self._number(value)) for name, value in route.peeks],
+            "sizes": [(self._number(value), dimension, divisor) for value, dimension, divisor in counted],
+            "calls": [self._call(operation) for operation in route.operations],
+            "stashes": [(name, self._argument(value)) for name, value in route.stashes],
+            "outputs": [self._argument(value) for value in leaving],
+        }
 
-    def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
-        """Returns the index of the last operation that uses each value."""
-        last = {value: index for index, operation in enumerate(route.operations) for value in operation.inputs()}
-        leaving = inputs_of((route.leaving, [value for _, value in route.stashes], outputs))
-        return last | dict.fromkeys([*leaving, *self._owned], len(route.operations))
+    def __str__(self) -> str:
+        fields = {name: field for name, field in self._fields.items() if field}
+        return json.dumps({"values": len(self._numbers), "places": list(self.places), **fields})
 
-    def _operations(self, operations: list[Operation]) -> list[str]:
-        lines: list[str] = []
-        opened: list[str] = []  # the statements that the last line is inside of
-        for index, operation in enumerate(operations):
-            around = [f"with {context.expression}:" for context in operation.contexts]
-            self._needs_device |= any("_device" in each for each in around)
-            keys = [context.key for context in operation.contexts]
-            if operation.result.mode is not None:
-                path, training = operation.result.mode
-                around.append(f"if {'' if training else 'not '}{self._place(path)}.training:")
-                keys.append(around[-1])
-            for depth in range(len(os.path.commonprefix([keys, opened])), len(keys)):
-                lines.append(_INDENT * depth + around[depth])
-            opened = keys
-            lines.append(_INDENT * len(keys) + self._line(operation))
-            # Frees tensors as soon as possible.
-            used = dict.fromkeys(value for value in operation.inputs() if self._last_use[value] == index)
-            lines += [f"{_INDENT * len(keys)}{value.name} = None" for value in used if value.is_tensor]
-        return lines
+    def _call(self, operation: Operation) -> dict[str, Any]:
+        call: dict[str, Any] = {}
+        args, function = operation.args, operation.function
+        if operation.schema is None:
+            call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
+        elif operation.schema.name == OPERATOR:
+            call["python"] = f"{run_whole.__module__}:{run_whole.__qualname__}"
+            self._place(operation.call.path)
+            args = (operation.call.path, args[1], args[0])
+        else:
+            call["operator"] = ".".join(filter(None, (operation.schema.name, operation.schema.overload_name)))
+        if function is check_modes:
+            call["python"] = "gpipe:check_modes"
+        call["args"] = [self._argument(arg) for arg in args]
+        if operation.kwargs and operation.schema is None:
+            raise ValueError(f"cannot convert the model: it calls {call['python']} with arguments by name")
+        if operation.kwargs:
+            call["kwargs"] = {name: self._argument(arg) for name, arg in operation.kwargs.items()}
+        if function is not check_modes:
+            call["result"] = self._number(operation.result)
+        if operation.result.mode is not None:
+            path, training = operation.result.mode
+            call["mode"] = [self._place(path), training]
+        if operation.contexts:
+            blocks = ((self._blocks.setdefault(key, len(self._blocks)), settings) for key, settings in operation.contexts)
+            call["within"] = [{"block": block, **settings} for block, settings in blocks]
+        if operation.line:
+            call["at"] = operation.line
+        return call
 
-    def _line(self, operation: Operation) -> str:
-        name = operation.result.name
-        args = [self._argument(arg) for arg in operation.args]
-        if operation.schema is not None and operation.schema.name == OPERATOR:
-            inputs, arguments, _ = args
-            return f"{name} = {self._function(run_whole)}({self._place(operation.call.path)}, {arguments}, {inputs})"
-        args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
-        function = operation.function
-        if function is torch.ops.aten.batch_norm.default:
-            shape = next(operation.inputs()).example.shape
-            if math.prod(shape[2:]) == 1:  # as many values per channel as samples
-                function = batch_norm
-        call = f"{self._function(function)}({', '.join(args)})"
-        return f"{name} = {call}" if operation.result in self._last_use else call
+    def _number(self, value: Value) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
 
-    def _function(self, function: Callable[..., Any]) -> str:
-        is_operator = isinstance(function, torch._ops.OpOverload)
-        where = f"torch:ops.{function}" if is_operator else f"{function.__module__}:{function.__qualname__}"
-        name = "_" + where.removeprefix("torch:ops.").replace(".", "_").replace(":", "_")
-        self._functions[name] = where
-        return name
+    def _place(self, path: str) -> int:
+        return self.places.setdefault(path, len(self.places))
 
-    def _place(self, path: str) -> str:
-        return self._places.setdefault(path, f"_place{len(self._places)}")
-
-    def _argument(self, arg: Any) -> str:
-        """Returns an argument as an expression."""
+    def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Choice):
-            yes, no = self._argument(arg.training), self._argument(arg.evaluation)
-            return f"({yes} if {self._place(arg.path)}.training else {no})"
+            modes = {"training": self._argument(arg.training), "evaluation": self._argument(arg.evaluation)}
+            return {"place": self._place(arg.path), **modes}
         if isinstance(arg, Value):
-            if arg not in self._owned:
-                return arg.name
-            owner, _, name = arg.tensor.rpartition(".")
-            plain = name.isidentifier() and not keyword.iskeyword(name)
-            return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
+            return {"value": self._number(arg)}
         if isinstance(arg, Number):
-            return f"({arg.text})"
+            return {"size": described(arg.expression, self._sizes)}
         if isinstance(arg, (tuple, list)):
-            items = ", ".join(self._argument(item) for item in arg)
-            return f"[{items}]" if isinstance(arg, list) else f"({items},)" if arg else "()"
-        if isinstance(arg, slice):
-            return f"slice({', '.join(self._argument(part) for part in (arg.start, arg.stop, arg.step))})"
+            return [self._argument(item) for item in arg]
         if isinstance(arg, torch.device):
-            self._needs_device = True
-            return "_device"
-        if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)):
-            return str(arg)
-        if arg is None or arg is Ellipsis or isinstance(arg, (bool, int, float, complex, str)):
-            return repr(arg)
+            return {"device": None}
+        for name, kind in (("dtype", torch.dtype), ("layout", torch.layout), ("memory format", torch.memory_format)):
+            if isinstance(arg, kind):
+                return {name: name_of(arg)}
+        if isinstance(arg, complex) and cmath.isfinite(arg):
+            return {"complex": [arg.real, arg.imag]}
+        if isinstance(arg, float) and not math.isfinite(arg):
+            return {"float": str(arg)}
+        if arg is None or isinstance(arg, (bool, int, float, str)):
+            return arg
         raise ValueError(f"cannot convert the model: it uses an operator with an argument of {type(arg)}")
 
 
-class Expected(NamedTuple):
-    """What a converted model takes as its input."""
+def _constant(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
 
-    example: Any  # an object of the input's structure
-    shapes: list[tuple[int, ...] | None]  # of the tensors, without dimension 0; None for what was a constant
-    guards: list[str]  # conditions for the number of samples, as Python expressions of ``samples``
 
-    def flattened(self, input: Any) -> list[Any]:
-        """Returns the flattened input. Raises TypeError if its structure is another, and ValueError for other shapes."""
-        leaves, found = tree_flatten(_in_order_of(self.example, input))
-        expected = tree_structure(self.example)
-        if found != expected:
-            raise TypeError(
-                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; give what was expected, with a tensor for each '...'"
-            )
-        for number, (leaf, shape) in enumerate(zip(leaves, self.shapes)):
-            if shape is None and leaf is not None:
-                raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
-            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
-                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                raise ValueError(
-                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
-                    "dimension 0 may differ, so convert it for this shape, or pad or resize the input"
-                )
-        samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
-        for guard in self.guards:
-            if not holds(guard, samples):
-                raise ValueError(
-                    f"the model was converted for a number of samples with {guard}, but a micro-batch has {samples}: its "
-                    "code depends on that; choose chunks accordingly, or keep the module whole by opaque"
-                )
-        return leaves
+_resolved = cache(pkgutil.resolve_name)
 
 
 class ExportedLayer(ConvertedLayer):
-    """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it."""
+    """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it.
+
+    Args:
+        model: a tree of modules that has the layer's tensors.
+        order: the names of the original model's tensors.
+        description: what the layer computes, for ``gpipe::Graph``.
+        input: of the first layer: an object of the input's structure.
+        output: of the last layer: objects of the output's structure, in training and in evaluation mode.
+    """
 
     def __init__(
-        self,
-        route: Route,
-        model: nn.Module,
-        order: list[str],
-        code: Code,
-        input: Expected | None,
-        output: tuple[Any, Any] | None,
+        self, name: str, model: nn.Module, order: list[str], description: str, input: Any = None, output: Any = None
     ) -> None:
         super().__init__()
-        self.name = route.name
-        self.stashable_names = frozenset(name for name, _ in route.stashes)
-        self.poppable_names = frozenset(name for name, _ in route.pops)
-        self.peekable_names = frozenset(name for name, _ in route.peeks)
-        self.model, self.order = model, order
-        self._code = code
-        self._input = input  # of the first layer
-        self._output = output  # of the last layer: objects of the output's structure in training and evaluation mode
-        self._prepare()
+        self.name, self.model, self.order = name, model, order
+        self._input, self._output = input, output
+        self.describe(description)
 
-    def _prepare(self) -> None:
-        modules = dict(self.model.named_modules())
-        self._run = load(self._code, self.name)
-        self.__dict__["_places"] = [modules[path] for path in self._code.places]
-        self._output_specs = self._output and list(map(tree_structure, self._output))
+    def describe(self, description: str) -> None:
+        """Changes what the layer computes."""
+        self._description = description
+        itself = weakref.ref(self)  # the graph belongs to the layer
+        self._graph = graph = _C.Graph(self._description, lambda *call: itself()._call_python(*call))
+        self.stashable_names, self.poppable_names = frozenset(graph.stashes), frozenset(graph.pops)
+        self.peekable_names = frozenset(graph.peeks)
+
+    @property
+    def _places(self) -> list[nn.Module]:
+        """The modules whose modes count."""
+        return list(map(self.model.get_submodule, self._graph.places))
+
+    @property
+    def python_functions(self) -> list[str]:
+        """The Python functions that the layer calls."""
+        return list(dict.fromkeys(self._graph.python_functions))
 
     def name_in_messages(self, key: str) -> str:
         return self.name
 
     def forward(self, input: Any) -> Any:
         if self._input is not None:
-            input = self._input.flattened(input)
-        output = self._run(self._places, self._pop, self._peek, self._stash, input)
-        if self._output_specs is None:
-            return output
-        spec = self._output_specs[0 if self.model.training else 1]
-        return tree_unflatten(output[: spec.num_leaves], spec)
+            inputs = self.flattened(input)
+        else:
+            inputs = list(input) if isinstance(input, tuple) else [input]
+        graph = self._graph
+        owned = [name.rpartition(".") for name in graph.tensors]
+        outputs = graph.run(
+            inputs,
+            [getattr(self.model.get_submodule(path), name) for path, _, name in owned],
+            [module.training for module in self._places],
+            *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
+        )
+        if self._output is not None:
+            return self.unflattened(outputs, self.model.training)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _pop(self, name: str) -> Tensor | None:
-        return _C.pop(self.native_key(name))
+    def flattened(self, input: Any) -> list[Tensor | None]:
+        """Returns the first layer's flattened input. Raises TypeError if the model was converted for another structure."""
+        leaves, found = tree_flatten(_in_order_of(self._input, input))
+        expected = tree_structure(self._input)
+        if found != expected:
+            raise TypeError(
+                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
+                f"{_shown(found)}; give what was expected, with a tensor for each '...'"
+            )
+        for number, leaf in enumerate(leaves):
+            if not (leaf is None or isinstance(leaf, Tensor)):
+                text = f"input {number} is {leaf!r}, but must be a tensor, or None for what was a constant at the conversion"
+                raise ValueError(text)
+        return leaves
 
-    def _peek(self, name: str) -> Tensor | None:
-        return _C.peek(self.native_key(name))
+    def unflattened(self, outputs: list[Tensor | None], training: bool) -> Any:
+        """Returns the last layer's output with the structure that the model returns in a mode."""
+        spec = tree_structure(self._output[0 if training else 1])
+        return tree_unflatten(outputs[: spec.num_leaves], spec)
 
-    def _stash(self, name: str, tensor: Tensor | None) -> None:
-        _C.stash(self.native_key(name), tensor)
+    def _call_python(self, name: str, *args: Any) -> Any:
+        if name == f"{run_whole.__module__}:{run_whole.__qualname__}":
+            path, *args = args
+            return run_whole(self.model.get_submodule(path), *args)
+        return _resolved(name)(*args)
 
     def __repr__(self) -> str:
         return f"ExportedLayer({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_run", "_places", "_output_specs")  # by _prepare()
-        return {key: value for key, value in self.__dict__.items() if key not in made}
+        return {key: value for key, value in self.__dict__.items() if key != "_graph"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare()
-
-
-def holds(guard: str, samples: int) -> bool:
-    """Returns whether a number of samples meets a condition."""
-    return bool(eval(guard, {"math": math, "torch": torch}, {"samples": samples}))
+        self.describe(self._description)
 
 
 def _in_order_of(example: Any, value: Any) -> Any:

@@ -1,14 +1,25 @@
 """Divides the operations of a model among layers, and decides how values get from layer to layer."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from gpipe.exported.graph import Call, Choice, Graph, Number, Operation, Value, inputs_of, leaves_of
+
+
+class Samples(NamedTuple):
+    """Where a layer finds the number of samples: a dimension of what arrives or is read, divided by a number."""
+
+    value: Value
+    dimension: int
+    divisor: int
 
 
 @dataclass(eq=False)
@@ -23,7 +34,7 @@ class Route:
     peeks: list[tuple[str, Value]] = field(default_factory=list)
     stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
-    samples: str = ""  # the number of samples, as an expression of what arrives or is popped, if operations use it
+    samples: Samples | None = None  # if operations use the number of samples
 
 
 def divide(graph: Graph) -> list[Route]:
@@ -187,8 +198,8 @@ class Routes:
             self.routes[index].samples = self._number_of_samples(index, needed)
         return needed
 
-    def _number_of_samples(self, index: int, needed: dict[Value, None]) -> str:
-        """Returns an expression for the number of samples. ``needed`` are the tensors that a layer gets from others, to
+    def _number_of_samples(self, index: int, needed: dict[Value, None]) -> Samples:
+        """Returns where a layer finds the number of samples. ``needed`` are the tensors that a layer gets from others, to
         which it may add an input of the model."""
         always = [value for value in needed if value.mode is None]
         for value in always + self._inputs:
@@ -197,8 +208,7 @@ class Routes:
                 if symbol in self._samples:
                     if index > 0:
                         needed[value] = None
-                    size_of = f"{value.name}.shape[{dimension}]"
-                    return size_of if factor == 1 else f"{size_of} // {factor}"
+                    return Samples(value, dimension, int(factor))
         raise AssertionError("an input without samples")
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
@@ -234,6 +244,6 @@ class Routes:
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
-        copy = Value(f"_copy_of_{value.name}", value.example, mode=value.mode)
+        copy = Value(value.example, mode=value.mode)
         self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, Call("", "")))
         return copy

@@ -73,7 +73,6 @@ class Combination:
             if theirs is not None:
                 assert ours is not None
                 self._same[theirs] = ours
-        self._names = {operation.result.name for operation in training.operations}
         self._sources: dict[Value, Operation] = {}
         order: list[Operation] = []
         for pair in _aligned(training.operations, evaluation.operations):
@@ -94,9 +93,6 @@ class Combination:
         if theirs is not None:
             theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
             theirs.result.mode = Mode(self._decider(theirs.call), False)
-            while theirs.result.name in self._names:
-                theirs.result.name += "_eval"
-            self._names.add(theirs.result.name)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
 
@@ -144,7 +140,7 @@ class Combination:
                     if (path, other) not in checked:
                         checked.add((path, other))
                         args = (path, Choice(path, True, False), other, Choice(other, True, False))
-                        yield Operation(Value("_", None), check_modes, args, {}, call)
+                        yield Operation(Value(None), check_modes, args, {}, call)
 
         for operation in operations:
             yield from checks(_uses(operation.result.mode, (operation.args, operation.kwargs)), operation.call)

@@ -1,0 +1,361 @@
+#include "gpipe/graph/argument.h"
+
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/Layout.h>
+#include <c10/core/MemoryFormat.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "gpipe/base/checks.h"
+
+namespace gpipe {
+namespace {
+
+using Json = nlohmann::json;
+
+[[noreturn]] void refuse(const Json& what, const std::string& reason) {
+  refuse_argument("the model has the argument ", what.dump().substr(0, 100), ", ", reason);
+}
+
+// Names as PyTorch prints them, without "torch.".
+
+template <typename T>
+T find_named(const Json& name, const std::vector<std::pair<std::string_view, T>>& known) {
+  for (const auto& [text, value] : known) {
+    if (name == text) return value;
+  }
+  refuse(name, "which this version does not know");
+}
+
+at::ScalarType dtype_named(const Json& name) {
+  const auto& known = c10::getStringToDtypeMap();
+  const auto found = known.find(name.get<std::string>());
+  if (found == known.end()) refuse(name, "which this version of torch does not have");
+  return found->second;
+}
+
+at::Layout layout_named(const Json& name) {
+  return find_named<at::Layout>(name, {{"strided", at::kStrided}, {"sparse_coo", at::kSparse}, {"sparse_csr", at::kSparseCsr}});
+}
+
+at::MemoryFormat memory_format_named(const Json& name) {
+  return find_named<at::MemoryFormat>(name, {{"contiguous_format", at::MemoryFormat::Contiguous},
+                                             {"preserve_format", at::MemoryFormat::Preserve},
+                                             {"channels_last", at::MemoryFormat::ChannelsLast},
+                                             {"channels_last_3d", at::MemoryFormat::ChannelsLast3d}});
+}
+
+double real_named(const Json& name) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  return find_named<double>(
+      name, {{"inf", kInfinity}, {"-inf", -kInfinity}, {"nan", std::numeric_limits<double>::quiet_NaN()}});
+}
+
+/// A Python number in the place of a tensor: a tensor that does not decide about the type of the result.
+at::Tensor wrapped(const at::Scalar& number) {
+  const auto type = number.isBoolean() ? at::kBool : number.isIntegral(false) ? at::kLong : at::kDouble;
+  auto tensor = at::scalar_tensor(number, at::device(at::kCPU).dtype(number.isComplex() ? at::kComplexDouble : type));
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+/// Returns the type without Optional, and int for a symbolic integer.
+c10::TypePtr plain(c10::TypePtr type) {
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  if (type->kind() == c10::TypeKind::SymIntType) return c10::IntType::get();
+  return type;
+}
+
+/// Gives a number the type that an operator declares. Errors: std::invalid_argument if it cannot have it.
+c10::IValue typed(const c10::IValue& number, const c10::TypePtr& type) {
+  switch (type->kind()) {
+    case c10::TypeKind::AnyType:
+    case c10::TypeKind::NumberType:
+      return number;
+    case c10::TypeKind::TensorType:
+      return wrapped(number.toScalar());
+    case c10::TypeKind::BoolType:
+      if (number.isBool()) return number;
+      break;
+    case c10::TypeKind::IntType:
+      if (number.isInt()) return number;
+      if (number.isBool()) return static_cast<std::int64_t>(number.toBool());
+      break;
+    case c10::TypeKind::FloatType:
+      if (number.isDouble()) return number;
+      if (number.isInt()) return static_cast<double>(number.toInt());
+      break;
+    default:
+      break;
+  }
+  refuse_argument("the model passes a number of type ", number.tagKind(), " where an operator takes ", type->str());
+}
+
+std::int64_t floor_division(std::int64_t a, std::int64_t b) {
+  TORCH_CHECK_VALUE(b != 0 && (b != -1 || a != std::numeric_limits<std::int64_t>::min()), "a size is ", a, " // ", b);
+  return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
+}
+
+/// How to compute a number from one.
+struct Function {
+  std::string_view name;
+  double (*of)(double);
+  bool is_integer = false;  ///< the result
+};
+
+constexpr std::array kFunctions{
+    Function{"floor", [](double a) { return std::floor(a); }, true},
+    Function{"ceil", [](double a) { return std::ceil(a); }, true},
+    Function{"trunc", [](double a) { return std::trunc(a); }, true},
+    Function{"round", [](double a) { return std::nearbyint(a); }, true},
+    Function{"float", [](double a) { return a; }},
+    Function{"abs", [](double a) { return std::abs(a); }},
+    Function{"sqrt", [](double a) { return std::sqrt(a); }},
+    Function{"exp", [](double a) { return std::exp(a); }},
+    Function{"log", [](double a) { return std::log(a); }},
+};
+
+/// How to compute a number from two. Further operands follow from left to right.
+struct Rule {
+  std::string_view name;
+  std::int64_t (*of_integers)(std::int64_t, std::int64_t);  ///< null if the result is a float
+  double (*of_floats)(double, double);
+  bool is_condition = false;
+};
+
+constexpr std::array kRules{
+    Rule{"+", [](std::int64_t a, std::int64_t b) { return a + b; }, [](double a, double b) { return a + b; }},
+    Rule{"*", [](std::int64_t a, std::int64_t b) { return a * b; }, [](double a, double b) { return a * b; }},
+    Rule{"//", floor_division, [](double a, double b) { return std::floor(a / b); }},
+    Rule{"%", [](std::int64_t a, std::int64_t b) { return a - b * floor_division(a, b); },
+         [](double a, double b) { return a - b * std::floor(a / b); }},
+    Rule{"min", [](std::int64_t a, std::int64_t b) { return std::min(a, b); },
+         [](double a, double b) { return std::min(a, b); }},
+    Rule{"max", [](std::int64_t a, std::int64_t b) { return std::max(a, b); },
+         [](double a, double b) { return std::max(a, b); }},
+    Rule{"/", nullptr, [](double a, double b) { return a / b; }},
+    Rule{"**", nullptr, [](double a, double b) { return std::pow(a, b); }},
+    Rule{"<", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a < b; },
+         [](double a, double b) -> double { return a < b; }, true},
+    Rule{"<=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a <= b; },
+         [](double a, double b) -> double { return a <= b; }, true},
+    Rule{"==", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a == b; },
+         [](double a, double b) -> double { return a == b; }, true},
+    Rule{"!=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a != b; },
+         [](double a, double b) -> double { return a != b; }, true},
+};
+
+std::int64_t integer(const c10::IValue& each) { return each.isBool() ? std::int64_t{each.toBool()} : each.toInt(); }
+
+double real(const c10::IValue& each) { return each.isDouble() ? each.toDouble() : static_cast<double>(integer(each)); }
+
+c10::IValue combine(const Function& function, const c10::IValue& operand) {
+  const double result = function.of(real(operand));
+  if (!function.is_integer) return result;
+  TORCH_CHECK_VALUE(std::abs(result) < 0x1p63, "a size is ", result);
+  return static_cast<std::int64_t>(result);
+}
+
+c10::IValue combine(const Rule& rule, const std::vector<c10::IValue>& operands) {
+  const auto is_integer = [](const c10::IValue& each) { return !each.isDouble(); };
+  c10::IValue result = operands.front();
+  for (auto next = operands.begin() + 1; next != operands.end(); ++next) {
+    if (rule.of_integers != nullptr && is_integer(result) && is_integer(*next)) {
+      result = rule.of_integers(integer(result), integer(*next));
+    } else {
+      result = rule.of_floats(real(result), real(*next));
+    }
+  }
+  return rule.is_condition ? c10::IValue(real(result) != 0) : result;
+}
+
+}  // namespace
+
+Argument::Argument(const Json& description, const c10::TypePtr& type) {
+  const auto wanted = plain(type ? type : c10::AnyType::get());
+  switch (description.type()) {
+    case Json::value_t::null:
+      return;
+    case Json::value_t::object:
+      read_object(description, wanted);
+      return;
+    case Json::value_t::array:
+      read_list(description, wanted);
+      return;
+    case Json::value_t::boolean:
+      constant_ = typed(description.get<bool>(), wanted);
+      return;
+    case Json::value_t::number_unsigned:
+      if (description.get<std::uint64_t>() > std::uint64_t{std::numeric_limits<std::int64_t>::max()}) break;
+      [[fallthrough]];
+    case Json::value_t::number_integer:
+      constant_ = typed(description.get<std::int64_t>(), wanted);
+      return;
+    case Json::value_t::number_float:
+      constant_ = typed(description.get<double>(), wanted);
+      return;
+    case Json::value_t::string:
+      if (wanted->kind() == c10::TypeKind::StringType || wanted->kind() == c10::TypeKind::AnyType) {
+        constant_ = description.get<std::string>();
+        return;
+      }
+      break;
+    default:
+      break;
+  }
+  refuse(description, "where its operator takes " + wanted->str());
+}
+
+void Argument::read_list(const Json& list, const c10::TypePtr& type) {
+  if (type->kind() == c10::TypeKind::AnyType) {
+    type_ = type;
+  } else if (const auto of_lists = type->cast<c10::ListType>()) {
+    type_ = of_lists->getElementType();
+    if (type_->kind() == c10::TypeKind::SymIntType) type_ = c10::IntType::get();
+  } else {
+    refuse(list, "where its operator takes " + type->str());
+  }
+  kind_ = Kind::kList;
+  for (const auto& each : list) parts_.emplace_back(each, type_);
+  const bool is_constant =
+      std::all_of(parts_.begin(), parts_.end(), [](const Argument& part) { return part.kind_ == Kind::kConstant; });
+  if (!is_constant) return;
+  const std::vector<bool> no_modes;
+  constant_ = evaluate({{}, {}, no_modes, at::kCPU});
+  kind_ = Kind::kConstant;
+  parts_.clear();
+}
+
+void Argument::read_object(const Json& object, const c10::TypePtr& type) {
+  const auto named = [&](const char* name) { return object.size() == 1 && object.contains(name); };
+  if (named("value")) {
+    kind_ = Kind::kValue;
+    index_ = object["value"].get<std::size_t>();
+    type_ = type;
+  } else if (named("device")) {
+    kind_ = Kind::kDevice;
+  } else if (named("size")) {
+    read_number(object["size"]);
+    type_ = type;
+    if (kind_ == Kind::kConstant) constant_ = typed(constant_, type);
+  } else if (named("float")) {
+    constant_ = typed(real_named(object["float"]), type);
+  } else if (named("complex")) {
+    const auto parts = object["complex"].get<std::array<double, 2>>();
+    constant_ = typed(c10::complex<double>(parts[0], parts[1]), type);
+  } else if (named("dtype")) {
+    constant_ = static_cast<std::int64_t>(dtype_named(object["dtype"]));
+  } else if (named("layout")) {
+    constant_ = static_cast<std::int64_t>(layout_named(object["layout"]));
+  } else if (named("memory format")) {
+    constant_ = static_cast<std::int64_t>(memory_format_named(object["memory format"]));
+  } else if (object.contains("place")) {
+    kind_ = Kind::kChoice;
+    index_ = object["place"].get<std::size_t>();
+    for (const auto* mode : {"training", "evaluation"}) parts_.emplace_back(object.at(mode), type);
+  } else {
+    refuse(object, "which this version does not know");
+  }
+}
+
+void Argument::read_number(const Json& number) {
+  if (number.is_object() && number.contains("size")) {
+    kind_ = Kind::kSize;
+    index_ = number["size"].get<std::size_t>();
+  } else if (number.is_array()) {
+    if (number.size() < 2) refuse(number, "which is no number");
+    const auto find = [&](const auto& list) {
+      const auto is_it = [&](const auto& each) { return number.front() == each.name; };
+      return static_cast<std::size_t>(std::find_if(list.begin(), list.end(), is_it) - list.begin());
+    };
+    if (number.front() == "and" || number.front() == "or") {
+      kind_ = number.front() == "and" ? Kind::kAnd : Kind::kOr;
+    } else if (index_ = find(kFunctions); index_ < kFunctions.size() && number.size() == 2) {
+      kind_ = Kind::kFunction;
+    } else if (index_ = find(kRules); index_ < kRules.size()) {
+      kind_ = Kind::kRule;
+    } else {
+      refuse(number, "which this version does not know");
+    }
+    for (auto each = number.begin() + 1; each != number.end(); ++each) {
+      parts_.emplace_back(Json(), nullptr);
+      parts_.back().read_number(*each);
+    }
+  } else {
+    *this = Argument(number, c10::NumberType::get());
+  }
+}
+
+c10::IValue Argument::evaluate(const Frame& frame) const {
+  switch (kind_) {
+    case Kind::kConstant:
+      return constant_;
+    case Kind::kValue: {
+      const auto& value = frame.values[index_];
+      return value.isScalar() ? typed(value, type_) : value;  // a number that the model computes from tensors
+    }
+    case Kind::kDevice:
+      return frame.device;
+    case Kind::kChoice:
+      return parts_[frame.training.at(index_) ? 0 : 1].evaluate(frame);
+    case Kind::kList: {
+      c10::impl::GenericList list(type_);
+      list.reserve(parts_.size());
+      for (const auto& part : parts_) list.push_back(part.evaluate(frame));
+      return list;
+    }
+    default:
+      return type_ ? typed(number(frame), type_) : number(frame);
+  }
+}
+
+c10::IValue Argument::number(const Frame& frame) const {
+  switch (kind_) {
+    case Kind::kSize:
+      return frame.sizes[index_];
+    case Kind::kFunction:
+      return combine(kFunctions[index_], parts_.front().evaluate(frame));
+    case Kind::kAnd:
+    case Kind::kOr: {
+      const bool decides = kind_ == Kind::kOr;
+      const auto is_decided = [&](const Argument& part) { return (real(part.evaluate(frame)) != 0) == decides; };
+      return std::any_of(parts_.begin(), parts_.end(), is_decided) == decides;
+    }
+    default:
+      break;
+  }
+  std::vector<c10::IValue> operands;
+  for (const auto& part : parts_) operands.push_back(part.evaluate(frame));
+  return combine(kRules[index_], operands);
+}
+
+bool Argument::is_none(const std::vector<bool>& training) const {
+  if (kind_ == Kind::kChoice) return parts_[training.at(index_) ? 0 : 1].is_none(training);
+  return kind_ == Kind::kConstant && constant_.isNone();
+}
+
+void Argument::add_values(std::vector<std::size_t>& values) const {
+  if (kind_ == Kind::kValue) values.push_back(index_);
+  for (const auto& part : parts_) part.add_values(values);
+}
+
+std::size_t Argument::places() const {
+  std::size_t most = kind_ == Kind::kChoice ? index_ + 1 : 0;
+  for (const auto& part : parts_) most = std::max(most, part.places());
+  return most;
+}
+
+std::size_t Argument::sizes() const {
+  std::size_t most = kind_ == Kind::kSize ? index_ + 1 : 0;
+  for (const auto& part : parts_) most = std::max(most, part.sizes());
+  return most;
+}
+
+}  // namespace gpipe

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+namespace gpipe {
+
+/// What arguments are computed from while a graph runs.
+struct Frame {
+  std::vector<c10::IValue> values;
+  std::vector<std::int64_t> sizes;
+  const std::vector<bool>& training;
+  at::Device device;
+};
+
+/// An argument of an operator, or a number that shapes depend on. Immutable. Thread-safe.
+class Argument {
+ public:
+  /// Reads an argument of a type. A null `type` stands for any: lists then hold anything.
+  /// Errors: std::invalid_argument for what is not an argument, or does not have the type.
+  Argument(const nlohmann::json& description, const c10::TypePtr& type);
+
+  /// A constant.
+  explicit Argument(c10::IValue constant) : constant_(std::move(constant)) {}
+
+  c10::IValue evaluate(const Frame& frame) const;
+
+  /// Whether it is null in these modes.
+  bool is_none(const std::vector<bool>& training) const;
+
+  /// Adds the numbers of the values that it uses.
+  void add_values(std::vector<std::size_t>& values) const;
+  /// The largest number of a place, and of a size, that it uses plus 1.
+  std::size_t places() const;
+  std::size_t sizes() const;
+
+ private:
+  enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kSize, kFunction, kRule, kAnd, kOr };
+
+  Kind kind_ = Kind::kConstant;
+  c10::IValue constant_;
+  std::size_t index_ = 0;        ///< of the value, place, size, function or rule
+  std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode; operands
+  c10::TypePtr type_;            ///< of the value or number, or of a list's elements
+
+  c10::IValue number(const Frame& frame) const;
+  void read_list(const nlohmann::json& list, const c10::TypePtr& type);
+  void read_object(const nlohmann::json& object, const c10::TypePtr& type);
+  void read_number(const nlohmann::json& number);
+};
+
+}  // namespace gpipe

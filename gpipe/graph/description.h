@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/graph/argument.h"
+#include "gpipe/graph/graph.h"
+
+namespace gpipe {
+
+/// The JSON description of a graph, read and checked. See Graph for the meaning of each member.
+struct Graph::Description {
+  /// A grad mode or an autocast around calls.
+  struct Context {
+    std::int64_t block = 0;  ///< tells blocks of equal settings apart
+    std::optional<bool> grad = {};
+    std::optional<at::ScalarType> dtype = {};  ///< default: the device's
+    bool enabled = false;
+    std::optional<bool> cache = {};  ///< default: as before
+
+    friend bool operator==(const Context&, const Context&) = default;
+  };
+
+  struct Call {
+    std::optional<c10::OperatorHandle> target;  ///< none for a Python function
+    std::string name;                           ///< of the operator or the function
+    std::vector<Argument> arguments;            ///< of an operator: all, in the order of its schema
+    std::optional<std::size_t> result;
+    std::optional<std::pair<std::size_t, bool>> mode;
+    std::vector<Context> within;
+    std::string at;
+    bool is_batch_norm = false;
+    std::vector<std::size_t> last_uses;  ///< the values that nothing uses afterwards
+  };
+
+  struct Size {
+    std::size_t value;
+    std::size_t dimension;
+    std::int64_t divisor;
+  };
+
+  struct Guard {
+    Argument holds;
+    std::string text;
+  };
+
+  /// The shape of an input; none for an input that must be null. A size of -1 stands for any.
+  using Shape = std::optional<std::vector<std::int64_t>>;
+
+  /// Errors: std::invalid_argument, as Graph's constructor.
+  explicit Description(const nlohmann::json& json);
+
+  std::size_t values;
+  std::vector<std::optional<std::size_t>> inputs;
+  std::vector<std::string> tensors, places, pops, peeks, stashes, python_functions;
+  std::vector<std::size_t> owned, popped, peeked;  ///< the values of tensors, pops and peeks
+  std::vector<Argument> stashed, outputs;
+  std::vector<Size> sizes;
+  std::vector<Shape> shapes;
+  std::vector<Guard> guards;
+  std::vector<Call> calls;
+  std::vector<std::size_t> unused;  ///< the values of inputs and skips that nothing uses
+  CallPython call_python;
+
+ private:
+  void find_last_uses();
+  void check_numbers(const std::vector<const Argument*>& arguments) const;
+};
+
+/// Functions of Python that need no Python.
+inline constexpr std::string_view kItem = "operator:getitem";
+inline constexpr std::string_view kCheckModes = "gpipe:check_modes";
+
+}  // namespace gpipe

@@ -1,0 +1,236 @@
+#include "gpipe/graph/graph.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "gpipe/base/checks.h"
+#include "gpipe/graph/description.h"
+
+namespace gpipe {
+namespace {
+
+using Description = Graph::Description;
+
+constexpr int kMostLevels = 100;
+
+/// Enters a context on this thread, for its lifetime.
+class ContextScope {
+ public:
+  ContextScope(const Description::Context& context, at::DeviceType device) : device_(device) {
+    if (context.grad) {
+      grad_.emplace(*context.grad);
+      return;
+    }
+    before_.dtype = at::autocast::get_autocast_dtype(device);
+    before_.enabled = at::autocast::is_autocast_enabled(device);
+    before_.cache = at::autocast::is_autocast_cache_enabled();
+    set(context);
+    at::autocast::increment_nesting();
+  }
+  ~ContextScope() {
+    if (grad_) return;
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    set(before_);
+  }
+  ContextScope(const ContextScope&) = delete;
+
+ private:
+  void set(const Description::Context& context) const {
+    at::autocast::set_autocast_enabled(device_, context.enabled);
+    if (context.dtype) at::autocast::set_autocast_dtype(device_, *context.dtype);
+    if (context.cache) at::autocast::set_autocast_cache_enabled(*context.cache);
+  }
+
+  const at::DeviceType device_;
+  std::optional<at::AutoGradMode> grad_;
+  Description::Context before_{};
+};
+
+/// The contexts that calls run in. Stays in those that the next call shares.
+class Contexts {
+ public:
+  explicit Contexts(at::DeviceType device) : device_(device) {}
+  ~Contexts() { leave(0); }
+  Contexts(const Contexts&) = delete;
+
+  void enter(const std::vector<Description::Context>& wanted) {
+    std::size_t shared = 0;
+    while (shared < std::min(wanted.size(), entered_.size()) && wanted[shared] == entered_[shared]) ++shared;
+    leave(shared);
+    for (; shared < wanted.size(); ++shared) {
+      scopes_.push_back(std::make_unique<ContextScope>(wanted[shared], device_));
+      entered_.push_back(wanted[shared]);
+    }
+  }
+
+ private:
+  void leave(std::size_t outer) {
+    while (scopes_.size() > outer) scopes_.pop_back();
+    entered_.resize(outer);
+  }
+
+  const at::DeviceType device_;
+  std::vector<Description::Context> entered_;
+  std::vector<std::unique_ptr<ContextScope>> scopes_;
+};
+
+void check_modes(const std::vector<c10::IValue>& arguments) {
+  if (arguments.at(1).toBool() == arguments.at(3).toBool()) return;
+  const auto name = [&](std::size_t i) {
+    const auto& path = arguments[i].toStringRef();
+    return path.empty() ? "the model" : "'" + path + "'";
+  };
+  throw ModeError(name(0) + " and " + name(2) +
+                  " are in different modes, but one uses what the other computes in one mode only; call train() or "
+                  "eval() on both");
+}
+
+c10::IValue item(const c10::IValue& list, std::int64_t index) {
+  const auto items = list.isTuple() ? list.toTupleRef().elements().asArrayRef() : list.toListRef();
+  const auto size = static_cast<std::int64_t>(items.size());
+  require(-size <= index && index < size, "[gpipe] the model takes item %d of %d", index, size);
+  return items[static_cast<std::size_t>(index < 0 ? index + size : index)];
+}
+
+std::string text(at::IntArrayRef sizes) {
+  std::string joined;
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    joined += (i == 0 ? "" : ", ") + (sizes[i] >= 0 ? std::to_string(sizes[i]) : i == 0 ? "batch" : "any");
+  }
+  return "(" + joined + (sizes.size() == 1 ? ",)" : ")");
+}
+
+/// What aten::batch_norm leaves to Python's functions to check.
+void check_batch_norm(const std::vector<c10::IValue>& arguments) {
+  const auto& input = arguments[0].toTensor();
+  if (!arguments[5].toBool() || input.dim() < 2 || input.numel() != input.size(1)) return;
+  refuse_argument("batch norm needs more than one value per channel in training mode, but a micro-batch has the shape ",
+                  text(input.sizes()), "; give it more samples by fewer chunks");
+}
+
+c10::IValue result_of(const Description::Call& call, torch::jit::Stack stack, const Graph::CallPython& call_python) {
+  if (!call.target) {
+    if (call.name == kItem) return item(stack.at(0), stack.at(1).toInt());
+    if (call.name != kCheckModes) return call_python(call.name, std::move(stack));
+    check_modes(stack);
+    return {};
+  }
+  if (call.is_batch_norm) check_batch_norm(stack);
+  try {
+    call.target->callBoxed(stack);
+  } catch (c10::Error& error) {
+    error.add_context("in " + call.name + (call.at.empty() ? "" : ", called at " + call.at));
+    throw;
+  }
+  if (stack.size() > 1) return c10::ivalue::Tuple::create(std::move(stack));
+  return stack.empty() ? c10::IValue() : std::move(stack.front());
+}
+
+at::Tensor to_tensor(c10::IValue value) { return value.isNone() ? at::Tensor() : std::move(value).toTensor(); }
+
+c10::IValue to_value(at::Tensor tensor) { return tensor.defined() ? c10::IValue(std::move(tensor)) : c10::IValue(); }
+
+void check_shape(std::size_t number, const at::Tensor& input, const Description::Shape& shape) {
+  if (!shape) {
+    require(!input.defined(), "[gpipe] input %d was a constant when the model was converted; give None", number);
+    return;
+  }
+  const auto sizes = input.defined() ? input.sizes() : at::IntArrayRef();
+  bool fits = input.defined() && sizes.size() == shape->size();
+  for (std::size_t i = 0; fits && i < sizes.size(); ++i) fits = (*shape)[i] < 0 || (*shape)[i] == sizes[i];
+  require(fits,
+          "[gpipe] input %d has the shape %s, but the model was converted for %s; convert it for this shape, or pad or "
+          "resize the input",
+          number, input.defined() ? text(sizes) : "of None", text(*shape));
+}
+
+}  // namespace
+
+Graph::Graph(const std::string& description, CallPython call_python) try
+    : description_([&] {
+        const auto check_depth = [](int depth, auto, auto&) {
+          require(depth <= kMostLevels, "[gpipe] the model's description has more than %d levels", kMostLevels);
+          return true;
+        };
+        auto read = std::make_unique<Description>(nlohmann::json::parse(description, check_depth));
+        if (!call_python && !read->python_functions.empty()) {
+          refuse_argument("the model calls ", read->python_functions.front(), ", which only Python can run");
+        }
+        read->call_python = std::move(call_python);
+        return read;
+      }()) {
+} catch (const nlohmann::json::exception& error) {
+  refuse_argument("the model's description is not valid: ", error.what());
+}
+
+Graph::~Graph() = default;
+
+const std::vector<std::string>& Graph::tensors() const { return description_->tensors; }
+const std::vector<std::string>& Graph::places() const { return description_->places; }
+const std::vector<std::string>& Graph::pops() const { return description_->pops; }
+const std::vector<std::string>& Graph::peeks() const { return description_->peeks; }
+const std::vector<std::string>& Graph::stashes() const { return description_->stashes; }
+const std::vector<std::string>& Graph::python_functions() const { return description_->python_functions; }
+
+std::vector<bool> Graph::has_outputs(const std::vector<bool>& training) const {
+  std::vector<bool> found;
+  for (const auto& each : description_->outputs) found.push_back(!each.is_none(training));
+  return found;
+}
+
+std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& state) const {
+  const auto& of = *description_;
+  require(inputs.size() == of.inputs.size(), "[gpipe] the model takes %d tensors, but got %d", of.inputs.size(),
+          inputs.size());
+  for (std::size_t i = 0; i < of.shapes.size(); ++i) check_shape(i, inputs[i], of.shapes[i]);
+  Frame frame{std::vector<c10::IValue>(of.values), {}, state.training, at::kCPU};
+  const auto set = [&](std::size_t value, at::Tensor tensor) {
+    if (tensor.defined()) frame.device = tensor.device();
+    frame.values[value] = to_value(std::move(tensor));
+  };
+  for (std::size_t i = 0; i < of.owned.size(); ++i) set(of.owned[i], state.tensors.at(i));
+  auto& skips = SkipContext::current();
+  for (std::size_t i = 0; i < of.popped.size(); ++i) set(of.popped[i], skips.pop(state.pops.at(i)));
+  for (std::size_t i = 0; i < of.peeked.size(); ++i) set(of.peeked[i], skips.peek(state.peeks.at(i)));
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (of.inputs[i]) set(*of.inputs[i], std::move(inputs[i]));
+  }
+  inputs.clear();
+  for (const auto& size : of.sizes) {
+    const auto& tensor = frame.values[size.value].toTensor();
+    frame.sizes.push_back(tensor.size(static_cast<std::int64_t>(size.dimension)) / size.divisor);
+  }
+  for (const auto& guard : of.guards) {
+    require(guard.holds.evaluate(frame).toBool(),
+            "[gpipe] the model was converted for a number of samples with %s, but a micro-batch has %d: its code depends "
+            "on that; choose chunks accordingly, or keep the module whole by opaque",
+            guard.text, frame.sizes.front());
+  }
+  for (const auto value : of.unused) frame.values[value] = {};
+
+  Contexts contexts(frame.device.type());
+  for (const auto& each : of.calls) {
+    if (!each.mode || state.training.at(each.mode->first) == each.mode->second) {
+      contexts.enter(each.within);
+      torch::jit::Stack stack;
+      stack.reserve(each.arguments.size());
+      for (const auto& argument : each.arguments) stack.push_back(argument.evaluate(frame));
+      auto result = result_of(each, std::move(stack), of.call_python);
+      if (each.result) frame.values[*each.result] = std::move(result);
+    }
+    for (const auto value : each.last_uses) frame.values[value] = {};
+  }
+  contexts.enter({});
+  for (std::size_t i = 0; i < of.stashed.size(); ++i) {
+    skips.stash(state.stashes.at(i), to_tensor(of.stashed[i].evaluate(frame)));
+  }
+  std::vector<at::Tensor> outputs;
+  for (const auto& each : of.outputs) outputs.push_back(to_tensor(each.evaluate(frame)));
+  return outputs;
+}
+
+}  // namespace gpipe

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "skip/skippable.h"
+
+namespace gpipe {
+
+/// What a layer of a converted model computes: calls of PyTorch's operators, as JSON describes them. They run above
+/// autograd and autocast, as the model's own code does, and without Python. A value is freed after its last use.
+/// Immutable. Thread-safe.
+///
+/// The description is an object. Values have numbers, from 0 to "values" - 1. Every other member may be left out.
+///
+///   "inputs"          the value of each tensor that the layer gets; null for one that it does not read
+///   "tensors"         [name, value] for each parameter, buffer and constant
+///   "places"          the path of each module whose mode counts
+///   "pops", "peeks"   [name, value] for each skip that the layer reads
+///   "stashes"         [name, argument] for each skip that it makes, after the calls
+///   "sizes"           [value, dimension, divisor] of each number that shapes depend on, such as the number of samples
+///   "shapes"          the shape that each input must have; null stands for any size, and for an input that must be null
+///   "guards"          [number, text] for each condition of the sizes
+///   "calls"           objects with these members:
+///     "operator"      such as "aten::add.Tensor"; or "python", such as "module:function"
+///     "args"          arguments by position; the schema's defaults follow
+///     "kwargs"        arguments by name
+///     "result"        the value of the result; of several results, the list of them
+///     "mode"          [place, whether it must be in training mode] if the call runs in one mode only
+///     "within"        the objects {"grad": bool} and {"autocast": dtype, "enabled": bool, "cache": bool} around it,
+///                     each with a "block" that tells it from others with the same settings
+///     "at"            the line of the model's code
+///   "outputs"         an argument for each tensor that leaves
+///
+/// An argument is null, a boolean, a number, a text or a list; or an object: {"value": 3}, {"dtype": "float32"},
+/// {"layout": "strided"}, {"memory format": "channels_last"}, {"device": null} for the layer's device, {"float": "inf"},
+/// {"complex": [1, 2]}, {"place": 0, "training": argument, "evaluation": argument}, {"size": number}. A number there is
+/// an integer, a float, {"size": 0}, or a list of a rule and its operands, such as ["//", {"size": 0}, 2]: + * / // % **
+/// min max < <= == != and or floor ceil trunc round float abs sqrt exp log.
+class Graph {
+ public:
+  /// Calls a Python function. Called on the thread that runs the graph.
+  using CallPython = std::function<c10::IValue(const std::string& function, std::vector<c10::IValue> arguments)>;
+
+  /// What a graph uses of its layer, in the order of the description.
+  struct State {
+    std::vector<at::Tensor> tensors = {};
+    std::vector<bool> training = {};  ///< whether each place is in training mode
+    std::vector<SkipKey> pops = {};
+    std::vector<SkipKey> peeks = {};
+    std::vector<SkipKey> stashes = {};
+  };
+
+  /// Errors: std::invalid_argument for what is not a valid description, for an operator that this torch does not have,
+  /// and for a Python function without `call_python`.
+  explicit Graph(const std::string& description, CallPython call_python = {});
+  ~Graph();
+  Graph(const Graph&) = delete;
+
+  const std::vector<std::string>& tensors() const;
+  const std::vector<std::string>& places() const;
+  const std::vector<std::string>& pops() const;
+  const std::vector<std::string>& peeks() const;
+  const std::vector<std::string>& stashes() const;
+  /// The Python functions that it calls.
+  const std::vector<std::string>& python_functions() const;
+
+  /// Which outputs are tensors in these modes of the places.
+  std::vector<bool> has_outputs(const std::vector<bool>& training) const;
+
+  /// Computes the outputs. A tensor that a mode lacks is undefined. Errors: std::invalid_argument for inputs of a wrong
+  /// number, shape or size; what the operators throw, with the line of the model's code.
+  std::vector<at::Tensor> run(std::vector<at::Tensor> inputs, const State& state) const;
+
+  struct Description;  // of this folder
+
+ private:
+  const std::unique_ptr<const Description> description_;
+};
+
+/// Thrown by Graph::run() if one module uses what another computes in the other mode only.
+struct ModeError : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+}  // namespace gpipe

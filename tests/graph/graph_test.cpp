@@ -1,0 +1,159 @@
+#include "gpipe/graph/graph.h"
+
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace gpipe {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Property;
+using testing::ThrowsMessage;
+
+std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tensor> inputs,
+                            const Graph::State& state = {}) {
+  return Graph(description).run(std::move(inputs), state);
+}
+
+at::Tensor number(double value) { return torch::tensor({value}); }
+
+TEST(Graph, RunsAboveAutograd) {
+  const std::string linear = R"({"values": 5, "inputs": [0], "tensors": [["weight", 1], ["bias", 2]],
+    "calls": [{"operator": "aten::linear", "args": [{"value": 0}, {"value": 1}, {"value": 2}], "result": 3},
+              {"operator": "aten::relu_", "args": [{"value": 3}], "result": 4}],
+    "outputs": [{"value": 4}]})";
+  const auto x = torch::randn({3, 2});
+  const auto weight = torch::randn({4, 2}).requires_grad_();
+  const auto bias = torch::randn({4}).requires_grad_();
+  const auto output = run(linear, {x}, {{weight, bias}}).front();
+  const auto expected = torch::linear(x, weight, bias).relu();
+  EXPECT_TRUE(torch::equal(output, expected));
+  EXPECT_TRUE(torch::equal(torch::autograd::grad({output.sum()}, {weight})[0],
+                           torch::autograd::grad({expected.sum()}, {weight})[0]));
+  EXPECT_THAT(Graph(linear).tensors(), ElementsAre("weight", "bias"));
+}
+
+TEST(Graph, FollowsTheModesOfPlaces) {
+  const std::string both = R"({"values": 3, "inputs": [0], "places": ["a", "b"],
+    "calls": [{"operator": "aten::mul.Scalar", "result": 1,
+               "args": [{"value": 0}, {"place": 0, "training": 10, "evaluation": 20}]},
+              {"operator": "aten::neg", "args": [{"value": 1}], "result": 2, "mode": [1, true]}],
+    "outputs": [{"value": 1}, {"value": 2}]})";
+  auto outputs = run(both, {number(1)}, {{}, {true, false}});
+  EXPECT_EQ(outputs[0].item<double>(), 10);
+  EXPECT_FALSE(outputs[1].defined());
+  outputs = run(both, {number(1)}, {{}, {false, true}});
+  EXPECT_EQ(outputs[0].item<double>(), 20);
+  EXPECT_EQ(outputs[1].item<double>(), -20);
+}
+
+TEST(Graph, ComputesSizes) {
+  const auto computed = [](const std::string& number) {
+    const auto description = R"({"values": 2, "inputs": [0], "sizes": [[0, 0, 2]],
+      "calls": [{"operator": "aten::full", "result": 1,
+                 "args": [[], {"size": )" + number + R"(}], "kwargs": {"dtype": {"dtype": "float64"}}}],
+      "outputs": [{"value": 1}]})";
+    return run(description, {torch::zeros({14, 3})}).front().item<double>();  // the size is 7
+  };
+  EXPECT_EQ(computed(R"({"size": 0})"), 7);
+  EXPECT_EQ(computed(R"(["+", {"size": 0}, 1, 2])"), 10);
+  EXPECT_EQ(computed(R"(["//", ["*", {"size": 0}, -1], 2])"), -4);
+  EXPECT_EQ(computed(R"(["%", ["*", {"size": 0}, -1], 4])"), 1);
+  EXPECT_EQ(computed(R"(["/", {"size": 0}, 2])"), 3.5);
+  EXPECT_EQ(computed(R"(["max", 3, ["min", {"size": 0}, 5]])"), 5);
+  EXPECT_EQ(computed(R"(["**", {"size": 0}, 0.5])"), std::pow(7, 0.5));
+  EXPECT_EQ(computed(R"(["or", ["<", {"size": 0}, 7], ["==", {"size": 0}, 7]])"), 1);
+  EXPECT_EQ(computed(R"(["and", ["<=", {"size": 0}, 7], ["!=", {"size": 0}, 7]])"), 0);
+}
+
+TEST(Graph, ChecksShapesAndGuards) {
+  const Graph graph(R"({"values": 1, "inputs": [0, null], "shapes": [[null, 3], null], "sizes": [[0, 0, 1]],
+    "guards": [[["<", 2, {"size": 0}], "samples > 2"]], "outputs": [{"value": 0}]})");
+  EXPECT_EQ(graph.run({torch::zeros({3, 3}), {}}, {}).front().size(0), 3);
+  const auto refused = [&](at::Tensor first, at::Tensor second, const std::string& message) {
+    EXPECT_THAT([&] { graph.run({first, second}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr(message)));
+  };
+  refused(torch::zeros({3, 4}), {}, "input 0 has the shape (3, 4), but the model was converted for (batch, 3)");
+  refused({}, {}, "input 0 has the shape of None");
+  refused(torch::zeros({3, 3}), number(1), "input 1 was a constant");
+  refused(torch::zeros({2, 3}), {}, "a number of samples with samples > 2, but a micro-batch has 2");
+}
+
+TEST(Graph, EntersContexts) {
+  const auto context = [](const std::string& of_first, const std::string& of_second) {
+    return R"({"values": 3, "inputs": [0],
+      "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "within": )" + of_first +
+           R"(}, {"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 2, "within": )" + of_second +
+           R"(}], "outputs": [{"value": 1}, {"value": 2}]})";
+  };
+  const auto x = torch::ones({2, 2}).requires_grad_();
+  auto outputs = run(context(R"([{"grad": false}])", "[]"), {x});
+  EXPECT_FALSE(outputs[0].requires_grad());
+  EXPECT_TRUE(outputs[1].requires_grad());
+  const std::string autocast = R"([{"autocast": "bfloat16", "enabled": true, "cache": true}])";
+  outputs = run(context("[]", autocast), {x});
+  EXPECT_EQ(outputs[0].scalar_type(), at::kFloat);
+  EXPECT_EQ(outputs[1].scalar_type(), at::kBFloat16);
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+}
+
+TEST(Graph, FreesValuesAfterTheirLastUse) {
+  const Graph graph(R"({"values": 4, "inputs": [0, 1],
+    "calls": [{"operator": "aten::neg", "args": [{"value": 0}], "result": 2},
+              {"python": "look", "args": [{"value": 2}], "result": 3}], "outputs": [{"value": 3}]})",
+                    [](const std::string&, std::vector<c10::IValue> arguments) {
+                      const auto tensor = std::exchange(arguments, {}).front().toTensor();
+                      return c10::IValue(torch::tensor(static_cast<std::int64_t>(tensor.use_count())));
+                    });
+  auto x = number(1);
+  const auto alias = c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr());
+  EXPECT_EQ(graph.run({std::move(x), number(2)}, {}).front().item<std::int64_t>(), 2);  // the frame's and its own
+  EXPECT_TRUE(alias.expired());
+}
+
+TEST(Graph, TellsTheLineOfAnError) {
+  const std::string description = R"({"values": 2, "inputs": [0], "outputs": [{"value": 1}],
+    "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "at": "model.py:12"}]})";
+  EXPECT_THAT([&] { run(description, {torch::zeros({2, 3})}); },
+              testing::Throws<c10::Error>(Property(&c10::Error::what_without_backtrace,
+                                                   HasSubstr("in aten::mm, called at model.py:12"))));
+}
+
+TEST(Graph, RefusesWhatIsNotADescription) {
+  const auto call = [](const std::string& text) {
+    return R"({"values": 2, "inputs": [0], "outputs": [{"value": 1}], "calls": [)" + text + "]}";
+  };
+  const auto add = [&](const std::string& args) {
+    return call(R"({"operator": "aten::add.Tensor", "result": 1, "args": )" + args + "}");
+  };
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {"", "the model's description is not valid"},
+      {"[]", "the model's description is not valid"},
+      {R"({"values": -1})", "values"},
+      {R"({"values": 1, "inputs": [1]})", "the model sets value 1, but has 1"},
+      {R"({"values": 1, "outputs": [{"value": 3}]})", "the model uses value 3, but has 1"},
+      {R"({"values": 1, "outputs": [{"place": 0, "training": 1, "evaluation": 2}]})", "a place or a size"},
+      {R"({"values": 1, "inputs": [0], "sizes": [[0, 0, 0]]})", "divides a size by 0"},
+      {R"({"values": 1, "guards": [[true, ""]]})", "1 guards of 0 sizes"},
+      {call(R"({"operator": "aten::no_such_operator", "result": 1})"), "aten::no_such_operator, which this version"},
+      {call(R"({"python": "os:system", "args": [], "result": 1})"), "os:system, which only Python can run"},
+      {add(R"([{"value": 0}])"), "without its argument 'other'"},
+      {add(R"([{"value": 0}, {"value": 0}, 1, 2, 3])"), "does not know"},
+      {add(R"([{"value": 0}, "text"])"), R"("text", where its operator takes Tensor)"},
+      {add(R"([{"value": 0}, [1]])"), "[1], where its operator takes Tensor"},
+      {add(R"([{"value": 0}, {"dtype": "float3"}])"), "which this version does not know"},
+      {add(R"([{"value": 0}, {"size": ["?", 1]}])"), "which this version does not know"},
+  };
+  for (const auto& each : cases) {
+    EXPECT_THAT([&] { Graph graph(each.first); }, ThrowsMessage<std::invalid_argument>(HasSubstr(each.second)))
+        << each.first;
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
