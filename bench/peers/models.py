@@ -35,6 +35,14 @@ class Join(Stash):
         return torch.cat([skip, x[:, :, : skip.size(2), : skip.size(3)]], 1)
 
 
+def with_contiguous_gradient(skip: Tensor) -> Tensor:
+    """Gloo sends only contiguous tensors, and the gradient of a part of a concatenation is not one."""
+    if skip.requires_grad:
+        skip = skip.view_as(skip)
+        skip.register_hook(Tensor.contiguous)
+    return skip
+
+
 class Stage(nn.Module):
     """A slice of a model.
 
@@ -51,7 +59,7 @@ class Stage(nn.Module):
         self.leaving = tuple(name for name in [*arriving, *stashed] if name not in joined)
 
     def forward(self, x: Tensor, *skips: Tensor) -> Tensor | tuple[Tensor, ...]:
-        held = dict(zip(self.arriving, skips, strict=True))
+        held = dict(zip(self.arriving, map(with_contiguous_gradient, skips), strict=True))
         for layer in self.layers:
             if isinstance(layer, Join):
                 x = layer(x, held.pop(layer.name))

@@ -1,5 +1,5 @@
 """Times steps, and counts the bytes of one, of torchgpipe 0.0.7 or of this project's Python package, which have the
-same interface. Prints a JSON line.
+same interface, or of the plain model. Prints a JSON line.
 
 A step is a forward and a backward from the sum of the output. With a schedule, it is a call of step() with the sum of the
 output as the loss, which only this project has.
@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import models
 import steps
 
-LIBRARIES = {"torchgpipe": "torchgpipe", "gpipe": "gpipe python"}
+LIBRARIES = {"torchgpipe": "torchgpipe", "gpipe": "gpipe python", "plain": "plain"}
 
 
 def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
@@ -104,13 +104,25 @@ def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
     parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
     parser.add_argument("--schedule", help="run step() with this schedule; of gpipe only")
+    parser.add_argument("--threads", type=int, default=1, help="threads per operator; default: %(default)s")
+    parser.add_argument("--whole", action="store_true", help="the plain model takes the mini-batch at once")
     args = parser.parse_args()
     if args.schedule and args.library != "gpipe":
         parser.error(f"{args.library} has no schedules; leave out --schedule")
     name = " ".join(filter(None, [LIBRARIES[args.library], args.schedule]))
-    torch.set_num_threads(1)
-    library = importlib.import_module(args.library)
+    torch.set_num_threads(args.threads)
     layers, x = models.subject(args.model, args.chunks)
+    plain = models.Stage(layers)
+
+    def plain_step() -> None:
+        steps.plain_step(plain, x, 1 if args.whole else args.chunks, args.checkpoint == "always")
+
+    if args.library == "plain":
+        for _ in range(steps.WARM_UP):
+            plain_step()
+        steps.report(args, name, seconds=[steps.seconds(plain_step) for _ in range(args.repeats)])
+        return
+    library = importlib.import_module(args.library)
     scheduling = {}
     if args.schedule:
         scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
@@ -122,12 +134,7 @@ def main() -> None:
         checkpoint=args.checkpoint,
         **scheduling,
     )
-    plain = nn.Sequential(*layers)
     step = step_of(pipe, x, args.schedule)
-
-    def plain_step() -> None:
-        steps.plain_step(plain, x, args.chunks, args.checkpoint == "always")
-
     for _ in range(steps.WARM_UP):
         step()
     if args.model == "tiny":

@@ -11,7 +11,7 @@ all of them. Every stage has one thread. Overhead is measured on one core, so th
 everything else is measured on two cores.
 
 Prints one JSON line per row and contestant: the median of its processes' medians, their minimum and their maximum. Then
-prints a table of the medians.
+prints a table of the medians, and the ratios of processes that ran in the same turn: their median and quartiles.
 """
 
 import argparse
@@ -65,6 +65,8 @@ OURS = [
     for schedule in ["", *(f" {name}" for name in EVERY_SCHEDULE)]
 ]
 PEERS = ["torchgpipe", *(f"distributed {name}" for name in ["gpipe", *EVERY_SCHEDULE] if name != "auto")]
+# The plain model: a loop over the micro-batches on one thread and on two, and the whole mini-batch on two.
+PLAIN = {"loop on 1": [], "loop on 2": ["--threads", 2], "whole on 2": ["--threads", 2, "--whole"]}
 
 
 class Row(NamedTuple):
@@ -135,6 +137,9 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         for schedule in distributed:
             flags = ["--stages-per-worker", row.stages_per_worker, "--schedule", schedule]
             commands[f"distributed {schedule}"] = [*distributed_steps, *flags]
+    if row.bench == "speed" and row.checkpoint == "never":
+        for name, flags in PLAIN.items():
+            commands[name] = [*in_python, "--library", "plain", *flags]
     return commands
 
 
@@ -184,7 +189,7 @@ def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) ->
 
 def spread(values: list[float], unit: str) -> dict[str, object]:
     """Returns what a JSON line tells of repeated measurements."""
-    return {"value": statistics.median(values), "unit": unit, "min": min(values), "max": max(values), "repeats": len(values)}
+    return {"value": statistics.median(values), "unit": unit, "min": min(values), "max": max(values), "values": values}
 
 
 def line(row: Row, peer: str, values: list[float]) -> str:
@@ -197,21 +202,32 @@ def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
+def ratio(theirs: list[float], ours: list[float]) -> str:
+    """Returns the median and the quartiles of the ratios of processes that ran in the same turn."""
+    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
+    low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return f"{median:.2f} ({low:.2f}–{high:.2f})"
+
+
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
     measured = {name for _, values in results for name in values}
-    names = [name for name in [*OURS, *PEERS] if name in measured]
+    names = [name for name in [*OURS, *PEERS, *PLAIN] if name in measured]
     compared = [name for name in names if name.startswith("gpipe python")]
-    ratios = [f"best peer / {name}" for name in compared]
+    others = ["best peer", *(name for name in PLAIN if name in measured)]
+    ratios = [f"{other} / {name}" for name in compared for other in others]
     lines = []
     for row, values in results:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
-        peers = [value for name, value in medians.items() if name in PEERS]
+        peers = [name for name in medians if name in PEERS]
+        theirs = {name: values[name] for name in PLAIN if name in values}
+        if peers:
+            theirs["best peer"] = values[min(peers, key=medians.__getitem__)]
         cells = [row.model, str(row.replicas), str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
-        for name in compared:
-            comparable = peers and medians.get(name, 0) > 0
-            cells.append(f"{min(peers) / medians[name]:.2f}" if comparable else "")
+        for name, other in itertools.product(compared, others):
+            comparable = other in theirs and medians.get(name, 0) > 0
+            cells.append(ratio(theirs[other], values[name]) if comparable else "")
         lines.append(cells)
     return markdown(["model", "replicas", "stages", "chunks", "checkpoint", "unit", *names, *ratios], lines)
 
@@ -224,7 +240,7 @@ def main() -> None:
         "benches": list(BENCHES),
         "chunks": [2, 4, 8, 16, 32],
         "checkpoints": ["never", "except_last", "always"],
-        "contestants": [*OURS, *PEERS],
+        "contestants": [*OURS, *PEERS, *PLAIN],
     }.items():
         parser.add_argument(f"--{flag}", nargs="+", type=type(choices[0]), default=choices, choices=choices)
     parser.add_argument("--repeats", type=int, default=5, help="processes per row and contestant")

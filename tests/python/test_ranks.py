@@ -147,6 +147,42 @@ def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second)
     assert first in results[0][1] and results[1][1].startswith(second)
 
 
+class Trim(nn.Module):
+    """Leaves out the positions that are padding, 0, in all samples of a micro-batch."""
+
+    def forward(self, tokens):
+        return tokens[:, : int((tokens != 0).sum(1).max())]
+
+
+class LastOf(nn.Module):
+    def forward(self, x):
+        return x[:, -1]
+
+
+def train_on_sequences(ranks, steps=8):
+    """The lengths differ between steps, and between the micro-batches of each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Trim(), nn.Embedding(20, 8), nn.TransformerEncoderLayer(8, 2, 16, 0, batch_first=True), LastOf(), nn.Linear(8, 3)
+    )
+    pipe = gpipe.GPipe(model, [2, 3], chunks=4, schedule="1f1b", group=ranks)
+    losses, shapes = [], []
+    pipe[1].register_forward_hook(lambda *arguments: shapes.append(arguments[-1].shape))
+    for _ in range(steps):
+        lengths = torch.randint(2, 9 + 3 * len(losses), (8,))
+        tokens = torch.randint(1, 20, (8, int(lengths.max()))) * (torch.arange(lengths.max()) < lengths[:, None])
+        losses.append(pipe.step(tokens, torch.randint(3, (8,)), F.cross_entropy))
+    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}, len(set(shapes))
+
+
+def test_the_lengths_of_sequences_change_between_steps_and_micro_batches():
+    losses, gradients, lengths = train_on_sequences(None)
+    (ours, first, _), (theirs, second, _) = results_of(2, train_on_sequences)
+    assert lengths > 8 and ours == theirs == losses
+    assert (first | second).keys() == gradients.keys()
+    assert all(torch.equal(gradient, (first | second)[name]) for name, gradient in gradients.items())
+
+
 def test_only_containers_are_decoded():
     for value in (
         {"a": (torch.ones(1), None), 3: torch.ones(1)},
