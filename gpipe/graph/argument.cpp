@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -42,7 +41,8 @@ at::ScalarType dtype_named(const Json& name) {
 }
 
 at::Layout layout_named(const Json& name) {
-  return find_named<at::Layout>(name, {{"strided", at::kStrided}, {"sparse_coo", at::kSparse}, {"sparse_csr", at::kSparseCsr}});
+  return find_named<at::Layout>(
+      name, {{"strided", at::kStrided}, {"sparse_coo", at::kSparse}, {"sparse_csr", at::kSparseCsr}});
 }
 
 at::MemoryFormat memory_format_named(const Json& name) {
@@ -96,84 +96,6 @@ c10::IValue typed(const c10::IValue& number, const c10::TypePtr& type) {
       break;
   }
   refuse_argument("the model passes a number of type ", number.tagKind(), " where an operator takes ", type->str());
-}
-
-std::int64_t floor_division(std::int64_t a, std::int64_t b) {
-  TORCH_CHECK_VALUE(b != 0 && (b != -1 || a != std::numeric_limits<std::int64_t>::min()), "a size is ", a, " // ", b);
-  return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
-}
-
-/// How to compute a number from one.
-struct Function {
-  std::string_view name;
-  double (*of)(double);
-  bool is_integer = false;  ///< the result
-};
-
-constexpr std::array kFunctions{
-    Function{"floor", [](double a) { return std::floor(a); }, true},
-    Function{"ceil", [](double a) { return std::ceil(a); }, true},
-    Function{"trunc", [](double a) { return std::trunc(a); }, true},
-    Function{"round", [](double a) { return std::nearbyint(a); }, true},
-    Function{"float", [](double a) { return a; }},
-    Function{"abs", [](double a) { return std::abs(a); }},
-    Function{"sqrt", [](double a) { return std::sqrt(a); }},
-    Function{"exp", [](double a) { return std::exp(a); }},
-    Function{"log", [](double a) { return std::log(a); }},
-};
-
-/// How to compute a number from two. Further operands follow from left to right.
-struct Rule {
-  std::string_view name;
-  std::int64_t (*of_integers)(std::int64_t, std::int64_t);  ///< null if the result is a float
-  double (*of_floats)(double, double);
-  bool is_condition = false;
-};
-
-constexpr std::array kRules{
-    Rule{"+", [](std::int64_t a, std::int64_t b) { return a + b; }, [](double a, double b) { return a + b; }},
-    Rule{"*", [](std::int64_t a, std::int64_t b) { return a * b; }, [](double a, double b) { return a * b; }},
-    Rule{"//", floor_division, [](double a, double b) { return std::floor(a / b); }},
-    Rule{"%", [](std::int64_t a, std::int64_t b) { return a - b * floor_division(a, b); },
-         [](double a, double b) { return a - b * std::floor(a / b); }},
-    Rule{"min", [](std::int64_t a, std::int64_t b) { return std::min(a, b); },
-         [](double a, double b) { return std::min(a, b); }},
-    Rule{"max", [](std::int64_t a, std::int64_t b) { return std::max(a, b); },
-         [](double a, double b) { return std::max(a, b); }},
-    Rule{"/", nullptr, [](double a, double b) { return a / b; }},
-    Rule{"**", nullptr, [](double a, double b) { return std::pow(a, b); }},
-    Rule{"<", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a < b; },
-         [](double a, double b) -> double { return a < b; }, true},
-    Rule{"<=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a <= b; },
-         [](double a, double b) -> double { return a <= b; }, true},
-    Rule{"==", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a == b; },
-         [](double a, double b) -> double { return a == b; }, true},
-    Rule{"!=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a != b; },
-         [](double a, double b) -> double { return a != b; }, true},
-};
-
-std::int64_t integer(const c10::IValue& each) { return each.isBool() ? std::int64_t{each.toBool()} : each.toInt(); }
-
-double real(const c10::IValue& each) { return each.isDouble() ? each.toDouble() : static_cast<double>(integer(each)); }
-
-c10::IValue combine(const Function& function, const c10::IValue& operand) {
-  const double result = function.of(real(operand));
-  if (!function.is_integer) return result;
-  TORCH_CHECK_VALUE(std::abs(result) < 0x1p63, "a size is ", result);
-  return static_cast<std::int64_t>(result);
-}
-
-c10::IValue combine(const Rule& rule, const std::vector<c10::IValue>& operands) {
-  const auto is_integer = [](const c10::IValue& each) { return !each.isDouble(); };
-  c10::IValue result = operands.front();
-  for (auto next = operands.begin() + 1; next != operands.end(); ++next) {
-    if (rule.of_integers != nullptr && is_integer(result) && is_integer(*next)) {
-      result = rule.of_integers(integer(result), integer(*next));
-    } else {
-      result = rule.of_floats(real(result), real(*next));
-    }
-  }
-  return rule.is_condition ? c10::IValue(real(result) != 0) : result;
 }
 
 }  // namespace
@@ -242,9 +164,9 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
   } else if (named("device")) {
     kind_ = Kind::kDevice;
   } else if (named("size")) {
-    read_number(object["size"]);
+    kind_ = Kind::kNumber;
+    number_ = std::make_shared<const Number>(object["size"]);
     type_ = type;
-    if (kind_ == Kind::kConstant) constant_ = typed(constant_, type);
   } else if (named("float")) {
     constant_ = typed(real_named(object["float"]), type);
   } else if (named("complex")) {
@@ -262,34 +184,6 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
     for (const auto* mode : {"training", "evaluation"}) parts_.emplace_back(object.at(mode), type);
   } else {
     refuse(object, "which this version does not know");
-  }
-}
-
-void Argument::read_number(const Json& number) {
-  if (number.is_object() && number.contains("size")) {
-    kind_ = Kind::kSize;
-    index_ = number["size"].get<std::size_t>();
-  } else if (number.is_array()) {
-    if (number.size() < 2) refuse(number, "which is no number");
-    const auto find = [&](const auto& list) {
-      const auto is_it = [&](const auto& each) { return number.front() == each.name; };
-      return static_cast<std::size_t>(std::find_if(list.begin(), list.end(), is_it) - list.begin());
-    };
-    if (number.front() == "and" || number.front() == "or") {
-      kind_ = number.front() == "and" ? Kind::kAnd : Kind::kOr;
-    } else if (index_ = find(kFunctions); index_ < kFunctions.size() && number.size() == 2) {
-      kind_ = Kind::kFunction;
-    } else if (index_ = find(kRules); index_ < kRules.size()) {
-      kind_ = Kind::kRule;
-    } else {
-      refuse(number, "which this version does not know");
-    }
-    for (auto each = number.begin() + 1; each != number.end(); ++each) {
-      parts_.emplace_back(Json(), nullptr);
-      parts_.back().read_number(*each);
-    }
-  } else {
-    *this = Argument(number, c10::NumberType::get());
   }
 }
 
@@ -311,29 +205,10 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
       for (const auto& part : parts_) list.push_back(part.evaluate(frame));
       return list;
     }
-    default:
-      return type_ ? typed(number(frame), type_) : number(frame);
+    case Kind::kNumber:
+      return typed(number_->evaluate(frame.sizes), type_);
   }
-}
-
-c10::IValue Argument::number(const Frame& frame) const {
-  switch (kind_) {
-    case Kind::kSize:
-      return frame.sizes[index_];
-    case Kind::kFunction:
-      return combine(kFunctions[index_], parts_.front().evaluate(frame));
-    case Kind::kAnd:
-    case Kind::kOr: {
-      const bool decides = kind_ == Kind::kOr;
-      const auto is_decided = [&](const Argument& part) { return (real(part.evaluate(frame)) != 0) == decides; };
-      return std::any_of(parts_.begin(), parts_.end(), is_decided) == decides;
-    }
-    default:
-      break;
-  }
-  std::vector<c10::IValue> operands;
-  for (const auto& part : parts_) operands.push_back(part.evaluate(frame));
-  return combine(kRules[index_], operands);
+  return {};
 }
 
 bool Argument::is_none(const std::vector<bool>& training) const {
@@ -353,7 +228,7 @@ std::size_t Argument::places() const {
 }
 
 std::size_t Argument::sizes() const {
-  std::size_t most = kind_ == Kind::kSize ? index_ + 1 : 0;
+  std::size_t most = number_ ? number_->sizes() : 0;
   for (const auto& part : parts_) most = std::max(most, part.sizes());
   return most;
 }

@@ -5,9 +5,12 @@
 #include <ATen/core/jit_type.h>
 
 #include <cstdint>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
+
+#include "gpipe/graph/number.h"
 
 namespace gpipe {
 
@@ -19,7 +22,7 @@ struct Frame {
   at::Device device;
 };
 
-/// An argument of an operator, or a number that shapes depend on. Immutable. Thread-safe.
+/// An argument of an operator. Immutable. Thread-safe.
 class Argument {
  public:
   /// Reads an argument of a type. A null `type` stands for any: lists then hold anything.
@@ -41,18 +44,17 @@ class Argument {
   std::size_t sizes() const;
 
  private:
-  enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kSize, kFunction, kRule, kAnd, kOr };
+  enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kNumber };
 
   Kind kind_ = Kind::kConstant;
   c10::IValue constant_;
-  std::size_t index_ = 0;        ///< of the value, place, size, function or rule
-  std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode; operands
-  c10::TypePtr type_;            ///< of the value or number, or of a list's elements
+  std::size_t index_ = 0;        ///< of the value or place
+  std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode
+  std::shared_ptr<const Number> number_;
+  c10::TypePtr type_;  ///< of the value or number, or of a list's elements
 
-  c10::IValue number(const Frame& frame) const;
   void read_list(const nlohmann::json& list, const c10::TypePtr& type);
   void read_object(const nlohmann::json& object, const c10::TypePtr& type);
-  void read_number(const nlohmann::json& number);
 };
 
 }  // namespace gpipe

@@ -40,8 +40,8 @@ std::vector<Argument> read_arguments(const Json& args, const Json& kwargs, const
     }
   }
   if (args.size() > declared.size() || named != kwargs.size()) {
-    refuse_argument("the model gives ", schema.name(), " arguments that this version of torch does not know: ",
-                    args.dump(), ", ", kwargs.dump());
+    refuse_argument("the model gives ", schema.name(),
+                    " arguments that this version of torch does not know: ", args.dump(), ", ", kwargs.dump());
   }
   return found;
 }
@@ -109,7 +109,7 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
     shape.emplace();
     for (const auto& size : each) shape->push_back(size.is_null() ? -1 : size.get<std::int64_t>());
   }
-  for (const auto& each : list("guards")) guards.push_back({{{{"size", each.at(0)}}, nullptr}, each.at(1)});
+  for (const auto& each : list("guards")) guards.push_back({Number(each.at(0)), each.at(1)});
   for (const auto& each : list("calls")) {
     auto& call = calls.emplace_back(read_call(each));
     if (!call.target && call.name != kItem && call.name != kCheckModes) python_functions.push_back(call.name);
@@ -139,7 +139,9 @@ void Graph::Description::find_last_uses() {
     for (const auto& each : *list) leaving.push_back(&each);
   }
   check_numbers(leaving);
-  for (const auto& guard : guards) check_numbers({&guard.holds});
+  for (const auto& guard : guards) {
+    require(guard.holds.sizes() <= sizes.size(), "[gpipe] a guard of the model uses a size that it does not list");
+  }
   std::vector<std::size_t> used;
   for (const auto* each : leaving) each->add_values(used);
   std::vector<bool> is_used(values);

@@ -45,7 +45,7 @@ struct Graph::Description {
   };
 
   struct Guard {
-    Argument holds;
+    Number holds;
     std::string text;
   };
 

@@ -205,10 +205,11 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
     frame.sizes.push_back(tensor.size(static_cast<std::int64_t>(size.dimension)) / size.divisor);
   }
   for (const auto& guard : of.guards) {
-    require(guard.holds.evaluate(frame).toBool(),
-            "[gpipe] the model was converted for a number of samples with %s, but a micro-batch has %d: its code depends "
-            "on that; choose chunks accordingly, or keep the module whole by opaque",
-            guard.text, frame.sizes.front());
+    require(
+        guard.holds.evaluate(frame.sizes).toBool(),
+        "[gpipe] the model was converted for a number of samples with %s, but a micro-batch has %d: its code depends "
+        "on that; choose chunks accordingly, or keep the module whole by opaque",
+        guard.text, frame.sizes.front());
   }
   for (const auto value : of.unused) frame.values[value] = {};
 

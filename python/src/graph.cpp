@@ -49,8 +49,8 @@ std::vector<at::Tensor> or_undefined(std::vector<std::optional<at::Tensor>> tens
 }
 
 std::vector<at::Tensor> run(const Graph& graph, std::vector<std::optional<at::Tensor>> inputs,
-                            std::vector<std::optional<at::Tensor>> tensors, std::vector<bool> training, std::vector<SkipKey> pops,
-                            std::vector<SkipKey> peeks, std::vector<SkipKey> stashes) {
+                            std::vector<std::optional<at::Tensor>> tensors, std::vector<bool> training,
+                            std::vector<SkipKey> pops, std::vector<SkipKey> peeks, std::vector<SkipKey> stashes) {
   const torch::PyWarningHandler warnings;
   return released([&] {
     return graph.run(or_undefined(std::move(inputs)), {or_undefined(std::move(tensors)), std::move(training),

@@ -26,7 +26,8 @@ std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
 std::vector<SkipKey> keys_of(const std::vector<SkipNames>& skips) {
   std::vector<SkipKey> keys;
   for (const auto& each : skips) {
-    for (const auto* list : {&each.stashes, &each.pops, &each.peeks}) keys.insert(keys.end(), list->begin(), list->end());
+    for (const auto* list : {&each.stashes, &each.pops, &each.peeks})
+      keys.insert(keys.end(), list->begin(), list->end());
   }
   return keys;
 }

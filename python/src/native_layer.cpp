@@ -187,7 +187,8 @@ bool is_plain(const py::handle& module) {
   const auto torch = py::module_::import("torch.nn.modules.module");
   const py::dict own = module.attr("__dict__");
   const auto is_empty = [&](const std::string& name) {
-    return py::len(py::object(own[name.c_str()])) == 0 && py::len(py::object(torch.attr(("_global" + name).c_str()))) == 0;
+    return py::len(py::object(own[name.c_str()])) == 0 &&
+           py::len(py::object(torch.attr(("_global" + name).c_str()))) == 0;
   };
   return !own.contains("forward") && module.attr("_compiled_call_impl").is_none() &&
          std::all_of(kHooks.begin(), kHooks.end(), is_empty);

@@ -35,7 +35,7 @@ thread_local Running running;
 
 /// What a cell's forward leaves for its recompute.
 struct Memo {
-  Reference object;                                                ///< of the Python module
+  Reference object;                                               ///< of the Python module
   std::vector<std::shared_ptr<const NativeLayer::State>> states;  ///< of layers that run without Python
 };
 

@@ -42,7 +42,8 @@ class PythonPipeline {
   /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `kind` is a LossFunction's. Returns a tuple (loss,
   /// output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-             const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options, bool training, bool keeps_graph);
+             const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options, bool training,
+             bool keeps_graph);
 
   /// Whether a call runs.
   bool busy() const { return calls_ > 0; }
@@ -81,7 +82,7 @@ class PythonPipeline {
   void find_native_stages(const Value& input);
 
   std::shared_ptr<ThreadStates> states_ = std::make_shared<ThreadStates>();
-  int calls_ = 0;                     // calls of run() in progress; guarded by the interpreter's lock
+  int calls_ = 0;  // calls of run() in progress; guarded by the interpreter's lock
   /// A stage of this rank.
   struct OwnStage {
     Reference module;

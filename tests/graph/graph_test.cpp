@@ -56,7 +56,8 @@ TEST(Graph, ComputesSizes) {
   const auto computed = [](const std::string& number) {
     const auto description = R"({"values": 2, "inputs": [0], "sizes": [[0, 0, 2]],
       "calls": [{"operator": "aten::full", "result": 1,
-                 "args": [[], {"size": )" + number + R"(}], "kwargs": {"dtype": {"dtype": "float64"}}}],
+                 "args": [[], {"size": )" +
+                             number + R"(}], "kwargs": {"dtype": {"dtype": "float64"}}}],
       "outputs": [{"value": 1}]})";
     return run(description, {torch::zeros({14, 3})}).front().item<double>();  // the size is 7
   };
@@ -87,9 +88,9 @@ TEST(Graph, ChecksShapesAndGuards) {
 TEST(Graph, EntersContexts) {
   const auto context = [](const std::string& of_first, const std::string& of_second) {
     return R"({"values": 3, "inputs": [0],
-      "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "within": )" + of_first +
-           R"(}, {"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 2, "within": )" + of_second +
-           R"(}], "outputs": [{"value": 1}, {"value": 2}]})";
+      "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "within": )" +
+           of_first + R"(}, {"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 2, "within": )" +
+           of_second + R"(}], "outputs": [{"value": 1}, {"value": 2}]})";
   };
   const auto x = torch::ones({2, 2}).requires_grad_();
   auto outputs = run(context(R"([{"grad": false}])", "[]"), {x});
@@ -119,9 +120,12 @@ TEST(Graph, FreesValuesAfterTheirLastUse) {
 TEST(Graph, TellsTheLineOfAnError) {
   const std::string description = R"({"values": 2, "inputs": [0], "outputs": [{"value": 1}],
     "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "at": "model.py:12"}]})";
-  EXPECT_THAT([&] { run(description, {torch::zeros({2, 3})}); },
-              testing::Throws<c10::Error>(Property(&c10::Error::what_without_backtrace,
-                                                   HasSubstr("in aten::mm, called at model.py:12"))));
+  EXPECT_THAT(
+      [&] {
+        run(description, {torch::zeros({2, 3})});
+      },
+      testing::Throws<c10::Error>(
+          Property(&c10::Error::what_without_backtrace, HasSubstr("in aten::mm, called at model.py:12"))));
 }
 
 TEST(Graph, RefusesWhatIsNotADescription) {

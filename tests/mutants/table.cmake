@@ -45,6 +45,10 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
        Simulator.*)
 
 # Forward and backward of a mini-batch.
+mutant(graph_keeps_values gpipe_tests gpipe/graph/graph.cpp
+       "for (const auto value : each.last_uses) frame.values[value] = {};" "" Graph.*)
+mutant(graph_ignores_modes gpipe_tests gpipe/graph/graph.cpp
+       "state.training.at(each.mode->first) == each.mode->second" "true" Graph.*)
 mutant(drops_skip_gradient gpipe_tests gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
        "{.tensors = out.empty() ? std::move(of_parcel) : Gradients(of_parcel.size())}" Generated*)
 mutant(frees_cells_late gpipe_tests gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -171,8 +170,8 @@ def described(expression: Any, sizes: Mapping[Any, int]) -> Any:
         return bool(expression)
     if expression.is_Integer:
         return int(expression)
-    if expression.is_Float or expression.is_infinite:
-        return float(expression) if math.isfinite(expression) else {"float": str(float(expression))}
+    if expression.is_Float:
+        return float(expression)
     name = type(expression).__name__
     if name in ("Mul", "Rational", "Half", "Pow") and (parts := expression.as_numer_denom())[1] != 1:
         return ["//" if expression.is_integer else "/", *(described(part, sizes) for part in parts)]
