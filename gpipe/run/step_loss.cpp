@@ -245,9 +245,6 @@ at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outp
   }
   auto target = targets_.receive(micro_batch);
   auto loss = call_loss(function_, output, target);
-  if (at::GradMode::is_enabled() && !loss.requires_grad()) {
-    throw_error("no parameter and no input requires grad: unfreeze a parameter, or call forward()");
-  }
   losses_[micro_batch] = loss.variable_data();
   outputs.note_device(losses_[micro_batch]);
   if (comparison_) {

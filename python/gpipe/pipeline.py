@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
@@ -405,9 +406,15 @@ class GPipe(TeamCalls):
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
             native = native_loss(loss)
+            if self.ranks is None and not self._can_train(input, loss):
+                raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)
+
+    def _can_train(self, input: Any, loss: Any) -> bool:
+        tensors = chain(self.parameters(), tree_leaves(input))
+        return trains(loss) or any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait
