@@ -1,11 +1,11 @@
-"""Trains a U-Net on two hosts with a slow wire between them, by the fastest plan of looped placement and by the fastest of
-all, as `gpipe.balance.suggest` finds them for that wire.
+"""Trains a U-Net on two hosts with a slow wire between them by three plans of `gpipe.balance.suggest`: the fastest of looped
+placement for a wire without delay and for this one, and the fastest of all for this one.
 
     python two_hosts.py --model unet --megabytes 25      # as root, on Linux, with the package and diffusers installed
 
 Each host is a network namespace with one rank on one core, and `tc` limits the wire. The wire's speed is measured first,
 and the predictions use the measured one. The plans take turns. Prints a table: the medians of the steps' seconds, their
-quartiles, and the bytes that a step sends over the wire, of which the skips' and their gradients' are predicted.
+quartiles, and the bytes that a step sends over the wire, also those of skips and their gradients.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpipe
-from gpipe.balance import Candidate, suggest
+from gpipe.balance import Candidate, Profile, Suggestion, predict, suggest
 
 HOSTS = 2
 WIRE = "wire"  # the name of both ends
@@ -147,15 +147,19 @@ def disconnect() -> None:
         subprocess.run(["ip", "netns", "del", f"host{rank}"], stderr=subprocess.DEVNULL, check=False)
 
 
-def plan_of(candidate: Candidate, chunks: int) -> dict[str, object]:
-    return {
-        "balance": candidate.balance,
-        "placement": candidate.placement,
-        "schedule": candidate.schedule,
-        "chunks": chunks,
-        "checkpoint": candidate.checkpoint,
-        "stages_per_worker": len(candidate.balance) // HOSTS,
-    }
+def plan_of(candidate: Candidate) -> dict[str, object]:
+    return {name: getattr(candidate, name) for name in ("balance", "placement", "schedule", "chunks", "checkpoint")}
+
+
+def fastest_looped(found: Suggestion) -> Candidate:
+    return next(each for each in found.candidates if each.placement == [s % HOSTS for s in range(len(each.placement))])
+
+
+def skip_bytes(profile: Profile, plan: Candidate) -> int:
+    """Returns the bytes of skips and their gradients that a step sends."""
+    worker_of = [worker for worker, layers in zip(plan.placement, plan.balance) for _ in range(layers)]
+    others = ({worker_of[i] for i in each.reader_layers} - {worker_of[each.from_layer]} for each in profile.skips)
+    return 2 * plan.chunks * sum(each.bytes * len(workers) for each, workers in zip(profile.skips, others))
 
 
 def main() -> None:
@@ -177,21 +181,23 @@ def main() -> None:
         connect(args.megabytes)
         (bandwidth,) = in_namespaces(args, [])
         model, x = MODELS[args.model](args.samples)
-        found = suggest(
-            model, x, ["cpu"] * HOSTS, chunks=[args.chunks], checkpoints=["never"], bandwidth=bandwidth, intraop_threads=1
-        )
-        looped = next(each for each in found.candidates if each.placement == [s % HOSTS for s in range(len(each.placement))])
-        chosen = [looped, found.candidates[0]]
-        results = in_namespaces(args, [plan_of(each, args.chunks) for each in chosen])
+        search = {"chunks": [args.chunks], "checkpoints": ["never"], "intraop_threads": 1}
+        found = suggest(model, x, ["cpu"] * HOSTS, bandwidth=bandwidth, **search)
+        without_wire = suggest(model, x, ["cpu"] * HOSTS, **search)
+        chosen = [fastest_looped(without_wire), fastest_looped(found), found.best]
+        results = in_namespaces(args, [plan_of(each) for each in chosen])
     finally:
         disconnect()
     print(f"{args.model}, {args.samples} samples, {args.chunks} micro-batches; the wire carries {bandwidth / 1e6:.1f} MB/s\n")
-    print("| schedule | balance | placement | predicted s | measured s | predicted MB | sent MB |\n" + "|---" * 7 + "|")
+    print("| schedule | balance | placement | predicted s | measured s | skips MB | sent MB |\n" + "|---" * 7 + "|")
+    profile = found.profile_of(found.best)
     for index, each in enumerate(chosen):
+        names = {"schedule": each.schedule, "placement": each.placement}
+        predicted = predict(profile, each.balance, each.chunks, each.checkpoint, bandwidth=bandwidth, **names).seconds
         low, middle, high = statistics.quantiles(results[0][index]["seconds"], method="inclusive")
         sent = sum(statistics.median(result[index]["sent"]) for result in results) / 1e6
-        cells = [each.schedule, each.balance, each.placement, f"{each.seconds:.2f}", f"{middle:.2f} ({low:.2f}–{high:.2f})"]
-        print("|", " | ".join(map(str, [*cells, f"{2 * each.crossing / 1e6:.1f}", f"{sent:.1f}"])), "|")
+        cells = [each.schedule, each.balance, each.placement, f"{predicted:.2f}", f"{middle:.2f} ({low:.2f}–{high:.2f})"]
+        print("|", " | ".join(map(str, [*cells, f"{skip_bytes(profile, each) / 1e6:.1f}", f"{sent:.1f}"])), "|")
 
 
 if __name__ == "__main__":
