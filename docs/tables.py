@@ -100,6 +100,31 @@ def draw() -> None:
         (folder / f"{name}.svg").write_text(simulation.timeline.to_svg())
     for row in ROWS:
         (folder / file_of(row)).write_text(simulate(row).timeline.to_svg())
+    (folder / "borders.svg").write_text(borders())
+
+
+def borders() -> str:
+    """Draws the bytes that cross each border of the U-Net, with the borders between hosts of two plans."""
+    profile = measured()
+    count, height, width = len(profile.layers) - 1, 160, 8
+    crossing = [bytes_ or 0 for bytes_ in profile.cut_bytes()][:count]
+    skips = [
+        sum(each.bytes for each in profile.skips if each.from_layer <= border < max(each.reader_layers))
+        for border in range(count)
+    ]
+    scale = height / max(crossing)
+    parts = []
+    for border, (total, of_skips) in enumerate(zip(crossing, skips)):
+        for top, bytes_, color in ((total, total - of_skips, "#1f77b4"), (of_skips, of_skips, "#bbbbbb")):
+            place = f'x="{40 + width * border}" y="{height + 30 - top * scale:.1f}" width="{width - 1}"'
+            parts.append(f'<rect {place} height="{bytes_ * scale:.1f}" fill="{color}"/>')
+    for name, cuts, y in (("looped", (20, 42, 57), height + 50), ("V", (24, 46), height + 70)):
+        parts.append(f'<text x="0" y="{y}">{name}</text>')
+        parts += [f'<text x="{40 + width * (cut - 1)}" y="{y}">▲</text>' for cut in cuts]
+    label = "bytes that cross a border: the activation (blue) and skips (grey, on one host in the V)"
+    parts.append(f'<text x="40" y="16">{label}</text>')
+    size = f'width="{60 + width * count}" height="{height + 80}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">{"".join(parts)}</svg>\n'
 
 
 # Clusters

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn._reduction import get_enum
 
 from gpipe import _C
 from gpipe.checks import check_function, check_number, checks_arguments, shown
@@ -74,7 +75,8 @@ _FUNCTIONS: dict[type[nn.Module], Any] = {
 def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
     """Returns what C++ computes in place of a loss of torch, if it can: the graph, its tensors, and whether output and target
     must have one shape."""
-    settings, function = _settings_of(loss), _FUNCTIONS.get(type(loss), loss)
+    settings = _settings_of(loss)
+    function: Any = _FUNCTIONS.get(type(loss), loss) if isinstance(loss, nn.Module) else loss
     if isinstance(function, partial):
         function = function.func
     if settings is None or function not in _OPERATORS or (isinstance(loss, nn.Module) and not _C.is_plain(loss)):
@@ -82,17 +84,14 @@ def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
     operator, names, one_shape = _OPERATORS[function]
     if any(settings[name] != default for name, default in _defaults(function).items() if name in settings and name not in names):
         return None
-    tensors = [value for name in ("weight", "pos_weight") if isinstance(value := settings.get(name), Tensor)]
-    constants = (settings[name] for name in names if not any(settings[name] is tensor for tensor in tensors))
-    if any(type(constant) not in (type(None), int, float, str) for constant in constants):
-        return None
-    numbers = iter(range(2, 2 + len(tensors)))
+    tensors = [settings[name] for name in ("weight", "pos_weight") if isinstance(settings.get(name), Tensor)]
     args: list[Any] = [{"value": 0}, {"value": 1}]
-    for name in names:
-        value = settings[name]
-        if isinstance(value, Tensor):
-            value = {"value": next(numbers)}
-        args.append(F._Reduction.get_enum(value) if name == "reduction" else value)
+    for setting in (settings[name] for name in names):
+        of_tensor = [number for number, tensor in enumerate(tensors, 2) if tensor is setting]
+        if not of_tensor and type(setting) not in (type(None), int, float, str):
+            return None
+        args.append({"value": of_tensor[0]} if of_tensor else setting)
+    args[2 + names.index("reduction")] = get_enum(settings["reduction"])
     return _graph_of(f"aten::{operator}", json.dumps(args), len(tensors)), tensors, one_shape
 
 

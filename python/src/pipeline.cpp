@@ -1,5 +1,6 @@
 #include "python/src/pipeline.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -223,7 +224,8 @@ Pair PythonPipeline::train(const py::object& input, const py::object& target, co
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
   find_native_stages(value);
-  const auto function = to_loss(loss, native, kind, states_);
+  const bool as_python = at::impl::torch_function_mode_enabled();  // the mode may change what the loss does
+  const auto function = to_loss(loss, as_python ? std::nullopt : native, kind, states_);
   set_training(training);
   const auto result = run([&](GPipeImpl& pipe) {
     if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
@@ -368,10 +370,10 @@ PYBIND11_MODULE(_C, module) {
   init_ranks(module);
   init_training(module);
   init_schedule(module);
+  init_graph(module);
   init_pipeline(module);
   init_snapshot(module);
   init_balance(module);
-  init_graph(module);
   reset_calls_after_fork();
   py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
 }

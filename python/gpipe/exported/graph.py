@@ -264,8 +264,8 @@ class Reader:
             raise ValueError("cannot convert the model: it computes nothing")
 
     def _value(self, node: fx.Node) -> Value:
-        self._values[node] = Value(node.meta.get("val"))
-        return self._values[node]
+        value = self._values[node] = Value(node.meta.get("val"))
+        return value
 
     def _read(self, module: fx.GraphModule, contexts: tuple[Context, ...]) -> Any:
         """Adds the operations of a module. Returns the module's outputs."""

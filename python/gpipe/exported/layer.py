@@ -151,8 +151,8 @@ class ExportedLayer(ConvertedLayer):
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
         self._description = description
-        itself = weakref.ref(self)  # the graph belongs to the layer
-        self._graph = graph = _C.Graph(self._description, lambda *call: itself()._call_python(*call))
+        layer: Any = weakref.proxy(self)  # which the graph belongs to
+        self._graph = graph = _C.Graph(description, lambda *call: layer._call_python(*call))
         self.stashable_names, self.poppable_names = frozenset(graph.stashes), frozenset(graph.pops)
         self.peekable_names = frozenset(graph.peeks)
 
@@ -201,15 +201,14 @@ class ExportedLayer(ConvertedLayer):
                 raise ValueError(text)
         return leaves
 
-    def unflattened(self, outputs: list[Tensor | None], training: bool) -> Any:
+    def unflattened(self, outputs: Sequence[Tensor | None], training: bool) -> Any:
         """Returns the last layer's output with the structure that the model returns in a mode."""
         spec = tree_structure(self._output[0 if training else 1])
         return tree_unflatten(outputs[: spec.num_leaves], spec)
 
     def _call_python(self, name: str, *args: Any) -> Any:
         if name == f"{run_whole.__module__}:{run_whole.__qualname__}":
-            path, *args = args
-            return run_whole(self.model.get_submodule(path), *args)
+            return run_whole(self.model.get_submodule(args[0]), *args[1:])
         return _resolved(name)(*args)
 
     def __repr__(self) -> str:
