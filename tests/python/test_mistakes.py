@@ -116,6 +116,11 @@ MISTAKES = [
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
     (lambda: pipe().evaluate(X, Y, lambda *both: 1.0), TypeError, "the loss function returned 1.0; return a tensor"),
+    (
+        lambda: pipe().requires_grad_(False).step(X, Y, nn.functional.mse_loss),
+        RuntimeError,
+        r"no parameter and no input requires grad: unfreeze a parameter, or use evaluate\(\)",
+    ),
     (replaced_layer, RuntimeError, "'first' was added to the pipeline, .*: `del pipe.first`, change the model, and make"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.

@@ -251,7 +251,7 @@ def pipeline(spec, model):
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
 
     def call(x, gradient):
-        if spec.schedule:
+        if spec.schedule and any(tensor.requires_grad for tensor in (x, *pipe.parameters())):
             return pipe.step(x, gradient, lambda out, of: (out * of).sum(), reduction="sum", return_output=True)[1]
         output = pipe(x)
         torch.manual_seed(0)  # does not change what a recompute draws
