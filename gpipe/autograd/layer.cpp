@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/graph/graph_layer.h"
 
 namespace gpipe {
 namespace {
@@ -46,6 +47,7 @@ AnyValue to_any(Value value) {
 }
 
 std::optional<Value> from_any(AnyValue& any) {
+  if (auto* value = any.try_get<Value>()) return std::move(*value);
   if (auto* tensor = any.try_get<at::Tensor>()) return Value(std::move(*tensor));
   if (auto* tensors = any.try_get<std::vector<at::Tensor>>()) return Value(std::move(*tensors));
   std::optional<Value> value;
@@ -70,7 +72,8 @@ class AnyLayer : public Layer {
   AnyLayer(std::string name, AnyModule module) : name_(std::move(name)), module_(std::move(module)) {}
 
   Value forward(Value input) override {
-    AnyValue output = module_.any_forward(to_any(std::move(input)));
+    const bool takes_value = module_.ptr()->as<GraphLayer>() != nullptr;
+    AnyValue output = module_.any_forward(takes_value ? AnyValue(std::move(input)) : to_any(std::move(input)));
     if (auto value = from_any(output)) return *std::move(value);
     refuse_argument("layer '", name_, "' returned ", c10::demangle(output.type_info().name()),
                     "; return a tensor, a std::vector of tensors or a std::tuple of 2 to 8 tensors");

@@ -176,6 +176,15 @@ const std::vector<std::string>& Graph::peeks() const { return description_->peek
 const std::vector<std::string>& Graph::stashes() const { return description_->stashes; }
 const std::vector<std::string>& Graph::python_functions() const { return description_->python_functions; }
 
+std::vector<at::Tensor> Graph::with_constants(std::vector<at::Tensor> tensors) const {
+  const auto& shapes = description_->shapes;
+  for (std::size_t i = 0; i < shapes.size(); ++i) {
+    if (!shapes[i] && i <= tensors.size())
+      tensors.insert(tensors.begin() + static_cast<std::ptrdiff_t>(i), at::Tensor());
+  }
+  return tensors;
+}
+
 std::vector<bool> Graph::has_outputs(const std::vector<bool>& training) const {
   std::vector<bool> found;
   for (const auto& each : description_->outputs) found.push_back(!each.is_none(training));

@@ -71,6 +71,9 @@ class Graph {
   /// The Python functions that it calls.
   const std::vector<std::string>& python_functions() const;
 
+  /// Returns the inputs with an undefined tensor for each that must be null.
+  std::vector<at::Tensor> with_constants(std::vector<at::Tensor> tensors) const;
+
   /// Which outputs are tensors in these modes of the places.
   std::vector<bool> has_outputs(const std::vector<bool>& training) const;
 

@@ -233,6 +233,7 @@ void write_safetensors(const Safetensors& content, const ByteSink& sink) {
   try {
     if (!complex.empty()) metadata["complex128"] = complex.dump();
     if (!content.training.empty()) metadata["training"] = content.training;
+    if (!content.model.empty()) metadata["model"] = content.model;
     text = header.dump();
   } catch (const json::type_error&) {
     refuse("a name or text is not UTF-8");
@@ -285,6 +286,7 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   checksum.add(text.data(), text.size());
   Safetensors content;
   content.training = metadata_text("training");
+  content.model = metadata_text("model");
   for (const auto& entry : entries_of(header, left)) {
     auto tensor = at::empty(entry.shape, entry.type);
     read(tensor.data_ptr(), tensor.nbytes());
@@ -292,7 +294,8 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
     content.tensors.emplace(entry.name, std::move(tensor));
   }
   const auto expected = metadata_text("checksum");
-  if (expected.empty() ? !content.training.empty() : expected != checksum.text()) {
+  const bool only_weights = content.training.empty() && content.model.empty();
+  if (expected.empty() ? !only_weights : expected != checksum.text()) {
     refuse("the file is damaged: its checksum does not match");
   }
   const auto complex = json::parse(metadata_text("complex128"), nullptr, /*allow_exceptions=*/false);

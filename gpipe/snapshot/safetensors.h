@@ -14,10 +14,11 @@ namespace gpipe {
 /// header is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library
 /// writes these texts: "checksum", the CRC-32 of the whole file with eight zeros in the place of the checksum;
 /// "complex128", a list of the tensors of that type, which the format lacks and which are stored as pairs of float64;
-/// and `training`.
+/// `training` and `model`.
 struct Safetensors {
   std::map<std::string, at::Tensor> tensors;
   std::string training;  ///< empty in a file of weights only
+  std::string model;     ///< of a model file, else empty
 };
 
 using ByteSink = std::function<void(const void* data, std::size_t size)>;
@@ -39,7 +40,7 @@ void write_safetensors(const Safetensors& content, const ByteSink& sink);
 void write_safetensors(const std::filesystem::path& path, const Safetensors& content);
 
 /// Reads `size` bytes. Allocates no more than that for tensors. Errors: std::runtime_error for bytes that are not of
-/// the format, or do not have the checksum, which only a file without `training` may lack.
+/// the format, or do not have the checksum, which only a file of weights may lack.
 Safetensors read_safetensors(std::istream& from, std::uint64_t size);
 
 /// Reads a file. Errors: as above; std::system_error for a file that cannot be opened or is a directory.

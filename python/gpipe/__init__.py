@@ -34,6 +34,7 @@ from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
 from gpipe._C import Timeline, is_checkpointing, is_recomputing
 from gpipe.checks import BalanceError
 from gpipe.exported.conversion import to_sequential
+from gpipe.exported.model_file import export_model
 from gpipe.losses import check_loss
 from gpipe.pipeline import SCHEDULES, GPipe, reuse_cpu_memory
 from gpipe.plan import Plan
@@ -56,6 +57,7 @@ __all__ = [
     "batchnorm",
     "check_loss",
     "data",
+    "export_model",
     "is_checkpointing",
     "is_recomputing",
     "models",

@@ -14,7 +14,8 @@ from torch import nn
 from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.convert import convert as write_safetensors
-from gpipe.exported.conversion import as_sequential
+from gpipe.exported.conversion import as_sequential, converted
+from gpipe.exported.model_file import export_model
 from gpipe.plan import progress_line, show
 from gpipe.structure import first_micro_batch, take_apart
 
@@ -209,6 +210,17 @@ def _read(path: str) -> str:
 
 def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any, str]:
     """Makes the model and the mini-batch of MODULE:FUNCTION, and turns the model into layers. Returns code that does so."""
+    model, batch, code = _loaded(options)
+    if not isinstance(model, nn.Sequential):
+        stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
+        code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
+    layers = as_sequential(model, batch)
+    show("")
+    return layers, batch, code
+
+
+def _loaded(options: argparse.Namespace) -> tuple[nn.Module, Any, str]:
+    """Makes the model and the mini-batch of MODULE:FUNCTION. Returns code that does so."""
     text = options.factory
     show("loading the model")
     module, _, call = text.partition(":")
@@ -233,12 +245,7 @@ def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any, s
         code += f"batch = torch.randn{tuple(options.input)}\n"
     if batch is None:
         raise ValueError(f"{text} returns no mini-batch; give its shape with --input")
-    if not isinstance(model, nn.Sequential):
-        stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
-        code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
-    layers = as_sequential(model, batch)
-    show("")
-    return layers, batch, code
+    return model, batch, code
 
 
 def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[Profile, int]:
@@ -307,6 +314,16 @@ def _pipeline(candidate: Candidate, schedule: str, devices: list[str]) -> str:
 
 
 # Files.
+
+
+def export(options: argparse.Namespace) -> tuple[str, int]:
+    model, batch, _ = _loaded(options)
+    sequence = converted(model, batch)
+    show("")
+    export_model(sequence, options.output)
+    if options.json:
+        return json.dumps({"target": options.output, "layers": len(sequence)}) + "\n", 0
+    return f"{options.output} has {len(sequence)} layers\n", 0
 
 
 def convert(options: argparse.Namespace) -> tuple[str, int]:

@@ -75,9 +75,10 @@ Content read_snapshot(const py::bytes& name) {
   }));
 }
 
-void write_weights(const py::bytes& name, const Tensors& tensors) {
+void write_weights(const py::bytes& name, const Tensors& tensors, const std::string& model) {
   const std::filesystem::path path{std::string(name)};
-  const auto file = to_file(tensors, "");
+  auto file = to_file(tensors, "");
+  file.model = model;
   with_file(path, [&] { write_safetensors(path, file); });
 }
 
@@ -99,7 +100,7 @@ Content part_of_snapshot(const Tensors& tensors, const std::string& training, Na
 void init_snapshot(py::module_& module) {
   module.def("write_snapshot", &write_snapshot);
   module.def("read_snapshot", &read_snapshot);
-  module.def("write_weights", &write_weights, "Writes tensors to a safetensors file.");
+  module.def("write_weights", &write_weights, "Writes tensors to a safetensors file, or a model.");
   module.def("gather_snapshot", &gather_snapshot);
   module.def("part_of_snapshot", &part_of_snapshot);
 }

@@ -331,7 +331,7 @@ def test_what_is_equal_in_both_modes_is_no_choice(monkeypatch):
     monkeypatch.setattr(Combination, "_chooser", None)
     sequence = to_sequential(Returns(lambda x: x.masked_fill(x > 0, math.nan) + torch.tensor([math.nan])), batch())
     assert len(list(sequence.buffers())) == 1
-    assert not any("training" in layer._description for layer in sequence)
+    assert not any("training" in layer.description for layer in sequence)
 
 
 class Outputs(NamedTuple):

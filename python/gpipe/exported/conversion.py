@@ -79,7 +79,7 @@ def _try_one_sample(
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
     first: Any = sequence[0]
-    before = first._description
+    before = first.description
     description = json.loads(before)
     for guard, each in zip(description["guards"], guards):
         if each.is_of_operator:
@@ -160,6 +160,11 @@ def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
     """Returns a ``nn.Sequential`` as it is. Converts any other module, called with an input of the sequence."""
     if isinstance(module, nn.Sequential) or not isinstance(module, nn.Module):
         return module
+    return converted(module, input)
+
+
+def converted(module: nn.Module, input: Any) -> nn.Sequential:
+    """Returns the sequence of a module for an input of the sequence."""
     if isinstance(input, dict):
         return to_sequential(module, **input)
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)))

@@ -150,7 +150,7 @@ class ExportedLayer(ConvertedLayer):
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
-        self._description = description
+        self.description = description
         layer: Any = weakref.proxy(self)  # which the graph belongs to
         self._graph = graph = _C.Graph(description, lambda *call: layer._call_python(*call))
         self.stashable_names, self.poppable_names = frozenset(graph.stashes), frozenset(graph.pops)
@@ -219,7 +219,7 @@ class ExportedLayer(ConvertedLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.describe(self._description)
+        self.describe(self.description)
 
 
 def _in_order_of(example: Any, value: Any) -> Any:

@@ -1,0 +1,127 @@
+// Trains a model that it has never seen, as a pipeline:
+//
+//   python -m gpipe export torchvision.models:resnet50 --input 4,3,64,64 -o resnet50.gpipe
+//   build/examples/finetune/finetune --model resnet50.gpipe --data images.safetensors --output trained.gpipe
+//
+// The data is a safetensors file with "target", and with "input", or "input.0", "input.1" and so on.
+
+#include <torch/nn/functional/loss.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iomanip>
+#include <iostream>
+#include <stdexcept>
+
+#include "absl/strings/str_cat.h"
+#include "balance/balance.h"
+#include "examples/common/options.h"
+#include "gpipe/model.h"
+#include "gpipe/snapshot.h"
+
+namespace gpipe::examples {
+namespace {
+
+struct Options {
+  std::filesystem::path model, data, output;
+  std::string loss = "cross_entropy";
+  std::string optimizer = "sgd";
+  double learning_rate = 0.01;
+  std::int64_t batch_size = 8;
+  int epochs = 1;
+  std::vector<std::int64_t> balance;
+  int stages = 2;
+  std::int64_t chunks = 2;
+  std::string schedule = "1f1b";
+};
+
+void add_options(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default();
+  app.add_option("--model", options.model, "file of python -m gpipe export")->required();
+  app.add_option("--data", options.data, "safetensors file with inputs and targets")->required();
+  app.add_option("--output", options.output, "file for the trained model");
+  app.add_option("--loss", options.loss)->check(CLI::IsMember({"cross_entropy", "mse"}));
+  app.add_option("--optimizer", options.optimizer)->check(CLI::IsMember({"sgd", "adamw"}));
+  app.add_option("--learning-rate", options.learning_rate)->check(in_range(0));
+  app.add_option("-b,--batch-size", options.batch_size, "samples per mini-batch")->check(in_range(1));
+  app.add_option("--epochs", options.epochs)->check(in_range(0));
+  auto* balance = app.add_option("--balance", options.balance, "layers per stage, such as 20,35")->delimiter(',');
+  app.add_option("--stages", options.stages, "of equal measured time, without --balance")->excludes(balance);
+  app.add_option("--chunks", options.chunks, "micro-batches per mini-batch")->check(in_range(1));
+  app.add_option("--schedule", options.schedule);
+}
+
+struct Data {
+  std::vector<torch::Tensor> inputs;
+  torch::Tensor target;
+};
+
+Data read_data(const std::filesystem::path& path) {
+  const auto tensors = read_weights(path);
+  Data data;
+  if (const auto* input = tensors.find("input")) data.inputs.push_back(*input);
+  while (const auto* input = tensors.find(absl::StrCat("input.", data.inputs.size()))) data.inputs.push_back(*input);
+  if (const auto* target = tensors.find("target")) data.target = *target;
+  if (data.inputs.empty() || !data.target.defined()) {
+    throw std::invalid_argument(path.string() + " must have the tensors 'input', or 'input.0' and so on, and 'target'");
+  }
+  return data;
+}
+
+Value part_of(const std::vector<torch::Tensor>& tensors, std::int64_t begin, std::int64_t end) {
+  std::vector<torch::Tensor> parts;
+  for (const auto& tensor : tensors) parts.push_back(tensor.slice(0, begin, end));
+  return parts.size() == 1 ? Value(parts.front()) : Value(std::move(parts));
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Options& options, const GPipe& pipe) {
+  using namespace torch::optim;
+  if (options.optimizer == "sgd") return std::make_unique<SGD>(pipe->parameters(), SGDOptions(options.learning_rate));
+  return std::make_unique<AdamW>(pipe->parameters(), AdamWOptions(options.learning_rate));
+}
+
+LossFunction make_loss(const std::string& name) {
+  if (name == "mse") return tensor_loss(torch::nn::MSELoss());
+  return tensor_loss(torch::nn::CrossEntropyLoss());
+}
+
+int finetune(const Options& options) {
+  const auto data = read_data(options.data);
+  const auto model = load_model(options.model);
+  auto balance = options.balance;
+  if (balance.empty()) {
+    const auto sample = std::max<std::int64_t>(2, options.batch_size / options.chunks);
+    balance = balance_by_time(options.stages, model, part_of(data.inputs, 0, sample));
+  }
+  auto pipe = GPipe(model, balance, GPipeOptions().chunks(options.chunks).schedule(options.schedule));
+  std::cout << options.model.string() << ": " << model->size() << " layers in " << balance.size() << " stages\n"
+            << std::setprecision(9);
+  const auto optimizer = make_optimizer(options, pipe);
+  const auto loss = make_loss(options.loss);
+  torch::manual_seed(0);
+  const auto samples = data.target.size(0);
+  int step = 0;
+  for (int epoch = 0; epoch < options.epochs; ++epoch) {
+    for (std::int64_t begin = 0; begin < samples; begin += options.batch_size) {
+      const auto end = std::min(begin + options.batch_size, samples);
+      optimizer->zero_grad();
+      const auto result = pipe->step(part_of(data.inputs, begin, end), data.target.slice(0, begin, end), loss);
+      optimizer->step();
+      std::cout << absl::StrCat("step ", ++step) << " loss " << result.loss.item<float>() << std::endl;
+    }
+  }
+  if (!options.output.empty()) save_model(options.output, *pipe);
+  return 0;
+}
+
+}  // namespace
+}  // namespace gpipe::examples
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a model of any PyTorch program, as a pipeline.");
+  gpipe::examples::Options options;
+  gpipe::examples::add_options(app, options);
+  return gpipe::examples::run_program(app, argc, argv, [&] { return gpipe::examples::finetune(options); });
+}

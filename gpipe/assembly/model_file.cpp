@@ -1,0 +1,86 @@
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/base/checks.h"
+#include "gpipe/graph/graph_layer.h"
+#include "gpipe/model.h"
+#include "gpipe/snapshot/safetensors.h"
+
+namespace gpipe {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::int64_t kVersion = 1;
+
+std::string without_dot(const std::string& name) { return name.starts_with('.') ? name.substr(1) : name; }
+
+/// Takes the tensors of a layer from the file. `earlier` has those of all layers so far.
+std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::map<std::string, at::Tensor>& file,
+                                                std::map<std::string, at::Tensor>& earlier) {
+  std::vector<GraphLayer::NamedTensor> tensors;
+  for (const auto& each : layer.at("tensors")) {
+    const auto name = each.at(0).get<std::string>();
+    const auto kind = each.at(1).get<std::string>();
+    require(kind == "parameter" || kind == "frozen" || kind == "buffer", "'%s' is a '%s'", name, kind);
+    const auto& source = each.at(2).is_null() ? file : earlier;
+    const auto found = source.find(each.at(2).is_null() ? name : each.at(2).get<std::string>());
+    require(found != source.end(), "the tensor of '%s' is missing", name);
+    auto tensor = found->second;
+    if (kind == "parameter") tensor.set_requires_grad(true);
+    earlier.emplace(name, tensor);
+    tensors.push_back({without_dot(name), std::move(tensor), kind != "buffer"});
+  }
+  return tensors;
+}
+
+torch::nn::Sequential read_model(Safetensors file) {
+  require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
+  const auto model = Json::parse(file.model);
+  require(model.at("version").get<std::int64_t>() <= kVersion, "it has version %d, but this library reads up to %d",
+          model["version"].get<std::int64_t>(), kVersion);
+  torch::nn::Sequential layers;
+  std::map<std::string, at::Tensor> earlier;
+  const Namespace of_model;
+  for (const auto& each : model.at("layers")) {
+    auto layer =
+        std::make_shared<GraphLayer>(each.at("graph").dump(), tensors_of(each, file.tensors, earlier), each.dump());
+    layer->isolate(of_model);
+    layers->push_back(each.at("name").get<std::string>(), std::move(layer));
+  }
+  return layers;
+}
+
+}  // namespace
+
+torch::nn::Sequential load_model(const std::filesystem::path& path) {
+  try {
+    return read_model(read_safetensors(path));
+  } catch (const std::exception& error) {
+    throw std::runtime_error("[gpipe] cannot load the model '" + path.string() + "': " + error.what());
+  }
+}
+
+void save_model(const std::filesystem::path& path, const torch::nn::Module& model) {
+  Safetensors file;
+  auto layers = Json::array();
+  for (const auto& module : model.modules(/*include_self=*/false)) {
+    const auto* layer = module->as<GraphLayer>();
+    if (layer == nullptr) continue;
+    layers.push_back(Json::parse(layer->source()));
+    const auto& listed = layers.back()["tensors"];
+    for (std::size_t i = 0; i < listed.size(); ++i) {
+      file.tensors.emplace(listed[i][0].get<std::string>(), layer->tensors()[i].tensor);
+    }
+  }
+  if (layers.empty()) refuse_argument("save_model() needs a model from load_model(), or a pipeline of its layers");
+  file.model = Json{{"version", kVersion}, {"layers", std::move(layers)}}.dump();
+  write_safetensors(path, file);
+}
+
+}  // namespace gpipe

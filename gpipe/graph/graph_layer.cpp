@@ -1,0 +1,61 @@
+#include "gpipe/graph/graph_layer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_split.h"
+#include "gpipe/base/checks.h"
+
+namespace gpipe {
+namespace {
+
+std::pair<std::string, std::string> split_last(const std::string& name) {
+  const auto dot = name.rfind('.');
+  if (dot == std::string::npos) return {"", name};
+  return {name.substr(0, dot), name.substr(dot + 1)};
+}
+
+}  // namespace
+
+GraphLayer::GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source)
+    : GraphLayer(std::make_unique<const Graph>(graph), std::move(tensors), std::move(source)) {}
+
+GraphLayer::GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source)
+    : Skippable({graph->stashes(), graph->pops(), graph->peeks()}),
+      graph_(std::move(graph)),
+      tensors_(std::move(tensors)),
+      source_(std::move(source)) {
+  for (const auto& [name, tensor, is_parameter] : tensors_) {
+    const auto [path, own] = split_last(name);
+    is_parameter ? place(path).register_parameter(own, tensor, tensor.requires_grad())
+                 : place(path).register_buffer(own, tensor);
+  }
+  for (const auto& name : graph_->tensors()) {
+    const auto found =
+        std::find_if(tensors_.begin(), tensors_.end(), [&](const auto& each) { return each.name == name; });
+    require(found != tensors_.end(), "[gpipe] the model lacks the tensor '%s'", name);
+    used_.push_back(found->tensor);
+  }
+  for (const auto& path : graph_->places()) places_.push_back(&place(path));
+}
+
+torch::nn::Module& GraphLayer::place(const std::string& path) {
+  torch::nn::Module* module = this;
+  for (const auto& name : absl::StrSplit(path, '.', absl::SkipEmpty())) {
+    const auto children = module->named_children();
+    const auto* child = children.find(std::string(name));
+    module = child != nullptr ? child->get()
+                              : module->register_module(std::string(name), std::make_shared<torch::nn::Module>()).get();
+  }
+  return *module;
+}
+
+Value GraphLayer::forward(Value input) {
+  Graph::State state{used_, {}, pops(), peeks(), stashes()};
+  for (const auto* module : places_) state.training.push_back(module->is_training());
+  auto outputs = graph_->run(graph_->with_constants(std::move(input).tensors()), state);
+  while (!outputs.empty() && !outputs.back().defined()) outputs.pop_back();  // those of the other mode
+  return outputs.size() == 1 ? Value(std::move(outputs.front())) : Value(std::move(outputs));
+}
+
+}  // namespace gpipe

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpipe/graph/graph.h"
+#include "gpipe/tensors/value.h"
+#include "skip/skippable.h"
+
+namespace gpipe {
+
+/// A layer of a model file: a graph with its tensors, which are at their paths in the original model.
+class GraphLayer : public torch::nn::Module, public Skippable {
+ public:
+  struct NamedTensor {
+    std::string name;
+    at::Tensor tensor;
+    bool is_parameter = false;
+  };
+
+  /// Errors: as Graph, and std::invalid_argument if a tensor of the graph is missing or a name is taken.
+  /// `source` is what source() returns.
+  GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source);
+
+  /// Takes the model's input if the layer is the first one: a tensor, or a vector of those that are not constants.
+  /// Returns a tensor, or a vector of several.
+  Value forward(Value input);
+
+  const std::vector<NamedTensor>& tensors() const { return tensors_; }
+  /// The layer's description in the file.
+  const std::string& source() const { return source_; }
+
+ private:
+  GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
+
+  const std::unique_ptr<const Graph> graph_;
+  const std::vector<NamedTensor> tensors_;
+  const std::string source_;
+  std::vector<at::Tensor> used_;            // in the order of the graph
+  std::vector<torch::nn::Module*> places_;  // whose modes count
+
+  /// Returns the module at a path; makes those that are missing.
+  torch::nn::Module& place(const std::string& path);
+};
+
+}  // namespace gpipe

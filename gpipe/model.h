@@ -1,0 +1,32 @@
+#pragma once
+
+#include <torch/nn/modules/container/sequential.h>
+
+#include <filesystem>
+
+namespace gpipe {
+
+/// Reads a model that `python -m gpipe export` has written: any PyTorch model, as layers that run without Python. The
+/// layers have the original's parameters and buffers, in training mode. Train them in a pipeline:
+///
+///   auto model = gpipe::load_model("resnet50.gpipe");
+///   auto pipe = gpipe::GPipe(model, {90, 85}, gpipe::GPipeOptions().chunks(8).schedule("1f1b"));
+///
+/// Without a pipeline, a layer takes and returns a Value: model->forward<gpipe::Value>(gpipe::Value(images)).
+///
+/// The format: a safetensors file with the original's state by its names. The names of constants and of buffers that
+/// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers", a
+/// list of objects with "name", "tensors" and "graph", a description as in gpipe/graph/graph.h. A tensor is a list of its
+/// name in the file, whether it is "parameter", "frozen" (a parameter that does not require grad) or "buffer", and the
+/// name of an earlier tensor that it is tied to, or null.
+///
+/// A model file is a program: read only files that you trust. Errors: std::runtime_error with the path and the reason
+/// for a file that is missing, damaged, not a model, of a newer version, or calls an operator that this torch lacks.
+torch::nn::Sequential load_model(const std::filesystem::path& path);
+
+/// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers, in one process.
+/// `safetensors.torch.load_file()` reads the weights for the original: model.load_state_dict(weights, strict=False).
+/// Errors: std::invalid_argument for a module without such layers; std::system_error.
+void save_model(const std::filesystem::path& path, const torch::nn::Module& model);
+
+}  // namespace gpipe

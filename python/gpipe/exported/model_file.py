@@ -1,0 +1,41 @@
+"""Writes a converted model as a file that C++ reads and trains. gpipe/model.h describes the file."""
+
+import json
+import os
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpipe import _C
+from gpipe.exported.conversion import ExportedSequential
+from gpipe.exported.layer import ExportedLayer
+
+
+def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
+    """Writes a model of :func:`gpipe.to_sequential` as a file that the C++ function ``gpipe::load_model`` reads. Raises
+    TypeError for another model, ValueError, with names, if a layer calls Python functions, and OSError."""
+    if not isinstance(sequence, ExportedSequential):
+        raise TypeError(f"sequence must be a model of gpipe.to_sequential, but is {type(sequence).__name__}")
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    first_names: dict[int, str] = {}  # of tensors, by id
+    for key, layer in sequence.named_children():
+        assert isinstance(layer, ExportedLayer)
+        if layer.python_functions:
+            raise ValueError(f"layer '{layer.name}' calls {', '.join(layer.python_functions)}, which C++ cannot run")
+        listed = []
+        state = layer.model.state_dict(keep_vars=True)
+        for name, tensor in _tensors_of(layer.model).items():
+            in_file = name if name in state else f".{name}"
+            kind = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen"
+            earlier = first_names.get(id(tensor))
+            listed.append([in_file, kind, earlier])
+            first_names.setdefault(id(tensor), in_file)
+            tensors[in_file] = tensor
+        layers.append({"name": key, "tensors": listed, "graph": json.loads(layer.description)})
+    _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the parameters and buffers under all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
