@@ -12,6 +12,7 @@ from pathlib import Path
 
 # Declarations that the fragments of a page use without making them.
 GIVEN = {
+    "any_model.md": "torch::Tensor x, y;",
     "which.md": "nn::Sequential model; torch::Tensor mini_batch;",
     "how_it_works.md": "nn::Sequential model; gpipe::GPipe pipe(model, {1, 1});",
     "replicas.md": "nn::Sequential model; std::vector<std::pair<torch::Tensor, torch::Tensor>> batches; "
