@@ -115,7 +115,7 @@ def in_namespaces(args: argparse.Namespace, plans: list[dict[str, object]]) -> l
     """Runs this program on both hosts, and returns what they print."""
     processes = []
     for rank in range(HOSTS):
-        command = ["ip", "netns", "exec", f"host{rank}", "taskset", "-c", str(rank), sys.executable, __file__]
+        command = ["ip", "netns", "exec", f"gpipe{rank}", "taskset", "-c", str(rank), sys.executable, __file__]
         flags = ["--model", args.model, "--samples", args.samples, "--repeats", args.repeats, "--plans", json.dumps(plans)]
         job = {"RANK": str(rank), "WORLD_SIZE": str(HOSTS), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
         environment = {**os.environ, **job, "GLOO_SOCKET_IFNAME": WIRE, "OMP_NUM_THREADS": "1"}
@@ -133,10 +133,10 @@ def run(*commands: str) -> None:
 
 def connect(megabytes: float) -> None:
     """Makes the hosts and a wire that carries so many megabytes per second in each direction."""
-    run(*(f"ip netns add host{rank}" for rank in range(HOSTS)))
-    run(f"ip link add {WIRE} netns host0 type veth peer name {WIRE} netns host1")
+    run(*(f"ip netns add gpipe{rank}" for rank in range(HOSTS)))
+    run(f"ip link add {WIRE} netns gpipe0 type veth peer name {WIRE} netns gpipe1")
     for rank in range(HOSTS):
-        inside = f"ip netns exec host{rank}"
+        inside = f"ip netns exec gpipe{rank}"
         limit = f"tbf rate {megabytes * 8}mbit burst 64kb latency 100ms"
         run(f"{inside} ip addr add 10.0.0.{rank + 1}/24 dev {WIRE}", f"{inside} ip link set {WIRE} up")
         run(f"{inside} ip link set lo up", f"{inside} tc qdisc add dev {WIRE} root {limit}")
@@ -144,7 +144,7 @@ def connect(megabytes: float) -> None:
 
 def disconnect() -> None:
     for rank in range(HOSTS):
-        subprocess.run(["ip", "netns", "del", f"host{rank}"], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["ip", "netns", "del", f"gpipe{rank}"], stderr=subprocess.DEVNULL, check=False)
 
 
 def plan_of(candidate: Candidate) -> dict[str, object]:

@@ -4,19 +4,24 @@
 
 #include <filesystem>
 
+#include "gpipe/tensors/value.h"
+
 namespace gpipe {
 
 /// Reads a model that `python -m gpipe export` has written: any PyTorch model, as layers that run without Python. The
 /// layers have the original's parameters and buffers, in training mode. Train them in a pipeline:
 ///
 ///   auto model = gpipe::load_model("resnet50.gpipe");
-///   auto pipe = gpipe::GPipe(model, {90, 85}, gpipe::GPipeOptions().chunks(8).schedule("1f1b"));
+///   auto pipe = gpipe::GPipe(model, {85, 73}, gpipe::GPipeOptions().chunks(8).schedule("1f1b"));
 ///
 /// Without a pipeline, a layer takes and returns a Value: model->forward<gpipe::Value>(gpipe::Value(images)).
 ///
+/// Make optimizers of pipe->parameters(): those of the model repeat tied ones.
+///
 /// The format: a safetensors file with the original's state by its names. The names of constants and of buffers that
 /// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers", a
-/// list of objects with "name", "tensors" and "graph", a description as in gpipe/graph/graph.h. A tensor is a list of its
+/// list of objects with "name", "tensors", "graph", which gpipe/graph/graph.h describes, and "evaluation", the paths of
+/// modules that are in evaluation mode. A tensor is a list of its
 /// name in the file, whether it is "parameter", "frozen" (a parameter that does not require grad) or "buffer", and the
 /// name of an earlier tensor that it is tied to, or null.
 ///
@@ -24,9 +29,9 @@ namespace gpipe {
 /// for a file that is missing, damaged, not a model, of a newer version, or calls an operator that this torch lacks.
 torch::nn::Sequential load_model(const std::filesystem::path& path);
 
-/// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers, in one process.
+/// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers in one process.
 /// `safetensors.torch.load_file()` reads the weights for the original: model.load_state_dict(weights, strict=False).
-/// Errors: std::invalid_argument for a module without such layers; std::system_error.
+/// Errors: std::invalid_argument for a module with other layers, or without some; std::system_error.
 void save_model(const std::filesystem::path& path, const torch::nn::Module& model);
 
 }  // namespace gpipe

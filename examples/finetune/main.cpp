@@ -1,7 +1,7 @@
 // Trains a model that it has never seen, as a pipeline:
 //
 //   python -m gpipe export torchvision.models:resnet50 --input 4,3,64,64 -o resnet50.gpipe
-//   build/examples/finetune/finetune --model resnet50.gpipe --data images.safetensors --output trained.gpipe
+//   build/dev/examples/finetune/finetune --model resnet50.gpipe --data images.safetensors --output trained.gpipe
 //
 // The data is a safetensors file with "target", and with "input", or "input.0", "input.1" and so on.
 
@@ -64,8 +64,12 @@ Data read_data(const std::filesystem::path& path) {
   if (const auto* input = tensors.find("input")) data.inputs.push_back(*input);
   while (const auto* input = tensors.find(absl::StrCat("input.", data.inputs.size()))) data.inputs.push_back(*input);
   if (const auto* target = tensors.find("target")) data.target = *target;
-  if (data.inputs.empty() || !data.target.defined()) {
-    throw std::invalid_argument(path.string() + " must have the tensors 'input', or 'input.0' and so on, and 'target'");
+  const auto fits = [&](const torch::Tensor& input) {
+    return data.target.defined() && data.target.dim() > 0 && input.dim() > 0 && input.size(0) == data.target.size(0);
+  };
+  if (data.inputs.empty() || !std::all_of(data.inputs.begin(), data.inputs.end(), fits)) {
+    throw std::invalid_argument(path.string() +
+                                " must have 'input', or 'input.0' and so on, and 'target', of as many samples");
   }
   return data;
 }
@@ -104,8 +108,8 @@ int finetune(const Options& options) {
   const auto samples = data.target.size(0);
   int step = 0;
   for (int epoch = 0; epoch < options.epochs; ++epoch) {
-    for (std::int64_t begin = 0; begin < samples; begin += options.batch_size) {
-      const auto end = std::min(begin + options.batch_size, samples);
+    for (std::int64_t begin = 0; begin + options.batch_size <= samples; begin += options.batch_size) {
+      const auto end = begin + options.batch_size;  // leaves out a smaller last mini-batch
       optimizer->zero_grad();
       const auto result = pipe->step(part_of(data.inputs, begin, end), data.target.slice(0, begin, end), loss);
       optimizer->step();

@@ -1,12 +1,12 @@
-#include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/base/json.h"
+#include "gpipe/error_info.h"
 #include "gpipe/graph/graph_layer.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot/safetensors.h"
@@ -17,6 +17,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::int64_t kVersion = 1;
+constexpr int kMostLevels = 100;
 
 std::string without_dot(const std::string& name) { return name.starts_with('.') ? name.substr(1) : name; }
 
@@ -41,16 +42,19 @@ std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::ma
 
 torch::nn::Sequential read_model(Safetensors file) {
   require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
-  const auto model = Json::parse(file.model);
-  require(model.at("version").get<std::int64_t>() <= kVersion, "it has version %d, but this library reads up to %d",
-          model["version"].get<std::int64_t>(), kVersion);
+  auto model = parse_json(file.model, kMostLevels);
+  const auto version = model.at("version").get<std::int64_t>();
+  require(version == kVersion, "it has version %d, but this library reads version %d", version, kVersion);
   torch::nn::Sequential layers;
   std::map<std::string, at::Tensor> earlier;
   const Namespace of_model;
-  for (const auto& each : model.at("layers")) {
+  const auto count = model.at("layers").size();
+  for (auto& each : model["layers"]) {
+    each["place"] = {layers->size(), count};
     auto layer =
         std::make_shared<GraphLayer>(each.at("graph").dump(), tensors_of(each, file.tensors, earlier), each.dump());
     layer->isolate(of_model);
+    for (const auto& path : each.at("evaluation")) layer->place(path).train(false);
     layers->push_back(each.at("name").get<std::string>(), std::move(layer));
   }
   return layers;
@@ -61,24 +65,36 @@ torch::nn::Sequential read_model(Safetensors file) {
 torch::nn::Sequential load_model(const std::filesystem::path& path) {
   try {
     return read_model(read_safetensors(path));
-  } catch (const std::exception& error) {
-    throw std::runtime_error("[gpipe] cannot load the model '" + path.string() + "': " + error.what());
+  } catch (const std::exception&) {
+    throw std::runtime_error("[gpipe] cannot load the model '" + path.string() +
+                             "': " + message_of(std::current_exception()));
   }
 }
 
 void save_model(const std::filesystem::path& path, const torch::nn::Module& model) {
   Safetensors file;
   auto layers = Json::array();
+  std::size_t tensors = 0;
+  bool is_whole = true;
   for (const auto& module : model.modules(/*include_self=*/false)) {
     const auto* layer = module->as<GraphLayer>();
     if (layer == nullptr) continue;
-    layers.push_back(Json::parse(layer->source()));
-    const auto& listed = layers.back()["tensors"];
+    auto source = Json::parse(layer->source());
+    is_whole = is_whole && source["place"][0] == layers.size();
+    auto& listed = source["tensors"];
     for (std::size_t i = 0; i < listed.size(); ++i) {
-      file.tensors.emplace(listed[i][0].get<std::string>(), layer->tensors()[i].tensor);
+      const auto& [name, tensor, is_parameter] = layer->tensors()[i];
+      file.tensors.emplace(listed[i][0].get<std::string>(), tensor);
+      if (is_parameter) listed[i][1] = tensor.requires_grad() ? "parameter" : "frozen";
     }
+    source["evaluation"] = layer->in_evaluation();
+    tensors += layer->parameters().size() + layer->buffers().size();
+    layers.push_back(std::move(source));
   }
-  if (layers.empty()) refuse_argument("save_model() needs a model from load_model(), or a pipeline of its layers");
+  is_whole = is_whole && !layers.empty() && layers.back()["place"][1] == layers.size();
+  if (!is_whole || tensors != model.parameters().size() + model.buffers().size()) {
+    refuse_argument("save_model() needs all layers of one model from load_model(), and no others");
+  }
   file.model = Json{{"version", kVersion}, {"layers", std::move(layers)}}.dump();
   write_safetensors(path, file);
 }

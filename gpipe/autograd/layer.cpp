@@ -69,11 +69,11 @@ void check_no_tensors_of_its_own(const torch::nn::Module& model) {
 
 class AnyLayer : public Layer {
  public:
-  AnyLayer(std::string name, AnyModule module) : name_(std::move(name)), module_(std::move(module)) {}
+  AnyLayer(std::string name, AnyModule module)
+      : name_(std::move(name)), module_(std::move(module)), takes_value_(module_.ptr()->as<GraphLayer>() != nullptr) {}
 
   Value forward(Value input) override {
-    const bool takes_value = module_.ptr()->as<GraphLayer>() != nullptr;
-    AnyValue output = module_.any_forward(takes_value ? AnyValue(std::move(input)) : to_any(std::move(input)));
+    AnyValue output = module_.any_forward(takes_value_ ? AnyValue(std::move(input)) : to_any(std::move(input)));
     if (auto value = from_any(output)) return *std::move(value);
     refuse_argument("layer '", name_, "' returned ", c10::demangle(output.type_info().name()),
                     "; return a tensor, a std::vector of tensors or a std::tuple of 2 to 8 tensors");
@@ -85,6 +85,7 @@ class AnyLayer : public Layer {
  private:
   std::string name_;
   AnyModule module_;
+  bool takes_value_;
 };
 
 thread_local PassScope::Pass pass_of_this_thread = PassScope::Pass::kPlain;

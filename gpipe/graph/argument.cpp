@@ -23,6 +23,11 @@ using Json = nlohmann::json;
   refuse_argument("the model has the argument ", what.dump().substr(0, 100), ", ", reason);
 }
 
+std::size_t index_in(const Json& object, const char* name) {
+  if (!object[name].is_number_unsigned()) refuse(object, "whose number is not one");
+  return object[name].get<std::size_t>();
+}
+
 // Names as PyTorch prints them, without "torch.".
 
 template <typename T>
@@ -159,7 +164,7 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
   const auto named = [&](const char* name) { return object.size() == 1 && object.contains(name); };
   if (named("value")) {
     kind_ = Kind::kValue;
-    index_ = object["value"].get<std::size_t>();
+    index_ = index_in(object, "value");
     type_ = type;
   } else if (named("device")) {
     kind_ = Kind::kDevice;
@@ -180,7 +185,7 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
     constant_ = static_cast<std::int64_t>(memory_format_named(object["memory format"]));
   } else if (object.contains("place")) {
     kind_ = Kind::kChoice;
-    index_ = object["place"].get<std::size_t>();
+    index_ = index_in(object, "place");
     for (const auto* mode : {"training", "evaluation"}) parts_.emplace_back(object.at(mode), type);
   } else {
     refuse(object, "which this version does not know");

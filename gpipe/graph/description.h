@@ -72,6 +72,9 @@ struct Graph::Description {
   void check_numbers(const std::vector<const Argument*>& arguments) const;
 };
 
+/// The most levels of a description.
+inline constexpr int kMostLevels = 100;
+
 /// Functions of Python that need no Python.
 inline constexpr std::string_view kItem = "operator:getitem";
 inline constexpr std::string_view kCheckModes = "gpipe:check_modes";

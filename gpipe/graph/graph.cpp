@@ -4,18 +4,16 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/base/json.h"
 #include "gpipe/graph/description.h"
 
 namespace gpipe {
 namespace {
 
 using Description = Graph::Description;
-
-constexpr int kMostLevels = 100;
 
 /// Enters a context on this thread, for its lifetime.
 class ContextScope {
@@ -152,11 +150,7 @@ void check_shape(std::size_t number, const at::Tensor& input, const Description:
 
 Graph::Graph(const std::string& description, CallPython call_python) try
     : description_([&] {
-        const auto check_depth = [](int depth, auto, auto&) {
-          require(depth <= kMostLevels, "[gpipe] the model's description has more than %d levels", kMostLevels);
-          return true;
-        };
-        auto read = std::make_unique<Description>(nlohmann::json::parse(description, check_depth));
+        auto read = std::make_unique<Description>(parse_json(description, kMostLevels));
         if (!call_python && !read->python_functions.empty()) {
           refuse_argument("the model calls ", read->python_functions.front(), ", which only Python can run");
         }

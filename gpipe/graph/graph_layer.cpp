@@ -50,11 +50,19 @@ torch::nn::Module& GraphLayer::place(const std::string& path) {
   return *module;
 }
 
+std::vector<std::string> GraphLayer::in_evaluation() const {
+  std::vector<std::string> paths;
+  for (const auto& module : named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+    if (is_training() && !module.value()->is_training()) paths.push_back(module.key());
+  }
+  return paths;
+}
+
 Value GraphLayer::forward(Value input) {
-  Graph::State state{used_, {}, pops(), peeks(), stashes()};
+  Graph::State state{.tensors = used_, .pops = pops(), .peeks = peeks(), .stashes = stashes()};
   for (const auto* module : places_) state.training.push_back(module->is_training());
   auto outputs = graph_->run(graph_->with_constants(std::move(input).tensors()), state);
-  while (!outputs.empty() && !outputs.back().defined()) outputs.pop_back();  // those of the other mode
+  std::erase_if(outputs, [](const at::Tensor& output) { return !output.defined(); });
   return outputs.size() == 1 ? Value(std::move(outputs.front())) : Value(std::move(outputs));
 }
 

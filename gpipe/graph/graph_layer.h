@@ -30,6 +30,11 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   Value forward(Value input);
 
   const std::vector<NamedTensor>& tensors() const { return tensors_; }
+  /// Returns the module at a path; makes those that are missing.
+  torch::nn::Module& place(const std::string& path);
+  /// The paths of the modules that are in evaluation mode while the layer itself is in training mode.
+  std::vector<std::string> in_evaluation() const;
+
   /// The layer's description in the file.
   const std::string& source() const { return source_; }
 
@@ -41,9 +46,6 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   const std::string source_;
   std::vector<at::Tensor> used_;            // in the order of the graph
   std::vector<torch::nn::Module*> places_;  // whose modes count
-
-  /// Returns the module at a path; makes those that are missing.
-  torch::nn::Module& place(const std::string& path);
 };
 
 }  // namespace gpipe

@@ -31,7 +31,6 @@ constexpr std::array kFunctions{
     Function{"trunc", [](double a) { return std::trunc(a); }, true},
     Function{"round", [](double a) { return std::nearbyint(a); }, true},
     Function{"float", [](double a) { return a; }},
-    Function{"abs", [](double a) { return std::abs(a); }},
     Function{"sqrt", [](double a) { return std::sqrt(a); }},
     Function{"exp", [](double a) { return std::exp(a); }},
     Function{"log", [](double a) { return std::log(a); }},
@@ -45,9 +44,21 @@ struct Rule {
   bool is_condition = false;
 };
 
+std::int64_t sum(std::int64_t a, std::int64_t b) {
+  std::int64_t result = 0;
+  TORCH_CHECK_VALUE(!__builtin_add_overflow(a, b, &result), "a size is ", a, " + ", b);
+  return result;
+}
+
+std::int64_t product(std::int64_t a, std::int64_t b) {
+  std::int64_t result = 0;
+  TORCH_CHECK_VALUE(!__builtin_mul_overflow(a, b, &result), "a size is ", a, " * ", b);
+  return result;
+}
+
 constexpr std::array kRules{
-    Rule{"+", [](std::int64_t a, std::int64_t b) { return a + b; }, [](double a, double b) { return a + b; }},
-    Rule{"*", [](std::int64_t a, std::int64_t b) { return a * b; }, [](double a, double b) { return a * b; }},
+    Rule{"+", sum, [](double a, double b) { return a + b; }},
+    Rule{"*", product, [](double a, double b) { return a * b; }},
     Rule{"//", floor_division, [](double a, double b) { return std::floor(a / b); }},
     Rule{"%", [](std::int64_t a, std::int64_t b) { return a - b * floor_division(a, b); },
          [](double a, double b) { return a - b * std::floor(a / b); }},
@@ -109,7 +120,9 @@ Number::Number(const nlohmann::json& description) {
     constant_ = description.get<std::int64_t>();
   } else if (description.is_object() && description.contains("size")) {
     kind_ = Kind::kSize;
-    index_ = description["size"].get<std::size_t>();
+    const auto& index = description["size"];
+    if (!index.is_number_unsigned()) refuse_argument("the model uses the size ", index.dump().substr(0, 100));
+    index_ = index.get<std::size_t>();
   } else if (description.is_array() && description.size() >= 2) {
     const auto& name = description.front();
     for (auto each = description.begin() + 1; each != description.end(); ++each) operands_.emplace_back(*each);

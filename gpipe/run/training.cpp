@@ -297,7 +297,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     if (!is_training() || !at::GradMode::is_enabled()) {
       throw_error(
           "step() trains, so it needs training mode and grad mode; call it after train() and outside no_grad, or "
-          "evaluate with forward()");
+          "call forward(), or evaluate() in Python");
     }
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());

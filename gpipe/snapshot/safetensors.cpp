@@ -21,6 +21,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_format.h"
+#include "gpipe/base/json.h"
 
 namespace gpipe {
 namespace {
@@ -50,6 +51,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 15> kTypes = {{
 constexpr char kChecksumKey[] = "\"checksum\":\"";  // as it is in the header, where a quote within a text is escaped
 constexpr char kNoChecksum[] = "00000000";
 constexpr std::size_t kChecksumSize = sizeof kNoChecksum - 1;
+constexpr int kHeaderLevels = 4;
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the limit of the format's first implementation
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error(what); }
@@ -269,7 +271,13 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   if (header_size > std::min(kMaxHeader, left)) refuse("the file is truncated, or not a safetensors file");
   std::string text(header_size, '\0');
   read(text.data(), text.size());
-  const auto header = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto header = [&] {
+    try {
+      return parse_json(text, kHeaderLevels);
+    } catch (const std::exception&) {
+      return json();
+    }
+  }();
   if (!header.is_object()) refuse("the file is not a safetensors file");
   const auto metadata = header.value("__metadata__", json::object());
   const auto metadata_text = [&](const char* key) {

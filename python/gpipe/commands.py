@@ -14,7 +14,7 @@ from torch import nn
 from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.convert import convert as write_safetensors
-from gpipe.exported.conversion import as_sequential, converted
+from gpipe.exported.conversion import ExportedSequential, as_sequential, converted
 from gpipe.exported.model_file import export_model
 from gpipe.plan import progress_line, show
 from gpipe.structure import first_micro_batch, take_apart
@@ -317,8 +317,9 @@ def _pipeline(candidate: Candidate, schedule: str, devices: list[str]) -> str:
 
 
 def export(options: argparse.Namespace) -> tuple[str, int]:
+    Path(options.output).open("ab").close()  # refuses a path that cannot be written before it converts
     model, batch, _ = _loaded(options)
-    sequence = converted(model, batch)
+    sequence = model if isinstance(model, ExportedSequential) else converted(model, batch)
     show("")
     export_model(sequence, options.output)
     if options.json:

@@ -58,12 +58,16 @@ class StateNames:
             paths.update({name: f"{path}.model.{name}" for name in (*layer.model.state_dict(keep_vars=True), *buffers)})
         return paths
 
+    def places(self, prefix: str) -> dict[str, int]:
+        """Returns the places of a converted model's tensors in the order of the original, by name. The layers are in the order
+        of execution."""
+        orders = {id(layer.order): layer.order for layer in self._converted.values()}
+        return {prefix + name: place for order in orders.values() for place, name in enumerate(order)}
+
     def show_state(self, state: Any, prefix: str, earlier: Collection[str]) -> None:
         """Gives the keys of a state, except earlier ones, their names and order in the user's model."""
         shown = {self.shown(key, prefix): key for key in state if key not in earlier}
-        # A converted model's layers are in the order of execution, but its state is in the original's.
-        orders = {id(layer.order): layer.order for layer in self._converted.values()}
-        places = {prefix + name: place for order in orders.values() for place, name in enumerate(order)}
+        places = self.places(prefix)
         for name in sorted(shown, key=lambda name: places.get(name, len(places))):
             state[name] = state.pop(shown[name])
         metadata = getattr(state, "_metadata", {})
@@ -104,9 +108,11 @@ class OriginalNames(nn.Module):
 
     def _named_members(self, get_members_fn: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[Any]:
         # Serves named_parameters() and named_buffers().
-        names = self._state_names()
-        for path, member in super()._named_members(get_members_fn, prefix, *args, **kwargs):
-            yield names.shown(path, prefix and f"{prefix}."), member
+        names, dotted = self._state_names(), prefix and f"{prefix}."
+        found = super()._named_members(get_members_fn, prefix, *args, **kwargs)
+        members = [(names.shown(path, dotted), member) for path, member in found]
+        places = names.places(dotted)
+        return iter(sorted(members, key=lambda named: places.get(named[0], len(places))))
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """Returns a parameter by its name in the user's model, or in the tree of modules."""

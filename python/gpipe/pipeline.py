@@ -40,13 +40,15 @@ def reuse_cpu_memory(on: bool = True) -> None:
 
 
 class GPipe(TeamCalls):
-    """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
-    with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, arXiv:1811.06965).
+    """Trains a model over several devices.
 
-        model = nn.Sequential(a, b, c, d)
-        pipe = gpipe.GPipe(model, balance=[1, 1, 1, 1], chunks=8)
-        loss = pipe.step(input, target, criterion)  # fills .grad
+        pipe = gpipe.GPipe.from_module(model, input)  # any module, cut where it is fastest
+        loss = pipe.step(input, target, criterion)  # a forward and its backward, which fills .grad
         optimizer.step()
+
+    The constructor takes a ``nn.Sequential``: ``gpipe.GPipe(model, balance=[2, 2], chunks=8)``. It cuts the model into
+    stages by a balance, and places them on workers, each with a thread and a device. A mini-batch runs through them as
+    micro-batches (GPipe, arXiv:1811.06965).
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
@@ -140,6 +142,7 @@ class GPipe(TeamCalls):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
+        opaque: Iterable[type[nn.Module]] = (),
         stages: int | None = None,
         balance: Iterable[int] | None = None,
         devices: Iterable[torch.device | int | str] | None = None,
@@ -164,6 +167,7 @@ class GPipe(TeamCalls):
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
+            opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
             stages: the number of stages. Default: one per worker, or two, whichever is faster.
             devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
             placement: only with a ``balance``; see the constructor, also for the other arguments.
@@ -179,7 +183,7 @@ class GPipe(TeamCalls):
         if balance is not None and stages is not None:
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
-        model = to_sequential(module, *args, **(kwargs or {}))
+        model = to_sequential(module, *args, opaque=opaque, **(kwargs or {}))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         plan: Any = {"balance": balance, "placement": placement}
@@ -406,14 +410,14 @@ class GPipe(TeamCalls):
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
             native = native_loss(loss)
-            if self.ranks is None and not self._can_train(input, loss):
+            if native is not None and self.ranks is None and not self._can_train(input, loss):
                 raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)
 
     def _can_train(self, input: Any, loss: Any) -> bool:
-        tensors = chain(self.parameters(), tree_leaves(input))
+        tensors = chain(self.partitions.parameters(), tree_leaves(input))
         return trains(loss) or any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
     def trace(self, timeline: _C.Timeline | None) -> None:

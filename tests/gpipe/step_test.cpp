@@ -242,7 +242,7 @@ TEST_F(Step, RefusesWhatItCannotDo) {
   EXPECT_THAT([&] { pipe->step(x, y.clone().requires_grad_(), kMse); }, refused("a target requires grad"));
   EXPECT_THAT([&] { pipe->step(x, y, kMse, StepOptions().scale(0)); }, refused("scale must be finite and positive"));
   EXPECT_THAT([&] { pipe->step(x.slice(0, 0, 0), y.slice(0, 0, 0), kMse); }, refused("no samples"));
-  const auto evaluates = throws<std::runtime_error>("or evaluate with forward()");
+  const auto evaluates = throws<std::runtime_error>("or call forward(), or evaluate() in Python");
   {
     torch::NoGradGuard no_grad;
     EXPECT_THAT([&] { pipe->step(x, y, kMse); }, evaluates);

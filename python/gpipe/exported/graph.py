@@ -178,6 +178,8 @@ def described(expression: Any, sizes: Mapping[Any, int]) -> Any:
     args = [described(arg, sizes) for arg in expression.args]
     if name in ("StrictGreaterThan", "GreaterThan"):
         return ["<" if name == "StrictGreaterThan" else "<=", *args[::-1]]
+    if name == "Abs":
+        return ["max", *args, ["*", *args, -1]]
     if name == "Not":
         return ["==", *args, 0]
     if name in ("Pow", "PowByNatural") and isinstance(args[1], int) and args[1] > 0:
@@ -207,7 +209,6 @@ _RULES = {
     "CeilToInt": "ceil",
     "FloorToInt": "floor",
     "RoundToInt": "round",
-    "Abs": "abs",
     "floor": "floor",
     "ceiling": "ceil",
     "OpaqueUnaryFn_sqrt": "sqrt",

@@ -163,8 +163,10 @@ class ExportedLayer(ConvertedLayer):
 
     @property
     def python_functions(self) -> list[str]:
-        """The Python functions that the layer calls."""
-        return list(dict.fromkeys(self._graph.python_functions))
+        """The Python functions that the layer calls, and the paths of the modules that are kept whole."""
+        whole = f"{run_whole.__module__}:{run_whole.__qualname__}"
+        functions = dict.fromkeys(self._graph.python_functions)
+        return [f"the module '{self.name}', which is opaque" if each == whole else each for each in functions]
 
     def name_in_messages(self, key: str) -> str:
         return self.name

@@ -20,7 +20,8 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
     layers = []
     first_names: dict[int, str] = {}  # of tensors, by id
     for key, layer in sequence.named_children():
-        assert isinstance(layer, ExportedLayer)
+        if not isinstance(layer, ExportedLayer):
+            raise TypeError(f"layer '{key}' is a {type(layer).__name__}; add it to the module before the conversion")
         if layer.python_functions:
             raise ValueError(f"layer '{layer.name}' calls {', '.join(layer.python_functions)}, which C++ cannot run")
         listed = []
@@ -32,7 +33,8 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             listed.append([in_file, kind, earlier])
             first_names.setdefault(id(tensor), in_file)
             tensors[in_file] = tensor
-        layers.append({"name": key, "tensors": listed, "graph": json.loads(layer.description)})
+        frozen = [path for path, each in layer.model.named_modules() if layer.model.training and not each.training]
+        layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
 
 
