@@ -16,8 +16,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::int64_t kVersion = 1;
-constexpr int kMostLevels = 100;
+constexpr std::int64_t kModelVersion = 1;
+constexpr int kModelLevels = 100;
 
 std::string without_dot(const std::string& name) { return name.starts_with('.') ? name.substr(1) : name; }
 
@@ -42,9 +42,9 @@ std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::ma
 
 torch::nn::Sequential read_model(Safetensors file) {
   require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
-  auto model = parse_json(file.model, kMostLevels);
+  auto model = parse_json(file.model, kModelLevels);
   const auto version = model.at("version").get<std::int64_t>();
-  require(version == kVersion, "it has version %d, but this library reads version %d", version, kVersion);
+  require(version == kModelVersion, "it has version %d, but this library reads version %d", version, kModelVersion);
   torch::nn::Sequential layers;
   std::map<std::string, at::Tensor> earlier;
   const Namespace of_model;
@@ -95,7 +95,7 @@ void save_model(const std::filesystem::path& path, const torch::nn::Module& mode
   if (!is_whole || tensors != model.parameters().size() + model.buffers().size()) {
     refuse_argument("save_model() needs all layers of one model from load_model(), and no others");
   }
-  file.model = Json{{"version", kVersion}, {"layers", std::move(layers)}}.dump();
+  file.model = Json{{"version", kModelVersion}, {"layers", std::move(layers)}}.dump();
   write_safetensors(path, file);
 }
 
