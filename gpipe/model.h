@@ -20,10 +20,9 @@ namespace gpipe {
 ///
 /// The format: a safetensors file with the original's state by its names. The names of constants and of buffers that
 /// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers", a
-/// list of objects with "name", "tensors", "graph", which gpipe/graph/graph.h describes, and "evaluation", the paths of
-/// modules that are in evaluation mode. A tensor is a list of its
-/// name in the file, whether it is "parameter", "frozen" (a parameter that does not require grad) or "buffer", and the
-/// name of an earlier tensor that it is tied to, or null.
+/// list of objects with "name", "tensors", "graph", which graph/graph.h describes, and "evaluation", the paths of
+/// modules that are in evaluation mode. A tensor is a list of its name in the file, whether it is "parameter", "frozen"
+/// (a parameter that does not require grad) or "buffer", and the name of an earlier tensor that it is tied to, or null.
 ///
 /// A model file is a program: read only files that you trust. Errors: std::runtime_error with the path and the reason
 /// for a file that is missing, damaged, not a model, of a newer version, or calls an operator that this torch lacks.

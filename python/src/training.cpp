@@ -32,8 +32,8 @@ std::optional<Reduction> to_reduction(const py::object& name) {
                               py::repr(name).cast<std::string>());
 }
 
-/// Makes a StepOptions::count of a Python callable that returns a float, or of the weight and the ignored index of a loss
-/// of classes.
+/// Makes a StepOptions::count of a Python callable that returns a float, or of the weight and the ignored index of a
+/// loss of classes.
 CountFunction to_count(const py::object& callable) {
   if (py::isinstance<py::tuple>(callable)) {
     const auto [weight, ignored] = callable.cast<std::pair<std::optional<at::Tensor>, std::int64_t>>();
