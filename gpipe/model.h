@@ -19,8 +19,8 @@ namespace gpipe {
 /// Make optimizers of pipe->parameters(): those of the model repeat tied ones.
 ///
 /// The format: a safetensors file with the original's state by its names. The names of constants and of buffers that
-/// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers", a
-/// list of objects with "name", "tensors", "graph", which graph/graph.h describes, and "evaluation", the paths of
+/// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers",
+/// objects with "name", "tensors", "graph", which graph/graph.h describes, and "evaluation", the paths of the
 /// modules that are in evaluation mode. A tensor is a list of its name in the file, whether it is "parameter", "frozen"
 /// (a parameter that does not require grad) or "buffer", and the name of an earlier tensor that it is tied to, or null.
 ///
