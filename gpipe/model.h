@@ -16,7 +16,7 @@ namespace gpipe {
 ///
 /// Without a pipeline, a layer takes and returns a Value: model->forward<gpipe::Value>(gpipe::Value(images)).
 ///
-/// Make optimizers of pipe->parameters(): those of the model repeat tied ones.
+/// Make optimizers of pipe->parameters(): model->parameters() repeats tied tensors.
 ///
 /// The format: a safetensors file with the original's state by its names. The names of constants and of buffers that
 /// are not part of the state begin with a dot. The metadata text "model" is a JSON object: "version", 1, and "layers",

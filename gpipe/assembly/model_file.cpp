@@ -17,11 +17,10 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::int64_t kModelVersion = 1;
-constexpr int kModelLevels = 100;
 
 std::string without_dot(const std::string& name) { return name.starts_with('.') ? name.substr(1) : name; }
 
-/// Takes the tensors of a layer from the file. `earlier` has those of all layers so far.
+/// Takes the tensors of a layer from the file. `earlier` has the tensors of all layers so far.
 std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::map<std::string, at::Tensor>& file,
                                                 std::map<std::string, at::Tensor>& earlier) {
   std::vector<GraphLayer::NamedTensor> tensors;
@@ -42,7 +41,7 @@ std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::ma
 
 torch::nn::Sequential read_model(Safetensors file) {
   require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
-  auto model = parse_json(file.model, kModelLevels);
+  auto model = parse_json(file.model);
   const auto version = model.at("version").get<std::int64_t>();
   require(version == kModelVersion, "it has version %d, but this library reads version %d", version, kModelVersion);
   torch::nn::Sequential layers;

@@ -121,39 +121,35 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
   find_last_uses();
 }
 
-void Graph::Description::check_numbers(const std::vector<const Argument*>& arguments) const {
+std::vector<std::size_t> Graph::Description::values_of(const Argument& argument) const {
+  require(argument.places() <= places.size() && argument.sizes() <= sizes.size(),
+          "[gpipe] the model uses a place or a size that it does not list");
   std::vector<std::size_t> used;
-  for (const auto* each : arguments) {
-    each->add_values(used);
-    require(each->places() <= places.size() && each->sizes() <= sizes.size(),
-            "[gpipe] the model uses a place or a size that it does not list");
-  }
+  argument.add_values(used);
   for (const auto value : used) {
     require(value < values, "[gpipe] the model uses value %d, but has %d", value, values);
   }
+  return used;
 }
 
 void Graph::Description::find_last_uses() {
-  std::vector<const Argument*> leaving;
-  for (const auto* list : {&stashed, &outputs}) {
-    for (const auto& each : *list) leaving.push_back(&each);
+  std::vector<bool> is_used(values);
+  for (const auto* leaving : {&stashed, &outputs}) {
+    for (const auto& each : *leaving) {
+      for (const auto value : values_of(each)) is_used[value] = true;
+    }
   }
-  check_numbers(leaving);
   for (const auto& guard : guards) {
     require(guard.holds.sizes() <= sizes.size(), "[gpipe] a guard of the model uses a size that it does not list");
   }
-  std::vector<std::size_t> used;
-  for (const auto* each : leaving) each->add_values(used);
-  std::vector<bool> is_used(values);
-  for (const auto value : used) is_used[value] = true;
   const auto check_value = [&](std::size_t value) {
     require(value < values, "[gpipe] the model sets value %d, but has %d", value, values);
   };
   for (auto call = calls.rbegin(); call != calls.rend(); ++call) {
     std::vector<std::size_t> of_call;
     for (const auto& each : call->arguments) {
-      check_numbers({&each});
-      each.add_values(of_call);
+      const auto used = values_of(each);
+      of_call.insert(of_call.end(), used.begin(), used.end());
     }
     if (call->result) {
       check_value(*call->result);

@@ -69,11 +69,9 @@ struct Graph::Description {
 
  private:
   void find_last_uses();
-  void check_numbers(const std::vector<const Argument*>& arguments) const;
+  /// The numbers of the values that an argument uses. Errors: std::invalid_argument for numbers out of range.
+  std::vector<std::size_t> values_of(const Argument& argument) const;
 };
-
-/// The most levels of a description.
-inline constexpr int kMostLevels = 100;
 
 /// Functions of Python that need no Python.
 inline constexpr std::string_view kItem = "operator:getitem";

@@ -150,7 +150,7 @@ void check_shape(std::size_t number, const at::Tensor& input, const Description:
 
 Graph::Graph(const std::string& description, CallPython call_python) try
     : description_([&] {
-        auto read = std::make_unique<Description>(parse_json(description, kMostLevels));
+        auto read = std::make_unique<Description>(parse_json(description));
         if (!call_python && !read->python_functions.empty()) {
           refuse_argument("the model calls ", read->python_functions.front(), ", which only Python can run");
         }

@@ -109,6 +109,6 @@ def progress_line(work: str = "measuring", seconds: float = 2.0) -> Callable[[fl
 
 
 def show(text: str) -> None:
-    """Shows a line on the terminal, in place of the one that it showed before."""
+    """Shows a line on the terminal, in place of the previous one."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -183,15 +183,18 @@ int NativeLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
 }
 
 bool is_plain(const py::handle& module) {
-  if (at::impl::PythonTorchFunctionTLS::stack_len() > 0) return false;
-  const auto torch = py::module_::import("torch.nn.modules.module");
   const py::dict own = module.attr("__dict__");
-  const auto is_empty = [&](const std::string& name) {
-    return py::len(py::object(own[name.c_str()])) == 0 &&
-           py::len(py::object(torch.attr(("_global" + name).c_str()))) == 0;
-  };
+  const auto is_empty = [&](const char* name) { return py::len(py::object(own[name])) == 0; };
   return !own.contains("forward") && module.attr("_compiled_call_impl").is_none() &&
          std::all_of(kHooks.begin(), kHooks.end(), is_empty);
+}
+
+bool calls_are_plain() {
+  if (at::impl::torch_function_mode_enabled()) return false;
+  const auto torch = py::module_::import("torch.nn.modules.module");
+  return std::all_of(kHooks.begin(), kHooks.end(), [&](const std::string& name) {
+    return py::len(py::object(torch.attr(("_global" + name).c_str()))) == 0;
+  });
 }
 
 }  // namespace gpipe::python

@@ -41,7 +41,7 @@ class NativeLayer {
 
   /// Runs the layer. If it is the first one of its model, the input has the structure that the model takes; if it is
   /// the last one, the output has the structure that the model returns. Other layers take and return tensors.
-  /// Thread-safe. REQUIRES: the thread does not hold the interpreter's lock. Errors: those of Graph::run().
+  /// Thread-safe. REQUIRES: the thread does not hold the interpreter's lock. Errors: as Graph::run().
   Value run(Value input, const State& state, const std::vector<Borrowed>& borrowed) const;
 
   /// As PythonLayer::traverse().
@@ -79,8 +79,11 @@ class NativeLayer {
   std::shared_ptr<const State> state_ ABSL_GUARDED_BY(mutex_);
 };
 
-/// Whether a call of the module does what its class says: it has no hooks, no `forward` of its own and is not compiled,
-/// and no hook or mode of torch changes calls of modules and functions. REQUIRES: the interpreter's lock.
+/// Whether a call of the module does what its class says: it has no hooks, no `forward` of its own and is not compiled.
+/// REQUIRES: the interpreter's lock.
 bool is_plain(const pybind11::handle& module);
+
+/// Whether no hook or mode of torch changes the calls of all modules and functions. REQUIRES: the interpreter's lock.
+bool calls_are_plain();
 
 }  // namespace gpipe::python

@@ -1,6 +1,5 @@
 #include "python/src/pipeline.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -192,7 +191,7 @@ bool PythonPipeline::refresh() {
 
 void PythonPipeline::find_native_stages(const Value& input) {
   const auto* input_of_layer = &input;  // the first one
-  bool all = true;
+  bool all = calls_are_plain();
   std::vector<bool> found;
   for (const auto& stage : stages_) {
     found.push_back(is_plain(stage.module.get()));
@@ -224,8 +223,7 @@ Pair PythonPipeline::train(const py::object& input, const py::object& target, co
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
   find_native_stages(value);
-  const bool as_python = at::impl::torch_function_mode_enabled();  // the mode may change what the loss does
-  const auto function = to_loss(loss, as_python ? std::nullopt : native, kind, states_);
+  const auto function = to_loss(loss, calls_are_plain() ? native : std::nullopt, kind, states_);
   set_training(training);
   const auto result = run([&](GPipeImpl& pipe) {
     if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
