@@ -155,7 +155,7 @@ void Argument::read_list(const Json& list, const c10::TypePtr& type) {
       std::all_of(parts_.begin(), parts_.end(), [](const Argument& part) { return part.kind_ == Kind::kConstant; });
   if (!is_constant) return;
   const std::vector<bool> no_modes;
-  constant_ = evaluate({{}, {}, no_modes, at::kCPU});
+  constant_ = evaluate({{}, no_modes, at::kCPU});
   kind_ = Kind::kConstant;
   parts_.clear();
 }
@@ -211,7 +211,7 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
       return list;
     }
     case Kind::kNumber:
-      return typed(number_->evaluate(frame.sizes), type_);
+      return typed(number_->evaluate(frame.values), type_);
   }
   return {};
 }
@@ -223,18 +223,13 @@ bool Argument::is_none(const std::vector<bool>& training) const {
 
 void Argument::add_values(std::vector<std::size_t>& values) const {
   if (kind_ == Kind::kValue) values.push_back(index_);
+  if (number_) number_->add_values(values);
   for (const auto& part : parts_) part.add_values(values);
 }
 
 std::size_t Argument::places() const {
   std::size_t most = kind_ == Kind::kChoice ? index_ + 1 : 0;
   for (const auto& part : parts_) most = std::max(most, part.places());
-  return most;
-}
-
-std::size_t Argument::sizes() const {
-  std::size_t most = number_ ? number_->sizes() : 0;
-  for (const auto& part : parts_) most = std::max(most, part.sizes());
   return most;
 }
 

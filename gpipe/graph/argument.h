@@ -17,7 +17,6 @@ namespace gpipe {
 /// What arguments are computed from while a graph runs.
 struct Frame {
   std::vector<c10::IValue> values;
-  std::vector<std::int64_t> sizes;
   const std::vector<bool>& training;
   at::Device device;
 };
@@ -37,11 +36,10 @@ class Argument {
   /// Whether it is null in these modes.
   bool is_none(const std::vector<bool>& training) const;
 
-  /// Adds the numbers of the values that it uses.
+  /// Adds the numbers of the values that it uses, or whose sizes it uses.
   void add_values(std::vector<std::size_t>& values) const;
-  /// The largest number of a place, and of a size, that it uses plus 1.
+  /// The largest number of a place that it uses, plus 1.
   std::size_t places() const;
-  std::size_t sizes() const;
 
  private:
   enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kNumber };

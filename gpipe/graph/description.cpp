@@ -56,7 +56,7 @@ Description::Context read_context(const Json& from) {
   if (const auto& cache = from.at("cache"); !cache.is_null()) context.cache = cache.get<bool>();
   if (const auto& dtype = from.at("autocast"); !dtype.is_null()) {
     const std::vector<bool> no_modes;
-    context.dtype = Argument({{"dtype", dtype}}, nullptr).evaluate({{}, {}, no_modes, at::kCPU}).toScalarType();
+    context.dtype = Argument({{"dtype", dtype}}, nullptr).evaluate({{}, no_modes, at::kCPU}).toScalarType();
   }
   return context;
 }
@@ -102,7 +102,6 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
     stashes.push_back(each.at(0));
     stashed.emplace_back(each.at(1), nullptr);
   }
-  for (const auto& each : list("sizes")) sizes.push_back({each.at(0), each.at(1), each.at(2)});
   for (const auto& each : list("shapes")) {
     auto& shape = shapes.emplace_back();
     if (each.is_null()) continue;
@@ -115,17 +114,19 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
     if (!call.target && call.name != kItem && call.name != kCheckModes) python_functions.push_back(call.name);
   }
   for (const auto& each : list("outputs")) outputs.emplace_back(each, nullptr);
-  require(values <= kMostValues && shapes.size() <= inputs.size() && (guards.empty() || !sizes.empty()),
-          "[gpipe] the model's description has %d values, %d shapes of %d inputs, %d guards of %d sizes", values,
-          shapes.size(), inputs.size(), guards.size(), sizes.size());
+  require(values <= kMostValues && shapes.size() <= inputs.size(),
+          "[gpipe] the model's description has %d values, %d shapes of %d inputs", values, shapes.size(),
+          inputs.size());
   find_last_uses();
 }
 
-std::vector<std::size_t> Graph::Description::values_of(const Argument& argument) const {
-  require(argument.places() <= places.size() && argument.sizes() <= sizes.size(),
-          "[gpipe] the model uses a place or a size that it does not list");
+template <typename T>
+std::vector<std::size_t> Graph::Description::values_of(const T& from) const {
+  if constexpr (std::is_same_v<T, Argument>) {
+    require(from.places() <= places.size(), "[gpipe] the model uses a place that it does not list");
+  }
   std::vector<std::size_t> used;
-  argument.add_values(used);
+  from.add_values(used);
   for (const auto value : used) {
     require(value < values, "[gpipe] the model uses value %d, but has %d", value, values);
   }
@@ -139,9 +140,7 @@ void Graph::Description::find_last_uses() {
       for (const auto value : values_of(each)) is_used[value] = true;
     }
   }
-  for (const auto& guard : guards) {
-    require(guard.holds.sizes() <= sizes.size(), "[gpipe] a guard of the model uses a size that it does not list");
-  }
+  for (const auto& guard : guards) values_of(guard.holds);
   const auto check_value = [&](std::size_t value) {
     require(value < values, "[gpipe] the model sets value %d, but has %d", value, values);
   };
@@ -160,10 +159,6 @@ void Graph::Description::find_last_uses() {
       if (!is_used[value]) call->last_uses.push_back(value);
       is_used[value] = true;
     }
-  }
-  for (const auto& each : sizes) {
-    check_value(each.value);
-    require(each.divisor > 0, "[gpipe] the model divides a size by %d", each.divisor);
   }
   const auto free_if_unused = [&](std::size_t value) {
     check_value(value);

@@ -38,12 +38,6 @@ struct Graph::Description {
     std::vector<std::size_t> last_uses;  ///< the values that nothing uses afterwards
   };
 
-  struct Size {
-    std::size_t value;
-    std::size_t dimension;
-    std::int64_t divisor;
-  };
-
   struct Guard {
     Number holds;
     std::string text;
@@ -60,7 +54,6 @@ struct Graph::Description {
   std::vector<std::string> tensors, places, pops, peeks, stashes, python_functions;
   std::vector<std::size_t> owned, popped, peeked;  ///< the values of tensors, pops and peeks
   std::vector<Argument> stashed, outputs;
-  std::vector<Size> sizes;
   std::vector<Shape> shapes;
   std::vector<Guard> guards;
   std::vector<Call> calls;
@@ -69,8 +62,9 @@ struct Graph::Description {
 
  private:
   void find_last_uses();
-  /// The numbers of the values that an argument uses. Errors: std::invalid_argument for numbers out of range.
-  std::vector<std::size_t> values_of(const Argument& argument) const;
+  /// The numbers of the values that an argument or a number uses. Errors: std::invalid_argument for one out of range.
+  template <typename T>
+  std::vector<std::size_t> values_of(const T& from) const;
 };
 
 /// Functions of Python that need no Python.

@@ -102,6 +102,16 @@ std::string text(at::IntArrayRef sizes) {
   return "(" + joined + (sizes.size() == 1 ? ",)" : ")");
 }
 
+/// The shapes of the inputs that are tensors.
+std::string shapes_of(const std::vector<c10::IValue>& values, const std::vector<std::optional<std::size_t>>& inputs) {
+  std::string joined;
+  for (const auto& each : inputs) {
+    if (!each || !values[*each].isTensor()) continue;
+    joined += (joined.empty() ? "" : ", ") + text(values[*each].toTensor().sizes());
+  }
+  return joined;
+}
+
 /// What aten::batch_norm leaves to Python's functions to check.
 void check_batch_norm(const std::vector<c10::IValue>& arguments) {
   const auto& input = arguments[0].toTensor();
@@ -190,7 +200,7 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
   require(inputs.size() == of.inputs.size(), "[gpipe] the model takes %d tensors, but got %d", of.inputs.size(),
           inputs.size());
   for (std::size_t i = 0; i < of.shapes.size(); ++i) check_shape(i, inputs[i], of.shapes[i]);
-  Frame frame{std::vector<c10::IValue>(of.values), {}, state.training, at::kCPU};
+  Frame frame{std::vector<c10::IValue>(of.values), state.training, at::kCPU};
   const auto set = [&](std::size_t value, at::Tensor tensor) {
     if (tensor.defined()) frame.device = tensor.device();
     frame.values[value] = to_value(std::move(tensor));
@@ -203,16 +213,11 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
     if (of.inputs[i]) set(*of.inputs[i], std::move(inputs[i]));
   }
   inputs.clear();
-  for (const auto& size : of.sizes) {
-    const auto& tensor = frame.values[size.value].toTensor();
-    frame.sizes.push_back(tensor.size(static_cast<std::int64_t>(size.dimension)) / size.divisor);
-  }
   for (const auto& guard : of.guards) {
-    require(
-        guard.holds.evaluate(frame.sizes).toBool(),
-        "[gpipe] the model was converted for a number of samples with %s, but a micro-batch has %d: its code depends "
-        "on that; choose chunks accordingly, or keep the module whole by opaque",
-        guard.text, frame.sizes.front());
+    require(guard.holds.evaluate(frame.values).toBool(),
+            "[gpipe] the model was converted for inputs with %s, but a micro-batch has the shape %s: its code depends on "
+            "that; give other sizes, choose chunks accordingly, or keep the module whole by opaque",
+            guard.text, shapes_of(frame.values, of.inputs));
   }
   for (const auto value : of.unused) frame.values[value] = {};
 

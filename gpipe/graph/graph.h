@@ -24,9 +24,8 @@ namespace gpipe {
 ///   "places"          the path of each module whose mode counts
 ///   "pops", "peeks"   [name, value] for each skip that the layer reads
 ///   "stashes"         [name, argument] for each skip that it makes, after the calls
-///   "sizes"           [value, dimension, divisor] of each number that shapes depend on, such as the number of samples
 ///   "shapes"          the shape of each input, in which null stands for any size; null for an input that must be null
-///   "guards"          [number, text] for each condition of the sizes
+///   "guards"          [number, text] for each condition of the inputs' sizes
 ///   "calls"           objects with these members:
 ///     "operator"      such as "aten::add.Tensor"; or "python", such as "module:function"
 ///     "args"          arguments by position; the schema's defaults follow
@@ -41,8 +40,8 @@ namespace gpipe {
 /// An argument is null, a boolean, a number, a text or a list; or an object: {"value": 3}, {"dtype": "float32"},
 /// {"layout": "strided"}, {"memory format": "channels_last"}, {"device": null} for the layer's device,
 /// {"float": "inf"}, {"complex": [1, 2]}, {"place": 0, "training": argument, "evaluation": argument}, or
-/// {"size": number}. A number there is an integer, a float, {"size": 0}, or a list of a rule and its operands, such as
-/// ["//", {"size": 0}, 2]. Rules: + * / // % ** min max < <= == != and or floor ceil trunc round float sqrt exp log.
+/// {"size": number}. A number there is an integer, a float, {"size": [value, dimension]}, or a list of a rule and its
+/// operands, such as ["//", {"size": [0, 1]}, 2]. Rules: + * / // % ** min max < <= == != and or floor ceil trunc round float sqrt exp log.
 class Graph {
  public:
   /// Calls a Python function. Called on the thread that runs the graph.

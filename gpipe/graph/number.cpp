@@ -7,6 +7,8 @@
 #include <cmath>
 #include <limits>
 #include <string_view>
+#include <tuple>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 
@@ -120,9 +122,7 @@ Number::Number(const nlohmann::json& description) {
     constant_ = description.get<std::int64_t>();
   } else if (description.is_object() && description.contains("size")) {
     kind_ = Kind::kSize;
-    const auto& index = description["size"];
-    if (!index.is_number_unsigned()) refuse_argument("the model uses the size ", index.dump().substr(0, 100));
-    index_ = index.get<std::size_t>();
+    std::tie(index_, dimension_) = description["size"].get<std::pair<std::size_t, std::int64_t>>();
   } else if (description.is_array() && description.size() >= 2) {
     const auto& name = description.front();
     for (auto each = description.begin() + 1; each != description.end(); ++each) operands_.emplace_back(*each);
@@ -140,32 +140,32 @@ Number::Number(const nlohmann::json& description) {
   }
 }
 
-c10::IValue Number::evaluate(const std::vector<std::int64_t>& sizes) const {
+c10::IValue Number::evaluate(const std::vector<c10::IValue>& values) const {
   switch (kind_) {
     case Kind::kConstant:
       return constant_;
     case Kind::kSize:
-      return sizes.at(index_);
+      TORCH_CHECK_VALUE(values.at(index_).isTensor(), "a size is of a value that is not a tensor");
+      return values[index_].toTensor().size(dimension_);
     case Kind::kFunction:
-      return combine(kFunctions[index_], operands_.front().evaluate(sizes));
+      return combine(kFunctions[index_], operands_.front().evaluate(values));
     case Kind::kAnd:
     case Kind::kOr: {
       const bool decides = kind_ == Kind::kOr;
-      const auto is_decided = [&](const Number& operand) { return (real(operand.evaluate(sizes)) != 0) == decides; };
+      const auto is_decided = [&](const Number& operand) { return (real(operand.evaluate(values)) != 0) == decides; };
       return std::any_of(operands_.begin(), operands_.end(), is_decided) == decides;
     }
     case Kind::kRule:
       break;
   }
-  std::vector<c10::IValue> values;
-  for (const auto& operand : operands_) values.push_back(operand.evaluate(sizes));
-  return combine(kRules[index_], values);
+  std::vector<c10::IValue> operands;
+  for (const auto& operand : operands_) operands.push_back(operand.evaluate(values));
+  return combine(kRules[index_], operands);
 }
 
-std::size_t Number::sizes() const {
-  std::size_t most = kind_ == Kind::kSize ? index_ + 1 : 0;
-  for (const auto& operand : operands_) most = std::max(most, operand.sizes());
-  return most;
+void Number::add_values(std::vector<std::size_t>& values) const {
+  if (kind_ == Kind::kSize) values.push_back(index_);
+  for (const auto& operand : operands_) operand.add_values(values);
 }
 
 }  // namespace gpipe

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
-from gpipe.exported.graph import Graph, Reader, Value, expression_of
+from gpipe.exported.graph import Graph, Reader, Value
 from gpipe.exported.modes import Combination, evaluation_of
 
 
@@ -24,23 +23,6 @@ class Owned(NamedTuple):
     persistent: bool  # whether it is part of the model's state
 
 
-class Guard(NamedTuple):
-    """A condition for the number of samples."""
-
-    expression: Any  # of sympy, with one symbol
-    is_of_operator: bool  # whether only operators of torch asked for it, not the model's code
-
-    @property
-    def text(self) -> str:
-        from torch.utils._sympy.printers import PythonPrinter
-
-        text: str = PythonPrinter().doprint(self.expression)
-        return text
-
-    def holds(self, samples: int) -> bool:
-        return bool(self.expression.subs(dict.fromkeys(self.expression.free_symbols, samples)))
-
-
 class Captured(NamedTuple):
     """A model as a graph, with its tensors."""
 
@@ -48,30 +30,34 @@ class Captured(NamedTuple):
     tensors: dict[str, Owned]  # by name, also tensors that the graph does not use
     modes: dict[str, bool]  # whether each module is in training mode, by path
     whole: dict[str, nn.Module]  # the modules that are kept whole, by path
-    guards: list[Guard]
 
 
 def capture(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    opaque: Iterable[type[nn.Module]],
+    *,
+    any_shape: bool,
 ) -> Captured:
-    """Captures a model for any number of samples, in training and in evaluation mode. Raises ValueError if that fails."""
+    """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
+    where its code allows them, unless it has modules that are kept whole. Raises ValueError if that fails."""
     whole = whole_modules(module, opaque)
     refuse_modules(module, whole)
     args, kwargs = examples_of((args, dict(kwargs)))
     programs, calls = [], []
     for training in (True, False):
         with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
-            programs.append(exported(module, args, kwargs))
+            programs.append(exported(module, args, kwargs, any_shape=any_shape and not whole))
         calls.append(called)
     own = _tensors_of_module(module)
     tensors = dict(own)
     graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
     check_outputs(graph)
     check_outputs(evaluation)
-    guards = guards_of(graph, evaluation)
     combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
     modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-    return Captured(combined, tensors, modes, whole, guards)
+    return Captured(combined, tensors, modes, whole)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
@@ -87,7 +73,7 @@ def capture_program(program: ExportedProgram) -> Captured:
             )
     check_outputs(graph)
     called = {call.path for operation in graph.operations for call in operation.call.around()}
-    return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {}, guards_of(graph))
+    return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {})
 
 
 def _tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
@@ -182,44 +168,16 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
 
 def check_outputs(graph: Graph) -> None:
     """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
-    samples = graph.samples()
+    samples = {value.shape[0] for value in graph.inputs if value is not None}
     for number, output in enumerate(graph.outputs):
         if output is None:
             continue
         where = f"cannot convert the model: output {number} of {len(graph.outputs)}"
         if not isinstance(output, Value) or not output.is_tensor:
             raise ValueError(f"{where} is not a tensor; leave it out")
-        shape = output.example.shape
-        if not shape or expression_of(shape[0]) not in samples:
+        shape = output.shape
+        if not shape or shape[0] not in samples:
             raise ValueError(
                 f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
                 "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")
             )
-
-
-def guards_of(*graphs: Graph) -> list[Guard]:
-    """Returns what the exports took for granted about the number of samples, as in ``if len(x) > 4``."""
-    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
-
-    samples = sympy.Symbol("samples", integer=True, positive=True)
-    found: dict[Any, bool] = {}
-    for value in itertools.chain.from_iterable(graph.inputs for graph in graphs):
-        batch = None if value is None else value.example.shape[0]
-        if isinstance(batch, torch.SymInt):
-            environment: Any = batch.node.shape_env
-            for guard in environment.guards:
-                # All inputs have the same number of samples.
-                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
-                if expression != sympy.true:
-                    found[expression] = found.get(expression, True) and _is_of_operator(guard)
-    return [Guard(*each) for each in found.items()]
-
-
-def _is_of_operator(guard: Any) -> bool:
-    """Returns whether code of torch, not of the model, has added a guard. Of modules and functions, a model may choose."""
-    frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
-    place = Path(getattr(frame, "filename", ""))
-    return place.is_relative_to(_TORCH) and not place.is_relative_to(_TORCH / "nn")
-
-
-_TORCH = Path(torch.__file__).parent

@@ -12,9 +12,9 @@ from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe import _C
-from gpipe.exported.capture import Captured, Guard, Owned, capture, capture_program, examples_of
+from gpipe.exported.capture import Captured, Owned, capture, capture_program, examples_of
 from gpipe.exported.exporter import is_inside, mode, unchanged
-from gpipe.exported.graph import Value, described
+from gpipe.exported.graph import Value
 from gpipe.exported.layer import Description, Ends, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
 from gpipe.names import OriginalNames, StateNames
@@ -61,29 +61,39 @@ def to_sequential(
     The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
     Raises ValueError, with the part and the reason, if the module cannot be converted.
     """
-    model = _captured(module, example_args, example_kwargs, opaque)
-    training = module.training if isinstance(module, nn.Module) else True
-    sequence = _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
+    try:
+        model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape=True)
+    except ValueError:
+        model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape=False)
     if isinstance(module, nn.Module):
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
             _compare(module, sequence, *examples)
-        if not all(guard.holds(1) for guard in model.guards):
-            _try_one_sample(module, sequence, model.guards, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
+        loose = model.graph.sizes.guards_of_one_sample()
+        _try_one_sample(module, sequence, loose, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
 
+def _converted(
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], *, any_shape: bool
+) -> tuple[Captured, nn.Sequential]:
+    model = _captured(module, args, kwargs, opaque, any_shape)
+    training = module.training if isinstance(module, nn.Module) else True
+    return model, _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
+
+
 def _try_one_sample(
-    module: nn.Module, sequence: nn.Sequential, guards: Iterable[Guard], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, sequence: nn.Sequential, loose: list[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
-    that an export computes are strict: they tell strides of one sample from those of more."""
+    """Lets one sample through if the module and the sequence agree about it, although ``loose`` guards exclude it. Else
+    refuses one sample, because an export takes for granted that there are more."""
     first: Any = sequence[0]
-    before = first.description
-    description = json.loads(before)
-    for guard, each in zip(description["guards"], guards):
-        if each.is_of_operator:
-            guard[0] = ["or", ["==", {"size": 0}, 1], guard[0]]
+    description = json.loads(first.description)
+    samples = {"size": [next(value for value in description["inputs"] if value is not None), 0]}
+    before = json.dumps({**description, "guards": [*description.get("guards", ()), (["<=", 2, samples], "samples >= 2")]})
+    for guard, is_loose in zip(description.get("guards", ()), loose, strict=True):
+        if is_loose:
+            guard[0] = ["or", ["==", samples, 1], guard[0]]
             guard[1] = f"samples == 1 or {guard[1]}"
     first.describe(json.dumps(description))
     if not _agree(module, sequence, args, kwargs):
@@ -140,12 +150,12 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def _captured(
-    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], any_shape: bool
 ) -> Captured:
     if isinstance(module, nn.Module):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             raise ValueError("give an example input, with tensors: to_sequential(module, input) or from_module(module, input)")
-        return capture(module, args, kwargs, opaque)
+        return capture(module, args, kwargs, opaque, any_shape=any_shape)
     if not isinstance(module, (ExportedProgram, str, os.PathLike)):
         raise TypeError(f"module must be nn.Module, ExportedProgram or a path, but is {type(module)}")
     if args or kwargs or opaque:
@@ -207,15 +217,11 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
     inputs, in_spec = tree_flatten(example_input)
     example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
-    samples = model.graph.samples()
-    guards = [
-        (described(each.expression, dict.fromkeys(each.expression.free_symbols, 0)), each.text) for each in model.guards
-    ]
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
-        ends = Ends(inputs, guards) if first else Ends()
-        description = Description(each, samples, ends._replace(outputs=model.graph.outputs if last else None))
+        ends = Ends(inputs, model.graph.sizes) if first else Ends()
+        description = Description(each, ends._replace(outputs=model.graph.outputs if last else None))
         tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])

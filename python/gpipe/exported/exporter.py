@@ -1,4 +1,4 @@
-"""Calls torch.export for any number of samples, without its output, with an error that tells the module.
+"""Calls torch.export for any number of samples or any sizes, without its output, with an error that tells the module.
 
 A module that cannot be exported can be kept whole: each call of it is one operator, which only tells the shapes of the
 outputs. The layer calls the module itself.
@@ -54,12 +54,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 owner[name] = buffer
 
 
-def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Exports a module in its present mode, for any number of samples. Raises ValueError, with its submodule."""
+def exported(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool
+) -> ExportedProgram:
+    """Exports a module in its present mode, for any number of samples. With ``any_shape``, also for other sizes where its code
+    allows them. Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
-            shapes[tensor] = {0: Dim.DYNAMIC}
+            shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
         with _silence(), nothing_lost(), _named_arguments(module, kwargs):
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)

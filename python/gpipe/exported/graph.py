@@ -14,12 +14,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from gpipe.exported.sizes import Sizes
+
 
 @dataclass(eq=False)
 class Value:
     """What an operation computes, or what a model gets or owns."""
 
     example: Any  # a fake tensor, or a symbolic number
+    shape: tuple[Any, ...] = ()  # of a tensor: integers and expressions; None where it depends on the mode
     tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
     mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
@@ -35,7 +38,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Number:
-    """A constant for a number of samples: an expression of sympy."""
+    """A number that depends on the inputs' sizes: an expression of sympy. Later, its description, in which a ``Size`` stands
+    for a part."""
 
     expression: Any
 
@@ -123,12 +127,8 @@ class Graph:
     outputs: list[Any]  # of the mode with more of them; the other mode returns the first ones
     out_specs: tuple[TreeSpec, TreeSpec]  # in training and in evaluation mode
     tensors: dict[str, Value]  # parameters, buffers and constants, by name
+    sizes: Sizes
     operations: list[Operation] = field(default_factory=list)
-
-    def samples(self) -> set[Any]:
-        """Returns the symbols of the number of samples, which all inputs have."""
-        sizes = (value.example.shape[0] for value in self.inputs if value is not None and value.example.dim())
-        return {expression_of(size) for size in sizes} - {None}
 
 
 def leaves_of(arguments: Any) -> Iterator[Any]:
@@ -145,84 +145,15 @@ def inputs_of(arguments: Any) -> Iterator[Value]:
     return (leaf for leaf in leaves_of(arguments) if isinstance(leaf, Value))
 
 
-def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
-    """Returns an argument with ``call(value)`` in place of each of its values."""
+def map_leaves(kind: type, arguments: Any, call: Callable[[Any], Any]) -> Any:
+    """Returns an argument with ``call(leaf)`` in place of each value, number or constant of a kind."""
     leaves, tree = tree_flatten(arguments)
-    return tree_unflatten([call(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+    return tree_unflatten([call(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], tree)
 
 
 def name_of(constant: object) -> str:
     """Returns the name of a dtype, a layout or a memory format of torch."""
     return str(constant).removeprefix("torch.")
-
-
-def expression_of(number: Any) -> Any:
-    """Returns the expression of a symbolic number, and ``None`` for anything else."""
-    return number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
-
-
-def described(expression: Any, sizes: Mapping[Any, int]) -> Any:
-    """Returns an expression of sympy as a number in the description of a graph. ``sizes`` has the numbers of symbols. Raises
-    ValueError for functions that a description lacks."""
-    if expression in sizes:
-        return {"size": sizes[expression]}
-    if expression.is_Boolean and not expression.args:
-        return bool(expression)
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Float:
-        return float(expression)
-    name = type(expression).__name__
-    if name in ("Mul", "Rational", "Half", "Pow") and (parts := expression.as_numer_denom())[1] != 1:
-        return ["//" if expression.is_integer else "/", *(described(part, sizes) for part in parts)]
-    args = [described(arg, sizes) for arg in expression.args]
-    if name in ("StrictGreaterThan", "GreaterThan"):
-        return ["<" if name == "StrictGreaterThan" else "<=", *args[::-1]]
-    if name == "Abs":
-        return ["max", *args, ["*", *args, -1]]
-    if name == "Not":
-        return ["==", *args, 0]
-    if name in ("Pow", "PowByNatural") and isinstance(args[1], int) and args[1] > 0:
-        return ["*", *args[:1] * args[1]]
-    if name not in _RULES:
-        raise ValueError(f"cannot convert the model: its sizes depend on {expression}")
-    return [_RULES[name], *args]
-
-
-_RULES = {
-    "Add": "+",
-    "Mul": "*",
-    "FloorDiv": "//",
-    "CleanDiv": "//",
-    "Mod": "%",
-    "PythonMod": "%",
-    "Min": "min",
-    "Max": "max",
-    "IntTrueDiv": "/",
-    "FloatTrueDiv": "/",
-    "Pow": "**",
-    "FloatPow": "**",
-    "PowByNatural": "**",
-    "ToFloat": "float",
-    "TruncToInt": "trunc",
-    "TruncToFloat": "trunc",
-    "CeilToInt": "ceil",
-    "FloorToInt": "floor",
-    "RoundToInt": "round",
-    "floor": "floor",
-    "ceiling": "ceil",
-    "OpaqueUnaryFn_sqrt": "sqrt",
-    "OpaqueUnaryFn_exp": "exp",
-    "OpaqueUnaryFn_log": "log",
-    "exp": "exp",
-    "log": "log",
-    "StrictLessThan": "<",
-    "LessThan": "<=",
-    "Equality": "==",
-    "Unequality": "!=",
-    "And": "and",
-    "Or": "or",
-}
 
 
 # Checks of sizes, which the operations do again, and of the export's own devices and types.
@@ -238,7 +169,8 @@ class Reader:
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         call = program.call_spec
         assert call.in_spec is not None and call.out_spec is not None
-        self.graph = Graph([], call.in_spec, [], (call.out_spec, call.out_spec), {})
+        sizes = Sizes()
+        self.graph = Graph([], call.in_spec, [], (call.out_spec, call.out_spec), {}, sizes)
         self._values: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op != "placeholder":
@@ -246,6 +178,8 @@ class Reader:
             spec = specs[node.name]
             value = self._value(node)
             if spec.kind is InputKind.USER_INPUT:
+                if isinstance(spec.arg, TensorArgument):
+                    sizes.add(value, node.name)
                 self.graph.inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
                 if isinstance(spec.arg, ConstantArgument):
                     self._values[node] = spec.arg.value
@@ -255,7 +189,7 @@ class Reader:
                 self._values[node] = self.graph.tensors.setdefault(value.tensor, value)
             else:
                 raise ValueError(f"cannot convert the model: it holds an object that is not a tensor: '{spec.target}'")
-        self._samples = self.graph.samples()
+        sizes.add_guards()
         outputs = self._read(program.graph_module, ())
         self.graph.outputs = [
             spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
@@ -265,7 +199,9 @@ class Reader:
             raise ValueError("cannot convert the model: it computes nothing")
 
     def _value(self, node: fx.Node) -> Value:
-        value = self._values[node] = Value(node.meta.get("val"))
+        example = node.meta.get("val")
+        shape = tuple(map(self.graph.sizes.named, example.shape)) if isinstance(example, Tensor) else ()
+        value = self._values[node] = Value(example, shape)
         return value
 
     def _read(self, module: fx.GraphModule, contexts: tuple[Context, ...]) -> Any:
@@ -279,8 +215,8 @@ class Reader:
                 self._read_nested(module, node, contexts)
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
-            elif (number := expression_of(node.meta.get("val"))) is not None and number.free_symbols <= self._samples:
-                self._values[node] = Number(number)
+            elif self.graph.sizes.knows(number := node.meta.get("val")):
+                self._values[node] = Number(self.graph.sizes.named(number))
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 place = _innermost(node), contexts, _line_of(node)

@@ -17,8 +17,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.exporter import OPERATOR, run_whole
-from gpipe.exported.graph import Choice, Number, Operation, Value, described, name_of
-from gpipe.exported.layers import Route, Samples
+from gpipe.exported.graph import Choice, Number, Operation, Value, name_of
+from gpipe.exported.layers import Route
+from gpipe.exported.sizes import Size, Sizes, described, text_of
 from gpipe.names import ConvertedLayer
 
 
@@ -30,29 +31,28 @@ class Ends(NamedTuple):
     """What the first and the last layer of a model need besides their operations."""
 
     inputs: list[Value | None] | None = None  # of the first layer: the model's, flattened
-    guards: Sequence[tuple[Any, str]] = ()  # conditions for the number of samples, as numbers of a description, with texts
+    sizes: Sizes = Sizes()  # of the inputs
     outputs: list[Any] | None = None  # of the last layer: the model's, flattened
 
 
 class Description:
-    """Describes what a layer computes, for ``gpipe::Graph``. ``samples`` are the symbols of the number of samples."""
+    """Describes what a layer computes, for ``gpipe::Graph``."""
 
-    def __init__(self, route: Route, samples: set[Any], ends: Ends) -> None:
+    def __init__(self, route: Route, ends: Ends) -> None:
         self._numbers: dict[Value, int] = {}
         self.places: dict[str, int] = {}  # by path
-        self._sizes = dict.fromkeys(samples, 0)
         self._blocks: dict[str, int] = {}
         entering = route.arriving if ends.inputs is None else ends.inputs
         leaving = route.leaving if ends.outputs is None else ends.outputs
-        counted = [route.samples] if route.samples else [Samples(each, 0, 1) for each in ends.inputs or () if each][:1]
         self._fields = {
             "inputs": [None if value is None else self._number(value) for value in entering],
-            "shapes": [value and (None, *map(_constant, value.example.shape[1:])) for value in ends.inputs or ()],
-            "guards": ends.guards,
+            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in ends.inputs or ()],
+            "guards": [
+                (self._number_of(described(each, ends.sizes.places.get)), text_of(each)) for each in ends.sizes.guards
+            ],
             "tensors": [(value.tensor, self._number(value)) for value in route.owned],
             "pops": [(name, self._number(value)) for name, value in route.pops],
             "peeks": [(name, self._number(value)) for name, value in route.peeks],
-            "sizes": [(self._number(value), dimension, divisor) for value, dimension, divisor in counted],
             "calls": [self._call(operation) for operation in route.operations],
             "stashes": [(name, self._argument(value)) for name, value in route.stashes],
             "outputs": [self._argument(value) for value in leaving],
@@ -95,6 +95,12 @@ class Description:
     def _number(self, value: Value) -> int:
         return self._numbers.setdefault(value, len(self._numbers))
 
+    def _number_of(self, described: Any) -> Any:
+        if isinstance(described, Size):
+            size = {"size": [self._number(described.value), described.dimension]}
+            return size if described.divisor == 1 else ["//", size, described.divisor]
+        return list(map(self._number_of, described)) if isinstance(described, list) else described
+
     def _place(self, path: str) -> int:
         return self.places.setdefault(path, len(self.places))
 
@@ -105,7 +111,7 @@ class Description:
         if isinstance(arg, Value):
             return {"value": self._number(arg)}
         if isinstance(arg, Number):
-            return {"size": described(arg.expression, self._sizes)}
+            return {"size": self._number_of(arg.expression)}
         if isinstance(arg, (tuple, list)):
             return [self._argument(item) for item in arg]
         if isinstance(arg, torch.device):

@@ -7,19 +7,12 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from gpipe.exported.graph import Call, Choice, Graph, Number, Operation, Value, inputs_of, leaves_of
-
-
-class Samples(NamedTuple):
-    """Where a layer finds the number of samples: a dimension of what arrives or is read, divided by a number."""
-
-    value: Value
-    dimension: int
-    divisor: int
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, map_leaves
+from gpipe.exported.sizes import Size, described
 
 
 @dataclass(eq=False)
@@ -34,7 +27,6 @@ class Route:
     peeks: list[tuple[str, Value]] = field(default_factory=list)
     stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
-    samples: Samples | None = None  # if operations use the number of samples
 
 
 def divide(graph: Graph) -> list[Route]:
@@ -160,8 +152,8 @@ class Routes:
     next layer does, else as a skip.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. The number of samples is read off a tensor that a layer gets anyway. If there is none, the layer gets
-    an input of the model.
+    that uses it. Sizes are read off tensors that a layer has anyway. If none has a size, the layer gets an input of the
+    model.
 
     A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
@@ -175,7 +167,7 @@ class Routes:
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
-        self._samples = graph.samples()
+        self._places = graph.sizes.places
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
 
     def _is_far(self, value: Value, index: int) -> bool:
@@ -193,23 +185,31 @@ class Routes:
                 needed[value] = None
             elif value.tensor and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
-        arguments = [(each.args, each.kwargs) for each in self.routes[index].operations]
-        if any(isinstance(leaf, Number) for leaf in leaves_of(arguments)):
-            self.routes[index].samples = self._number_of_samples(index, needed)
+        self._find_sizes(index, needed)
         return needed
 
-    def _number_of_samples(self, index: int, needed: dict[Value, None]) -> Samples:
-        """Returns where a layer finds the number of samples. ``needed`` are the tensors that a layer gets from others, to
-        which it may add an input of the model."""
-        always = [value for value in needed if value.mode is None]
-        for value in always + self._inputs:
-            for dimension, size in enumerate(value.example.shape):
-                factor, symbol = size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (1, None)
-                if symbol in self._samples:
+    def _find_sizes(self, index: int, needed: dict[Value, None]) -> None:
+        """Describes a layer's numbers by sizes of values that it has at that time. ``needed`` are the tensors that the layer
+        gets from others, to which it may add inputs of the model."""
+        known: dict[Any, Any] = {}  # descriptions of numbers, by expression
+        for value in needed:
+            _add_sizes(known, value, None)
+        for operation in self.routes[index].operations:
+            near: dict[Any, Any] = {}
+            for value in operation.inputs():
+                _add_sizes(near, value, operation.result.mode)
+
+            def find(expression: Any, near: dict[Any, Any] = near) -> Any:
+                if expression.is_Symbol and expression not in near and expression not in known:
+                    known[expression] = size = self._places[expression]
                     if index > 0:
-                        needed[value] = None
-                    return Samples(value, dimension, int(factor))
-        raise AssertionError("an input without samples")
+                        needed[size.value] = None
+                return near.get(expression, known.get(expression))
+
+            operation.args, operation.kwargs = map_leaves(
+                Number, (operation.args, operation.kwargs), lambda each: Number(described(each.expression, find))
+            )
+            _add_sizes(known, operation.result, None)
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
         takers: dict[Value, list[int]] = {}
@@ -244,6 +244,16 @@ class Routes:
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
-        copy = Value(value.example, mode=value.mode)
+        copy = Value(value.example, value.shape, mode=value.mode)
         self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, Call("", "")))
         return copy
+
+
+def _add_sizes(known: dict[Any, Any], value: Value, mode: Mode | None) -> None:
+    """Adds the sizes of a value that exists in a mode."""
+    if value.mode in (None, mode):
+        for dimension, size in enumerate(value.shape):
+            if size is not None and not isinstance(size, int):
+                factor, symbol = size.as_coeff_Mul()
+                known.setdefault(size, Size(value, dimension))
+                known.setdefault(symbol, Size(value, dimension, int(factor)))

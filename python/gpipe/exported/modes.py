@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_values
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_leaves
 from gpipe.exported.layer import check_modes
 
 
@@ -73,12 +73,15 @@ class Combination:
             if theirs is not None:
                 assert ours is not None
                 self._same[theirs] = ours
+                shapes = zip(ours.shape, theirs.shape, strict=True)
+                ours.shape = tuple(other if isinstance(other, int) else size for size, other in shapes)
         self._sources: dict[Value, Operation] = {}
         order: list[Operation] = []
         for pair in _aligned(training.operations, evaluation.operations):
             order += self._combined(*pair)
+        self.graph.sizes.merge(evaluation.sizes, self._same)
         self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
-        theirs_out = map_values(evaluation.outputs, self._same.__getitem__)
+        theirs_out = map_leaves(Value, evaluation.outputs, self._same.__getitem__)
         self.graph.outputs = [_choice("", *pair) for pair in zip_longest(training.outputs, theirs_out)]
         self.graph.operations = list(self._checked(order))
 
@@ -88,10 +91,12 @@ class Combination:
             yield self._sources.setdefault(ours.result, ours)
             if theirs is not None and self._share_arguments(ours, theirs):
                 self._same[theirs.result] = ours.result
+                shapes = ours.result.shape, theirs.result.shape
+                ours.result.shape = tuple(size if size == other else None for size, other in zip_longest(*shapes))
                 return
             ours.result.mode = Mode(self._decider(ours.call), True)
         if theirs is not None:
-            theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
+            theirs.args, theirs.kwargs = map_leaves(Value, (theirs.args, theirs.kwargs), self._same.__getitem__)
             theirs.result.mode = Mode(self._decider(theirs.call), False)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
@@ -103,7 +108,7 @@ class Combination:
             # One mode may leave defaults out.
             arguments = ((), _all_arguments(ours)), ((), _all_arguments(theirs))
         leaves, tree = tree_flatten(arguments[0])
-        others, other_tree = tree_flatten(map_values(arguments[1], self._same.__getitem__))
+        others, other_tree = tree_flatten(map_leaves(Value, arguments[1], self._same.__getitem__))
         if tree != other_tree:
             return False
         ours.args, ours.kwargs = tree_unflatten([self._leaf(*pair, ours.call) for pair in zip(leaves, others)], tree)
