@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.generators import GeneratorState
@@ -64,7 +65,7 @@ def exported(
         if isinstance(tensor, Tensor):
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
-        with _silence(), nothing_lost(), _named_arguments(module, kwargs):
+        with _silence(), nothing_lost(), _named_arguments(module, kwargs), _few_guards():
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         text = _explanation(module, error)
@@ -163,6 +164,21 @@ def nothing_lost() -> Iterator[None]:
         raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
 
 
+@contextmanager
+def _few_guards() -> Iterator[None]:
+    """Raises ValueError for an export in a block whose conditions for sizes become too many, as it would take minutes."""
+    log_guard = ShapeEnv._log_guard
+
+    def counted(environment: ShapeEnv, *args: Any, **kwargs: Any) -> None:
+        if len(environment.guards) > _MOST_GUARDS:
+            raise ValueError(f"its code has more than {_MOST_GUARDS} conditions for sizes")
+        log_guard(environment, *args, **kwargs)
+
+    with patch.object(ShapeEnv, "_log_guard", counted):
+        yield
+
+
+_MOST_GUARDS = 64
 OPERATOR = "gpipe_export::whole"
 
 

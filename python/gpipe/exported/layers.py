@@ -152,8 +152,8 @@ class Routes:
     next layer does, else as a skip.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer has anyway. If none has a size, the layer gets an input of the
-    model.
+    that uses it. Sizes are read off tensors that a layer has anyway. If none has a size, the layer gets a tensor without
+    elements.
 
     A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
@@ -168,6 +168,7 @@ class Routes:
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
         self._places = graph.sizes.places
+        self._shapes: dict[Value, Value] = {}  # tensors without elements that have the sizes of inputs
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
 
     def _is_far(self, value: Value, index: int) -> bool:
@@ -190,7 +191,7 @@ class Routes:
 
     def _find_sizes(self, index: int, needed: dict[Value, None]) -> None:
         """Describes a layer's numbers by sizes of values that it has at that time. ``needed`` are the tensors that the layer
-        gets from others, to which it may add inputs of the model."""
+        gets from others, to which it may add one that only has sizes."""
         known: dict[Any, Any] = {}  # descriptions of numbers, by expression
         for value in needed:
             _add_sizes(known, value, None)
@@ -203,13 +204,25 @@ class Routes:
                 if expression.is_Symbol and expression not in near and expression not in known:
                     known[expression] = size = self._places[expression]
                     if index > 0:
-                        needed[size.value] = None
+                        value = self._shape_of(size.value)
+                        needed[value] = None
+                        known[expression] = Size(value, size.dimension + 1, size.divisor)
                 return near.get(expression, known.get(expression))
 
             operation.args, operation.kwargs = map_leaves(
                 Number, (operation.args, operation.kwargs), lambda each: Number(described(each.expression, find))
             )
             _add_sizes(known, operation.result, None)
+
+    def _shape_of(self, input: Value) -> Value:
+        """Returns a tensor of the shape (0, *sizes of an input), which the first layer makes."""
+        if input not in self._shapes:
+            sizes = [0, *(Number(Size(input, dimension)) for dimension in range(len(input.shape)))]
+            made = self._shapes[input] = Value(input.example, (0, *input.shape))
+            operation = Operation(made, torch.ops.aten.new_empty.default, (input, sizes), {}, Call("", ""))
+            self.routes[0].operations.insert(0, operation)
+            self._source[made] = 0
+        return self._shapes[input]
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
         takers: dict[Value, list[int]] = {}
