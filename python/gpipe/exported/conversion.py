@@ -51,20 +51,23 @@ def to_sequential(
         module: the model, which :func:`torch.export.export` can export; or a program that was exported in training mode
             with a dynamic dimension 0, or the path of its ``.pt2`` file. The sequence has the same parameters and buffers,
             so training it trains the module, which is not changed otherwise.
-        example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch, of any size. The
-            sequence takes one input: the only argument, else the tuple of positional arguments, the dict of keyword
-            arguments, or a tuple of both. Arguments without tensors become constants: leave keyword arguments out, and
-            give ``None`` for the others.
+        example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch. The sequence takes
+            batches of any size, and the other sizes that the module's code takes, from 2. It takes one input: the only
+            argument, else the tuple of positional arguments, the dict of keyword arguments, or a tuple of both. Arguments
+            without tensors become constants: leave keyword arguments out, and give ``None`` for the others.
         opaque: classes of submodules that cannot be exported, each of which becomes one layer. They get and return tensors
             with the batch as dimension 0.
 
     The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
     Raises ValueError, with the part and the reason, if the module cannot be converted.
     """
-    try:
-        model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape=True)
-    except ValueError:
-        model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape=False)
+    for any_shape in (True, False):
+        try:
+            model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape)
+            break
+        except ValueError:
+            if not any_shape:
+                raise
     if isinstance(module, nn.Module):
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
@@ -75,7 +78,7 @@ def to_sequential(
 
 
 def _converted(
-    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], *, any_shape: bool
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], any_shape: bool
 ) -> tuple[Captured, nn.Sequential]:
     model = _captured(module, args, kwargs, opaque, any_shape)
     training = module.training if isinstance(module, nn.Module) else True
