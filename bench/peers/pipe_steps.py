@@ -126,14 +126,12 @@ def main() -> None:
     scheduling = {}
     if args.schedule:
         scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
-    pipe = library.GPipe(
-        skippables(layers, importlib.import_module(f"{args.library}.skip")),
-        args.balance,
-        devices=["cpu"] * steps.workers(args),
-        chunks=args.chunks,
-        checkpoint=args.checkpoint,
-        **scheduling,
-    )
+    settings = {"devices": ["cpu"] * steps.workers(args), "chunks": args.chunks, "checkpoint": args.checkpoint}
+    if args.library == "gpipe" and args.model in models.PUBLISHED:
+        pipe = library.GPipe.from_module(torch.nn.Sequential(*layers), x, schedule=args.schedule, **settings)
+    else:
+        skip = importlib.import_module(f"{args.library}.skip")
+        pipe = library.GPipe(skippables(layers, skip), args.balance, **settings, **scheduling)
     step = step_of(pipe, x, args.schedule)
     for _ in range(steps.WARM_UP):
         step()

@@ -30,6 +30,8 @@ LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
+# Published models, which this project converts and cuts itself.
+CUTS_OF_PUBLISHED = {"small": [50, 50], "efficientnet": [12, 9], "vit": [7, 9]}
 # Balances for two stages on each of two workers, of models without skips. The zero-bubble schedules of
 # torch.distributed.pipelining fail if a skip leaves a stage: they send gradients that are not contiguous, and detach
 # outputs that W still needs.
@@ -87,6 +89,8 @@ def rows(short: bool) -> list[Row]:
     ]
     for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
         every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
+    for model, chunks in itertools.product(CUTS_OF_PUBLISHED, few):
+        every.append(Row("speed", model, CUTS_OF_PUBLISHED[model], chunks, "never"))
     for model, chunks in itertools.product(CUTS_OF_ZERO_BUBBLE, few):
         every.append(Row("speed", model, CUTS_OF_ZERO_BUBBLE[model], chunks, "never", 2))
     modes = ["never", "except_last", "always"]
@@ -236,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", type=Path, required=True, help="the build folder of this project")
     for flag, choices in {
-        "models": ["tiny", *CUTS],
+        "models": ["tiny", *CUTS, *CUTS_OF_PUBLISHED],
         "benches": list(BENCHES),
         "chunks": [2, 4, 8, 16, 32],
         "checkpoints": ["never", "except_last", "always"],
