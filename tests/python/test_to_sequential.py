@@ -270,7 +270,9 @@ def test_opaque_modules_are_kept_whole():
     model.forward = lambda x: model["b"](model["odd"](model["a"](x), factor=3)["y"]) + x
     with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
         to_sequential(model, batch())
+    model.a.compile(backend="eager")  # keeps the module compiled
     sequence = to_sequential(model, batch(), opaque=[Branches])
+    assert "'a' calls the module 'a', which is opaque" in sequence.report()
     assert names_of(sequence) == ["a", "odd", "b"]
     assert sequence.state_dict().keys() == model.state_dict().keys()
     assert "forward" not in vars(model.odd)
@@ -535,6 +537,7 @@ def convert(function):
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
         (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "the model: '' is compiled by TorchScript; use"),
+        (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"is compiled by torch.compile\(\); use"),
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
     ],

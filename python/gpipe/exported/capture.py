@@ -148,13 +148,16 @@ def _calls_of(module: nn.Module) -> Iterator[set[str]]:
 
 
 def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
-    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules
-    at some paths. A hook runs while the model is exported, but would not run later."""
+    """Raises ValueError for a module that TorchScript or ``torch.compile`` has made, and for one with a hook, except inside
+    the modules at some paths. A hook runs while the model is exported, but would not run later."""
+    from torch._dynamo.eval_frame import OptimizedModule  # takes a second, so only here
+
     for path, each in module.named_modules():
-        if isinstance(each, torch.jit.ScriptModule):
+        if isinstance(each, (torch.jit.ScriptModule, OptimizedModule)):
+            compiler = "TorchScript" if isinstance(each, torch.jit.ScriptModule) else "torch.compile()"
             raise ValueError(
-                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
-                "from"
+                f"cannot convert the model: '{path}' is compiled by {compiler}; use the module that it was compiled from. "
+                "A submodule on which compile() was called stays compiled, as one layer"
             )
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
         for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.generators import GeneratorState
@@ -167,6 +166,8 @@ def nothing_lost() -> Iterator[None]:
 @contextmanager
 def _few_guards() -> Iterator[None]:
     """Raises ValueError for an export in a block whose conditions for sizes become too many, as it would take minutes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second, so only here
+
     log_guard = ShapeEnv._log_guard
 
     def counted(environment: ShapeEnv, *args: Any, **kwargs: Any) -> None:
@@ -200,15 +201,16 @@ def is_inside(name: str, paths: Iterable[str]) -> bool:
 
 
 def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
-    """Returns the submodules of some classes by path, without those inside another. Raises TypeError for anything but
-    subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
+    """Returns the submodules of some classes, and those that are compiled, by path, without those inside another. Raises
+    TypeError for anything but subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"opaque must be a list of subclasses of nn.Module, but has {kind!r}")
     found: dict[str, nn.Module] = {}
     for path, each in module.named_modules():
-        if isinstance(each, kinds) and path and not is_inside(path, found):
+        is_whole = isinstance(each, kinds) or each._compiled_call_impl is not None
+        if is_whole and path and not is_inside(path, found):
             found[path] = each
     for kind in kinds:
         if not any(isinstance(each, kind) for each in found.values()):
