@@ -68,11 +68,12 @@ struct StepOptions {
   TORCH_ARG(std::optional<Reduction>, reduction);
   /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
-  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss against the
-  /// loss of the whole mini-batch. Does nothing if the reduction or a count is known or given. The step() keeps the
-  /// outputs of all micro-batches for the check. It throws std::invalid_argument if the losses differ. It skips a loss
-  /// that fails on the whole mini-batch, and one that gives another result when it is computed again, such as one with
-  /// random numbers.
+  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss and its
+  /// gradients against those of the whole mini-batch; and once more when the shares of negative integers or of false in
+  /// the micro-batches' targets first differ, because losses ignore such targets. Does nothing if the reduction is known
+  /// or given as kSum. The step() keeps the outputs of all micro-batches for the check. It throws std::invalid_argument
+  /// if the losses differ. It skips a loss that fails on the whole mini-batch, and one that gives another result when it
+  /// is computed again, such as one with random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

@@ -12,6 +12,8 @@ class CallerInputs {
   /// Takes one parcel per micro-batch. Reads their tensors after the caller's work on its current streams.
   CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device);
 
+  /// The caller's, before the first receive().
+  const std::vector<Parcel>& parcels() const { return parcels_; }
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
   Parcel receive(int micro_batch);
 

@@ -2,8 +2,12 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/norm.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -107,51 +111,97 @@ double largest_epsilon(const at::Tensor& loss, const Parcel& output) {
   return epsilon;
 }
 
-// Whether the loss function gives the same losses again. Not if it draws random numbers, has a state, or changes the
-// output.
-bool repeats(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
-             const std::vector<at::Tensor>& losses) {
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const double before = losses[i].item<double>();
-    const double again = call_loss(function, clone_of(outputs[i].value()), targets[i]).item<double>();
-    if (again != before && !(std::isnan(again) && std::isnan(before))) return false;
+struct LossAndGradients {
+  double loss;
+  std::vector<at::Tensor> gradients;  // for the floating-point tensors of the output
+};
+
+// Calls a loss function on a copy of the output. REQUIRES: grad mode.
+LossAndGradients differentiate(const LossFunction& function, const Value& output, const Parcel& target) {
+  auto tensors = output.tensors();
+  std::vector<at::Tensor> wanted;
+  for (auto& tensor : tensors) {
+    if (!tensor.defined()) continue;
+    tensor = tensor.detach();
+    if (tensor.is_floating_point()) wanted.push_back(tensor.requires_grad_());
   }
-  return true;
+  const auto loss = call_loss(function, clone_of({output.form(), std::move(tensors)}), target);
+  if (wanted.empty()) return {loss.item<double>(), {}};
+  auto gradients = torch::autograd::grad({loss}, wanted, {}, std::nullopt, false, /*allow_unused=*/true);
+  for (std::size_t k = 0; k < wanted.size(); ++k) {
+    if (!gradients[k].defined()) gradients[k] = at::zeros_like(wanted[k]);
+  }
+  return {loss.item<double>(), std::move(gradients)};
 }
 
-// Compares the loss of the whole mini-batch with the mean of the micro-batches' losses. Errors: std::invalid_argument.
+// Compares the loss of the whole mini-batch, and its gradients, with the weighted losses of the micro-batches. The
+// losses alone differ too little if those of the micro-batches are much the same. Errors: std::invalid_argument.
 void compare(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
-             const std::vector<at::Tensor>& losses) {
-  at::NoGradGuard no_grad;
+             const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
+  const at::AutoGradMode grad_mode(true);
   double whole = 0;
   double sum = 0;
   double mean = 0;
+  double gap = 0;  // between the gradients, relative
   try {
-    if (!can_join(outputs, targets)) return;
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    if (total == 0 || !can_join(outputs, targets)) return;
     const auto target = gather(targets).value;
-    const auto samples = batch_size(target);
-    whole = call_loss(function, gather(outputs).value, scatter(target, {samples}).front()).item<double>();
-    double magnitude = 0;
+    const auto all = differentiate(function, gather(outputs).value, scatter(target, {batch_size(target)}).front());
+    whole = all.loss;
+    double magnitude = std::abs(whole);
+    std::vector<std::vector<at::Tensor>> parts(all.gradients.size());
     for (std::size_t i = 0; i < losses.size(); ++i) {
       const double loss = losses[i].item<double>();
-      const double share = static_cast<double>(samples_of(targets[i])) / static_cast<double>(samples);
+      const auto [again, gradients] = differentiate(function, outputs[i].value(), targets[i]);
+      if (again != loss && !(std::isnan(again) && std::isnan(loss))) return;  // it draws, has a state or writes
+      const double share = weights[i] / total;
       sum += loss;
-      mean += loss * share;
-      magnitude += std::abs(loss) * share;
+      if (share != 0) mean += loss * share;  // 0 * NaN is NaN
+      magnitude = std::max(magnitude, std::abs(loss));
+      for (std::size_t k = 0; k < parts.size(); ++k) {
+        parts[k].push_back(share == 0 ? at::zeros_like(gradients[k]) : gradients[k] * share);
+      }
     }
+    const auto square = [](const at::Tensor& gradient) {
+      return std::pow(at::norm(gradient, 2, at::toOpMathType(gradient.scalar_type())).item<double>(), 2);
+    };
+    double off = 0;
+    double square_of_all = 0;
+    for (std::size_t k = 0; k < parts.size(); ++k) {
+      off += square(all.gradients[k] - at::cat(parts[k]));
+      square_of_all += square(all.gradients[k]);
+    }
+    gap = std::sqrt(off / square_of_all);
     const double epsilon = largest_epsilon(losses.front(), outputs.front());
-    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * std::max(std::abs(whole), magnitude) + 8 * epsilon;
-    if (!std::isfinite(whole) || std::abs(whole - mean) <= tolerance) return;
-    if (!repeats(function, outputs, targets, losses)) return;
+    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * magnitude + 8 * epsilon;
+    if (!std::isfinite(whole) || (std::abs(whole - mean) <= tolerance && off <= epsilon * square_of_all)) return;
   } catch (...) {
     return;  // the loss function does not take a whole mini-batch
   }
   refuse_argument(
-      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean,
-      ", the mean of their losses weighted by samples, and their sum is ", sum,
-      "; pass reduction for a sum, or count, which returns what a micro-batch's mean is divided by; use forward() and "
-      "backward() if the loss does not decompose over samples; pass check = false to train with the mean all the "
-      "same");
+      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean, " (their sum is ", sum,
+      ") and gradients that are ", 100 * gap,
+      " % off; if the loss ignores some targets, pass count, which returns what a micro-batch's mean is divided by; if "
+      "it is a sum, pass reduction; if it does not decompose over samples, use forward() and backward(); pass check = "
+      "false to train so all the same");
+}
+
+// Whether the micro-batches have unequal shares of what losses ignore: negative numbers in integer targets, and the
+// zeros of masks.
+bool ignores_unevenly(const std::vector<Parcel>& targets) {
+  for (std::size_t k = 0; k < targets.front().tensors.size(); ++k) {
+    std::optional<double> first;
+    for (const auto& target : targets) {
+      const auto& tensor = target.tensors[k];
+      if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) break;
+      const auto ignored = tensor.scalar_type() == at::kBool ? tensor.logical_not() : tensor.lt(0);
+      const double share = ignored.sum().item<double>() / static_cast<double>(tensor.numel());
+      if (share != first.value_or(share)) return true;
+      first = share;
+    }
+  }
+  return false;
 }
 
 }  // namespace
@@ -181,10 +231,10 @@ StepOptions complete(StepOptions options, const LossFunction& loss, const Value&
   if (options.count() && options.reduction() == Reduction::kSum) {
     refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
   }
+  if (options.reduction() == Reduction::kSum) options.check(false);
   if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
-    options.reduction(loss.reduction).count(loss.count);
+    options.reduction(loss.reduction).count(loss.count).check(false);
   }
-  if (options.reduction() || options.count()) options.check(false);
   return options.reduction(options.reduction().value_or(Reduction::kMean));
 }
 
@@ -231,10 +281,14 @@ double StepLoss::weight() const { return std::accumulate(weights_.begin(), weigh
 void StepLoss::normalize(double total) { gpipe::normalize(weights_, total, *options_.reduction()); }
 
 void StepLoss::begin_comparison() {
-  const bool is_here = pipeline_.is_here(pipeline_.count() - 1);
-  if (!options_.check() || !is_here || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
-  comparison_ = Comparison{function_, static_cast<int>(losses_.size()), std::vector<Parcel>(losses_.size()),
-                           std::vector<Parcel>(losses_.size())};
+  if (!options_.check() || !pipeline_.is_here(pipeline_.count() - 1) || losses_.size() == 1) return;
+  const auto kind = 2 * function_.kind.value_or(function_.target_type().hash_code());
+  const auto& compared = pipeline_.compared_losses();
+  if (compared.contains(kind + 1)) return;
+  const bool unevenly = ignores_unevenly(targets_.parcels());
+  if (!unevenly && compared.contains(kind)) return;
+  comparison_ = Comparison{function_, kind + (unevenly ? 1 : 0), static_cast<int>(losses_.size()),
+                           std::vector<Parcel>(losses_.size()), std::vector<Parcel>(losses_.size())};
 }
 
 at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
@@ -251,7 +305,7 @@ at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outp
     comparison_->outputs[micro_batch].add_leaving(output);
     comparison_->targets[micro_batch] = std::move(target);
     if (--comparison_->left == 0) {
-      compare(comparison_->function, comparison_->outputs, comparison_->targets, losses_);
+      compare(comparison_->function, comparison_->outputs, comparison_->targets, losses_, weights_);
       comparison_->outputs.clear();
       comparison_->targets.clear();
     }
@@ -267,7 +321,7 @@ at::Tensor StepLoss::gradient(int micro_batch) const {
 
 at::Tensor StepLoss::join() {
   targets_.await_copies();
-  if (comparison_) pipeline_.compared_losses().insert(kind());
+  if (comparison_) pipeline_.compared_losses().insert(comparison_->kind);
   comparison_.reset();
   const auto losses = std::exchange(losses_, {});
   for (const auto& loss : losses) use_on_current_stream(loss);

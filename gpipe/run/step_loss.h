@@ -16,7 +16,8 @@ StepOptions complete(StepOptions options, const LossFunction& loss, const Value&
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
 
 /// The loss of step(): a layer after the model's last one. If the options say so, compares the loss of the whole
-/// mini-batch, the first time that the pipeline has a loss of this kind.
+/// mini-batch, the first time that the pipeline has a loss of this kind, and the first time that it may ignore more of
+/// one micro-batch than of another.
 ///
 /// Thread safety: used by the last stage's worker, and by the caller before and after.
 class StepLoss {
@@ -45,15 +46,14 @@ class StepLoss {
   at::Tensor join();
 
  private:
-  // check_loss() in a step, for a loss taken to be a mean of samples.
+  // check_loss() in a step, for a loss taken to be a mean.
   struct Comparison {
     LossFunction function;  // a copy, which may have a state
+    std::size_t kind;       // for compared_losses()
     int left;               // micro-batches that have not come
     std::vector<Parcel> outputs;
     std::vector<Parcel> targets;
   };
-  std::size_t kind() const { return function_.kind.value_or(function_.target_type().hash_code()); }
-
   Pipeline& pipeline_;
   const LossFunction function_;
   const StepOptions options_;

@@ -138,12 +138,15 @@ def step_options(
     if count is not None:
         counted = partial(_counted, check_function(count, "count", "a target"))
     elif known is not None and reduction in (None, known[0]):
-        reduction, counted = known
+        (reduction, counted), check = known, False
     return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
 def _counted(count: Callable[[Any], object], target: Any) -> float:
-    return check_number(count(target), "the result of count")
+    found = count(target)
+    if isinstance(found, Tensor) and found.dim() > 0:
+        raise TypeError(f"count returned {shown(found)}; return a number, such as (target != -100).sum()")
+    return check_number(found, "the result of count")
 
 
 def kind_of(loss: object) -> int:

@@ -358,8 +358,9 @@ class GPipe(TeamCalls):
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
-                unless ``count`` or ``reduction`` is given or known, or the loss draws or takes no whole mini-batch.
+            check: whether the first call with a ``loss`` of other code compares it and its gradients with those of the whole
+                mini-batch, as does the first one whose micro-batches have unequal shares of negative integers or of ``False``
+                as targets. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside

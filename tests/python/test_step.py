@@ -126,6 +126,33 @@ def test_another_loss_is_compared_once_with_the_whole_mini_batch():
     pipe.step(x, y, lambda output, target: output.sum() if len(target) <= 3 else 1 / 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_loss_that_ignores_targets_is_refused_without_a_count_that_is_right(dtype):
+    x, y = batch(9)
+    ignoring, mask = y.clone(), torch.ones(9, dtype=torch.bool)
+    ignoring[:2], mask[:2] = -100, False
+    pipe, x = make_pipe(checkpoint="never").to(dtype), x.to(dtype)
+    for parameter in pipe.parameters():
+        nn.init.zeros_(parameter)  # all losses are equal: only gradients differ
+
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    def masked(output, target):
+        return F.cross_entropy(output, target[0], reduction="none")[target[1]].mean()
+
+    refused = pytest.raises(ValueError, match="gradients that are .* % off; if the loss ignores some targets, pass count")
+    pipe.step(x, y, loss)  # ignores none yet
+    pipe.step(x, (y, torch.ones_like(mask)), masked)
+    for target, each in ((ignoring, loss), ((y, mask), masked)):
+        with refused:
+            pipe.step(x, target, each, reduction="mean")
+    with refused:
+        pipe.step(x, ignoring, F.cross_entropy, count=len)
+    pipe.step(x, ignoring, loss, count=lambda target: (target >= 0).sum())
+    pipe.step(x, (y, mask), masked, count=lambda target: target[1].sum())
+
+
 def test_forward_and_backward_warn_of_another_schedule_once():
     pipe, (x, _) = make_pipe(), batch()
     with torch.no_grad():
