@@ -258,10 +258,9 @@ class GPipe(TeamCalls):
         """
         with self.refusing():
             if others or named:
-                raise TypeError(
-                    "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
-                    "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
-                )
+                by_name = f"{{{', '.join(f'{name!r}: ...' for name in named)}}}"
+                one = "(a, b)" if not named else by_name if input is None else f"((...,), {by_name})"
+                raise TypeError(f"a pipeline takes one input, which its first layer gets; call pipe({one}) instead")
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:

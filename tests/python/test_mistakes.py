@@ -101,8 +101,10 @@ MISTAKES = [
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
     # Inputs, targets and losses.
-    (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
-    (lambda: pipe()(input_ids=X), TypeError, r"one input.*, or as a dict"),
+    (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; call pipe\(\(a, b\)\) instead"),
+    (lambda: pipe()(ids=X, mask=Y), TypeError, r"one input.*; call pipe\({'ids': \.\.\., 'mask': \.\.\.}\) instead"),
+    (lambda: pipe()(X, mask=Y), TypeError, r"one input.*; call pipe\(\(\(\.\.\.,\), {'mask': \.\.\.}\)\) instead"),
+    (lambda: pipe()({"x": X, "use_cache": False}), TypeError, r"but got <class 'bool'> for 'use_cache'; .* leave it out"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
     (lambda: pipe()(UserDict(x=X)), TypeError, r"expected Tensor, but got <class 'collections.UserDict'>; .* pass dict\(...\)"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
