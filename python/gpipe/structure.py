@@ -57,9 +57,13 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
+            keys = [key for key, each in value.items() if each is leaf] if isinstance(value, dict) else []
+            place = f" for '{keys[0]}'" if keys else ""
             advice = "; pass dict(...) of it" if isinstance(leaf, Mapping) else ""
+            if isinstance(leaf, (bool, int, float, str)):
+                advice = "; leave it out if it was a constant when the model was converted"
             raise TypeError(
-                f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or "
+                f"expected Tensor, but got {type(leaf)}{place}; a pipeline and its stages take and return tensors, alone or "
                 f"in tuples, named tuples, lists and dicts, which may hold None{advice}"
             )
     classes = tuple(_class_of(leaf) for leaf in leaves)

@@ -201,7 +201,7 @@ class ExportedLayer(ConvertedLayer):
         if found != expected:
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; give what was expected, with a tensor for each '...'"
+                f"{_shown(found)}; give what was expected, with a tensor for each '...', and leave out what was a constant"
             )
         for number, leaf in enumerate(leaves):
             if not (leaf is None or isinstance(leaf, Tensor)):
