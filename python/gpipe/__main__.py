@@ -22,6 +22,9 @@ _EXCLUDED = {
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)  # --chunk is a mistake, not --chunks
+
     def error(self, message: str) -> NoReturn:
         self.fail(2, f"error: {message}")
 

@@ -222,6 +222,7 @@ REFUSED = [
     ("print @right.txt --chunks 3", "--chunks does not apply to a schedule from a file"),
     ("print gpipe --placement 0,1 --stages 2", "--stages does not apply to a list of workers"),
     ("print gpipe --placement 0,x", "--placement 0,x: give looped, v, or"),
+    ("print gpipe --chunk 8", "unrecognized arguments: --chunk 8"),
     ("print gpipe --chunks 0", "--chunks: '0' is not a whole number from 1 to"),
     ("check zb_h1 --weight-gradient=-1", "--weight-gradient: '-1' is not a number from 0"),
     ("cut --profile cluster.json", "not a profile"),
