@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from inspect import signature
 from typing import Any
@@ -112,7 +112,16 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Returns a function that calls ``loss`` and raises TypeError unless it returns a tensor."""
 
     def call(output: Any, target: Any) -> Tensor:
-        value = loss(output, target)
+        try:
+            value = loss(output, target)
+        except Exception as error:
+            if not isinstance(output, Tensor) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+                part = "output['...']" if isinstance(output, Mapping) else "output[0]"
+                error.add_note(
+                    f"[gpipe] the loss gets all that the model returns, here a {type(output).__name__}; take a tensor of it, "
+                    f"such as lambda output, target: criterion({part}, target)"
+                )
+            raise
         if not isinstance(value, Tensor):
             raise TypeError(f"the loss function returned {shown(value)}; return a tensor, a floating-point scalar")
         return value

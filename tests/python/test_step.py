@@ -57,6 +57,20 @@ def test_an_error_of_the_loss_is_raised_unchanged_and_leaves_no_gradients():
         assert notes(error)[-1] == "[gpipe] in the recompute of micro-batch 0 on stage 1, layer 'loss'"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_a_loss_that_fails_on_a_tuple_gets_a_hint():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    x, y = batch()
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(4, 3).double(), Twice()), [1, 1], chunks=2)
+    with pytest.raises((TypeError, AttributeError)) as raised:
+        pipe.step(x, y, F.cross_entropy)
+    assert "here a tuple; take a tensor of it, such as lambda output, target: criterion(output[0], target)" in notes(raised.value)[0]
+    pipe.step(x, y, lambda output, target: F.cross_entropy(output[0], target))
+
+
 def test_the_first_step_chooses_a_schedule():
     pipe, timeline, (x, y) = make_pipe(schedule="auto", chunks=4), gpipe.Timeline(), batch(8)
     with pytest.raises(ZeroDivisionError):
