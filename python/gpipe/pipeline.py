@@ -168,7 +168,8 @@ class GPipe(TeamCalls):
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
             opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
-            stages: the number of stages. Default: one per worker, or two, whichever is faster.
+            stages: the number of stages. Default: one per worker, or two, whichever is faster. If
+                not given, a warning tells if plain PyTorch is predicted to be faster.
             devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
             placement: only with a ``balance``; see the constructor, also for the other arguments.
 
@@ -193,7 +194,7 @@ class GPipe(TeamCalls):
         else:
             batch = input_of(args, kwargs or {})
             choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
-            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, module, batch, **choice))))
+            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **choice))))
         options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}
         pipe = cls(model, devices=placed, **plan, **options)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for

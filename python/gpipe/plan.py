@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -30,7 +31,6 @@ class Plan(TypedDict):
 
 def choose_plan(
     model: nn.Sequential,
-    original: nn.Module,
     batch: Any,
     *,
     devices: Sequence[torch.device] | None,
@@ -51,7 +51,7 @@ def choose_plan(
         devices = arrange_workers(None, max(1, stages // processes) if stages else default).devices
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
-    if chunks is None and any(isinstance(each, _BatchNorm) for each in original.modules()):
+    if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
     tried = [chunks] if chunks is not None else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
     memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
@@ -78,6 +78,13 @@ def choose_plan(
     candidates = [each for each in candidates if not _C.fills_and_drains(each.schedule)] or candidates
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
+    whole = found.unpartitioned
+    if stages is None and whole is not None and whole.fits and chosen.seconds > _CLOSE * whole.seconds:
+        warnings.warn(
+            f"plain PyTorch on one device, on a CPU with all threads, is predicted to be {chosen.seconds / whole.seconds:.2f} "
+            "times as fast as the pipeline; train the module without one unless you are short of memory",
+            stacklevel=6,
+        )
     return {
         "balance": chosen.balance,
         "chunks": chosen.chunks,
@@ -85,6 +92,11 @@ def choose_plan(
         "schedule": chosen.schedule,
         "placement": chosen.placement,
     }
+
+
+def _has_batch_norm(model: nn.Sequential) -> bool:
+    operators = any('"aten::batch_norm"' in getattr(layer, "description", "") for layer in model)
+    return operators or any(isinstance(each, _BatchNorm) for each in model.modules())  # of opaque modules
 
 
 def _order(candidate: Candidate) -> tuple[int, ...]:

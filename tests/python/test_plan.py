@@ -37,8 +37,9 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     x = torch.randn(12, 8)
     chosen = gpipe.GPipe.from_module(perceptron(), x, seconds=0.1)
     assert chosen.chunks in (2, 4, 8, 12)
-    with_norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    assert gpipe.GPipe.from_module(with_norm, x, seconds=0.1).chunks == 4
+    with_norm = gpipe.to_sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), x)
+    pipe = gpipe.GPipe.from_module(with_norm, x, seconds=0.1)
+    assert pipe.chunks == 4 and list(pipe) == list(with_norm)
 
 
 @pytest.mark.parametrize("schedules, chosen", [(["gpipe", "looped_bfs", "1f1b"], "1f1b"), (["gpipe"], "gpipe")])
@@ -47,8 +48,11 @@ def test_measured_times_do_not_choose_between_schedules_that_round_differently(s
     candidates = [
         SimpleNamespace(fits=True, seconds=seconds, schedule=schedule, **plan) for seconds, schedule in enumerate(schedules, 1)
     ]
-    monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: SimpleNamespace(candidates=candidates))
-    assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
+    found = SimpleNamespace(candidates=candidates, unpartitioned=SimpleNamespace(fits=True, seconds=0.5))
+    monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: found)
+    with pytest.warns(UserWarning, match=r"plain PyTorch .* predicted to be \d\.00 times as fast") as warned:
+        assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
+    assert warned[0].filename == __file__
 
 
 @pytest.mark.filterwarnings("error")

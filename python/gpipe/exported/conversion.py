@@ -50,7 +50,7 @@ def to_sequential(
     Args:
         module: the model, which :func:`torch.export.export` can export; or a program that was exported in training mode
             with a dynamic dimension 0, or the path of its ``.pt2`` file. The sequence has the same parameters and buffers,
-            so training it trains the module, which is not changed otherwise.
+            so training it trains the module, which is not changed otherwise. A converted sequence stays as it is.
         example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch. The sequence takes
             batches of any size, and the other sizes that the module's code takes, from 2. It takes one input: the only
             argument, else the tuple of positional arguments, the dict of keyword arguments, or a tuple of both. Arguments
@@ -61,6 +61,8 @@ def to_sequential(
     The sequence has the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
     Raises ValueError, with the part and the reason, if the module cannot be converted.
     """
+    if isinstance(module, ExportedSequential):
+        return module
     for any_shape in (True, False):
         try:
             model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape)
