@@ -114,10 +114,10 @@ MISTAKES = [
     (lambda: step(X, [Y], nn.CrossEntropyLoss()), TypeError, "argument 'target' .* must be Tensor, not list"),
     (lambda: step(count=len, reduction="sum"), ValueError, "count weights a mean"),
     (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
-    (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
-    (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: step(count=lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
     (lambda: step(count=lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
+    (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
+    (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
     (lambda: pipe().evaluate(X, Y, lambda *both: 1.0), TypeError, "the loss function returned 1.0; return a tensor"),
     (
