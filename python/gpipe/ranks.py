@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing.util
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -150,8 +152,13 @@ _of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: ProcessGroup | Ranks | None) -> Ranks | None:
-    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``. Raises
-    TypeError for anything else."""
+    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``, with a warning in
+    a job of several processes. Raises TypeError for anything else."""
+    if group is None and os.environ.get("WORLD_SIZE", "") not in ("", "1"):
+        warnings.warn(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the pipeline gets no group, so each process trains a whole pipeline "
+            "of its own; pass group=gpipe.Ranks.from_environment(), or wrap each pipeline in DistributedDataParallel"
+        )
     if group is None or isinstance(group, Ranks):
         return group
     ranks = _of_groups.get(group) if isinstance(group, ProcessGroup) else None

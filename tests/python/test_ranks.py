@@ -56,6 +56,15 @@ def test_each_rank_holds_its_own_layers_only():
     assert second[::2] == ([2, 3, 4, 5], [0, 7])
 
 
+def test_a_pipeline_without_a_group_warns_in_a_job_of_several_processes(monkeypatch, recwarn):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    gpipe.GPipe(make_model(), [8])
+    assert not recwarn.list
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4, .* a whole pipeline of its own; pass group=gpipe.Ranks.from_env"):
+        gpipe.GPipe(make_model(), [8])
+
+
 def misuse(ranks):
     for arguments, error, message in (
         ({"group": 3}, TypeError, "process group"),
