@@ -94,8 +94,13 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
 
     Raises:
         OSError: with the path and the reason; BlockingIOError if another writer is writing the same path.
-        TypeError, ValueError: if the snapshot cannot be saved.
+        TypeError, ValueError: if the snapshot cannot be saved, or is a rank's, which :func:`gather` did not join.
     """
+    if isinstance(getattr(snapshot, "model", None), _Part):
+        raise ValueError(
+            "the snapshot has only this rank's part of the model; on all ranks, call whole = snapshot.gather(pipe, mine), then "
+            "write the whole on rank 0"
+        )
     file = _to_file(check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot"))
     _C.write_snapshot(os.fsencode(path), *file)
 
@@ -113,10 +118,15 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
 # Models.
 
 
+class _Part(dict[str, Tensor]):
+    """The state of one rank's layers."""
+
+
 def capture_model(model: nn.Module) -> dict[str, Tensor]:
     """Copies a model's parameters and buffers to the CPU. Returns the copies by their names in ``state_dict()``. Raises
     TypeError if the model's state holds anything but tensors, for example from ``get_extra_state``."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors_of(model).items()}
+    captured = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors_of(model).items()}
+    return _Part(captured) if set(getattr(model, "whole_state", ())) - captured.keys() else captured
 
 
 def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -309,7 +319,8 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     with pipe.refusing():
         file, core, names = _to_file(mine), pipe._pipeline(), _state_names(pipe)
     whole = _from_file(*_C.gather_snapshot(core, *file, *names))
-    whole.model = {name: whole.model[name] for name in pipe.whole_state if name in whole.model}
+    kind = _Part if pipe.ranks.rank > 0 else dict
+    whole.model = kind((name, whole.model[name]) for name in pipe.whole_state if name in whole.model)
     return whole
 
 

@@ -132,6 +132,10 @@ def test_replicas_read_their_parts_of_each_mini_batch():
 def save(pipe, optimizer, path):
     mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe), epoch=3)
     whole = snapshot.gather(pipe, mine)
+    if pipe.ranks is not None:
+        for part in [mine, whole][: 1 + pipe.ranks.rank]:
+            with pytest.raises(ValueError, match="only this rank's part of the model; .* write the whole on rank 0"):
+                snapshot.write(path, part)
     if pipe.ranks is None or pipe.ranks.rank == 0:
         snapshot.write(path, whole)
     else:
