@@ -23,7 +23,7 @@ _STEM_CHANNELS = 64
 
 
 @skippable(stash=["skip"])
-class _Stash(nn.Module):
+class _Stash(Skippable):
     """Stashes its input, or a projection of it, and returns the input."""
 
     def __init__(self, projection: nn.Module | None = None) -> None:
@@ -36,7 +36,7 @@ class _Stash(nn.Module):
 
 
 @skippable(pop=["skip"])
-class _Concatenate(nn.Module):
+class _Concatenate(Skippable):
     """Concatenates the skip with the input, cropped to the size of the skip."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Concatenate(nn.Module):
 
 
 @skippable(pop=["skip"])
-class _Add(nn.Module):
+class _Add(Skippable):
     """Adds the skip, or a projection of it, to the input."""
 
     def __init__(self, projection: nn.Module | None) -> None:
@@ -119,7 +119,7 @@ def unet(
     for level in range(1, depth + 1):
         block(f"down{level}", channels, base_channels << (level - 1))
         channels = base_channels << (level - 1)
-        layers[f"down{level}_stash"] = _isolated(_Stash(), skips[level - 1])
+        layers[f"down{level}_stash"] = _Stash().isolate(skips[level - 1])
         # Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
         layers[f"down{level}_pool"] = pool(2, ceil_mode=True)
     block("bottom", channels, 2 * channels)
@@ -131,7 +131,7 @@ def unet(
             # A 1x1 convolution commutes with interpolation. Done first, it costs a quarter (2D) or an eighth (3D).
             layers[f"up{level}_reduce"] = conv(2 * channels, channels, 1)
             layers[f"up{level}_upsample"] = nn.Upsample(scale_factor=2, mode="bilinear" if dims == 2 else "trilinear")
-        layers[f"up{level}_join"] = _isolated(_Concatenate(), skips[level - 1])
+        layers[f"up{level}_join"] = _Concatenate().isolate(skips[level - 1])
         block(f"up{level}", 2 * channels, channels)
     layers["head"] = conv(channels, out_channels, 1)
     return nn.Sequential(OrderedDict(layers))
@@ -157,13 +157,13 @@ def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images:
             projects, grows = inputs != channels or stride != 1, channels > inputs * stride**2
             # The projection of the shortcut is on the side of the skip where the tensor to store and send is smaller.
             projection = _projection(inputs, channels, stride) if projects and not grows else None
-            layers[f"{prefix}_stash"] = _isolated(_Stash(projection), skip)
+            layers[f"{prefix}_stash"] = _Stash(projection).isolate(skip)
             for number, shape in enumerate(shapes, 1):
                 layers[f"{prefix}_conv{number}"] = _Conv(*shape)
                 layers[f"{prefix}_bn{number}"] = nn.BatchNorm2d(shape[1])
                 if number == len(shapes):
                     projection = _projection(inputs, channels, stride) if grows else None
-                    layers[f"{prefix}_join"] = _isolated(_Add(projection), skip)
+                    layers[f"{prefix}_join"] = _Add(projection).isolate(skip)
                 # In place is safe: no backward needs the input, and the input is never stashed.
                 layers[f"{prefix}_relu{number}"] = nn.ReLU(inplace=True)
     layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
@@ -199,11 +199,6 @@ def resnet152(num_classes: int = 1000, in_channels: int = 3, *, small_images: bo
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(_Conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-
-
-def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
-    assert isinstance(layer, Skippable)
-    return layer.isolate(namespace)
 
 
 def _check(is_met: bool, name: str, value: Any, requirement: str) -> None:

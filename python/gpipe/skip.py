@@ -18,6 +18,8 @@ Tensors of any dtype may be stashed, and ``None``.
 
 A ``forward`` may also be a generator that yields the results of ``stash``, ``pop`` and ``peek``, as in torchgpipe:
 ``yield stash("features", x)``, ``features = yield pop("features")``.
+
+A type checker knows ``isolate`` of a class that derives from :class:`Skippable`: ``class Encode(Skippable)``.
 """
 
 from __future__ import annotations
@@ -115,15 +117,6 @@ class Skippable(nn.Module):
         """Returns the name that messages show for the module, whose name in the model is ``key``."""
         return key
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outer, current = getattr(_thread, "forward", None), _Forward(self)
-        _thread.forward = current
-        try:
-            output = super().forward(*args, **kwargs)
-            return current.drive(output) if isinstance(output, Generator) else output
-        finally:
-            _thread.forward = outer
-
     def __repr__(self) -> str:
         return f"@skippable({super().__repr__()})"
 
@@ -213,6 +206,22 @@ def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
     return frozenset(listed)
 
 
+def _noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the forward of a layer the one that stash(), pop() and peek() of its thread belong to."""
+
+    @functools.wraps(forward)
+    def noted(self: Skippable, *args: Any, **kwargs: Any) -> Any:
+        outer, current = getattr(_thread, "forward", None), _Forward(self)
+        _thread.forward = current
+        try:
+            output = forward(self, *args, **kwargs)
+            return current.drive(output) if isinstance(output, Generator) else output
+        finally:
+            _thread.forward = outer
+
+    return noted
+
+
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = (), peek: Iterable[str] = ()
 ) -> Callable[[type[M]], type[M]]:
@@ -224,12 +233,14 @@ def skippable(
     peekable_names = _check_names(peek, "peek at")
 
     def decorate(module_cls: type[M]) -> type[M]:
-        if issubclass(module_cls, Skippable):
+        if hasattr(module_cls, "module_cls"):
             raise TypeError(f"{module_cls.__name__} is skippable already; declare all its names in one decorator")
         members = {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         members |= {"module_cls": module_cls, "stashable_names": stashable_names}
         members |= {"poppable_names": poppable_names, "peekable_names": peekable_names}
-        return cast(type[M], type(module_cls.__name__, (Skippable, module_cls), members))
+        members["forward"] = _noted(module_cls.forward)
+        bases = (module_cls,) if issubclass(module_cls, Skippable) else (Skippable, module_cls)
+        return cast(type[M], type(module_cls.__name__, bases, members))
 
     return decorate
 

@@ -8,11 +8,11 @@ from typing_extensions import assert_type
 
 import gpipe
 from gpipe import balance, snapshot
-from gpipe.skip import peek, pop, skippable, stash
+from gpipe.skip import Namespace, Skippable, peek, pop, skippable, stash
 
 
 @skippable(stash=["features"])
-class Encode(nn.Module):
+class Encode(Skippable):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -24,13 +24,13 @@ class Encode(nn.Module):
 
 
 @skippable(peek="features")
-class Gate(nn.Module):
+class Gate(Skippable):
     def forward(self, x: Tensor) -> Tensor:
         return x * assert_type(peek("features"), Tensor).sigmoid()
 
 
 @skippable(pop=["features"])
-class Decode(nn.Module):
+class Decode(Skippable):
     def forward(self, x: Tensor) -> Tensor:
         return x + assert_type(pop("features"), Tensor)
 
@@ -71,7 +71,9 @@ def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
 
 def main(folder: Path) -> None:
     x, y = torch.randn(16, 8), torch.randint(3, (16,))
-    model = nn.Sequential(Encode(8), Gate(), Decode(), nn.Linear(8, 3))
+    own = Namespace()
+    encode = assert_type(Encode(width=8).isolate(own), Encode)
+    model = nn.Sequential(encode, Gate().isolate(own, only="features"), Decode().isolate(own), nn.Linear(8, 3))
     cut = balance.balance_by_time(2, model, x[:4], timeout=0.1)
     assert_type(cut, list[int])
     pipe = gpipe.GPipe(model, cut, devices=["cpu", "cpu"], chunks=4, checkpoint="never", schedule="1f1b")
