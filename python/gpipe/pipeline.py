@@ -168,8 +168,8 @@ class GPipe(TeamCalls):
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
             opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
-            stages: the number of stages. Default: one per worker, or two, whichever is faster. If
-                not given, a warning tells if plain PyTorch is predicted to be faster.
+            stages: the number of stages. Default: one per worker, or two, whichever is faster; then a warning tells if plain
+                PyTorch is predicted to be faster.
             devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
             placement: only with a ``balance``; see the constructor, also for the other arguments.
 
