@@ -7,6 +7,7 @@ outputs. The layer calls the module itself.
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -45,7 +46,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     owners = {id(each._buffers): each._buffers for each in module.modules()}.values()
     held = [(owner, *item) for owner in owners for item in owner.items()]
     saved = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in held if buffer is not None]
-    with torch.no_grad(), torch.random.fork_rng():
+    devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices):
         try:
             yield
         finally:

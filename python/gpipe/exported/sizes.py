@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from gpipe.exported.graph import Value
 
 
 class Size(NamedTuple):
     """The size of a value in a dimension, divided by a number."""
 
-    value: Value
+    value: Any
     dimension: int
     divisor: int = 1
 
@@ -29,7 +26,7 @@ class Sizes:
         self._names: dict[Any, Any] = {}  # of the program's symbols
         self._environment: Any = None
 
-    def add(self, value: Value, name: str) -> None:
+    def add(self, value: Any, name: str) -> None:
         """Adds the next input, and sets its shape."""
         import sympy  # type: ignore[import-untyped]  # takes a second, so only here
 
@@ -61,7 +58,7 @@ class Sizes:
         if expression != True:  # noqa: E712, an expression
             self.guards[expression] = self.guards.get(expression, True) and is_of_operator
 
-    def merge(self, other: Sizes, same: dict[Value, Value]) -> None:
+    def merge(self, other: Sizes, same: Mapping[Any, Any]) -> None:
         """Adds the sizes of the same model in another mode. ``same`` has the inputs of this mode by those of the other."""
         for symbol, size in other.places.items():
             self.places.setdefault(symbol, size._replace(value=same[size.value]))
