@@ -244,6 +244,9 @@ def test_opaque_modules_are_kept_whole():
     torch.testing.assert_close(pipe(batch(9)), torch.cat([model(part) for part in batch(9).chunk(3)]))
     pipe(batch()).sum().backward()
     assert pipe.get_parameter("odd.weight").grad is not None
+    model.forward = lambda x: model["odd"](x, factor=1j)["y"]
+    with pytest.raises(ValueError, match="must get tensors, numbers, texts and None, but Branches does not"):
+        to_sequential(model, batch(), opaque=[Branches])
 
 
 def exported(model, dynamic=True):

@@ -61,7 +61,7 @@ def capture(
     programs, calls = [], []
     for training in (True, False):
         with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
-            programs.append(exported(module, args, kwargs))
+            programs.append(exported(module, args, kwargs, runs=bool(whole)))
         calls.append(called)
     own = _tensors_of_module(module)
     tensors = dict(own)

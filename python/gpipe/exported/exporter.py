@@ -54,8 +54,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 owner[name] = buffer
 
 
-def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Exports a module in its present mode, for any number of samples. Raises ValueError, with its submodule."""
+def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], runs: bool) -> ExportedProgram:
+    """Exports a module in its present mode, for any number of samples. ``runs`` tells whether it has run with the arguments.
+    Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -66,8 +67,9 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     except Exception as error:
         text = _explanation(module, error)
         try:
-            with unchanged(module), torch.enable_grad():
-                module(*args, **kwargs)
+            if not runs:
+                with unchanged(module), torch.enable_grad():
+                    module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
             text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
             if any(isinstance(arg, Mapping) for arg in args) and not kwargs:
