@@ -194,7 +194,7 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
         if isinstance(each, kinds) and path and not is_inside(path, found):
             found[path] = each
     for kind in kinds:
-        if not any(isinstance(each, kind) for each in found.values()):
+        if not any(isinstance(each, kind) for path, each in module.named_modules() if path):
             raise ValueError(f"opaque has {kind.__name__}, but no submodule of the model is one")
     return found
 
