@@ -70,6 +70,15 @@ def test_a_step_enters_no_python_function(checkpoint):
     assert entered_in(pipe, lambda: pipe.step(x, y, loss)).count("loss") == CHUNKS
 
 
+def test_numbers_that_only_checks_use_need_no_python():
+    class Checked(nn.Linear):
+        def forward(self, x):
+            torch._check(x.argmax(1).max().item() <= 3)
+            return super().forward(x)
+
+    assert gpipe.to_sequential(Checked(4, 4), torch.rand(6, 4)).report() == "1 of 1 layers run without Python"
+
+
 def gradients_of(pipe):
     return {name: parameter.grad for name, parameter in pipe.named_parameters()}
 

@@ -271,7 +271,8 @@ def test_opaque_modules_are_kept_whole():
     with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
         to_sequential(model, batch())
     model.a.compile(backend="eager")  # keeps the module compiled
-    sequence = to_sequential(model, batch(), opaque=[Branches])
+    model.odd.inner = nn.Identity()
+    sequence = to_sequential(model, batch(), opaque=[Branches, nn.Identity])
     assert "'a' calls the module 'a', which is opaque" in sequence.report()
     assert names_of(sequence) == ["a", "odd", "b"]
     assert sequence.state_dict().keys() == model.state_dict().keys()
@@ -281,6 +282,9 @@ def test_opaque_modules_are_kept_whole():
     torch.testing.assert_close(pipe(batch(9)), torch.cat([model(part) for part in batch(9).chunk(3)]))
     pipe(batch()).sum().backward()
     assert pipe.get_parameter("odd.weight").grad is not None
+    model.forward = lambda x: model["odd"](x, factor=1j)["y"]
+    with pytest.raises(ValueError, match="must get tensors, numbers, texts and None, but Branches does not"):
+        to_sequential(model, batch(), opaque=[Branches])
 
 
 def exported(model, dynamic=True):

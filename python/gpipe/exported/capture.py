@@ -48,7 +48,7 @@ def capture(
     programs, calls = [], []
     for training in (True, False):
         with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
-            programs.append(exported(module, args, kwargs, any_shape=any_shape and not whole))
+            programs.append(exported(module, args, kwargs, any_shape=any_shape and not whole, runs=bool(whole)))
         calls.append(called)
     own = _tensors_of_module(module)
     tensors = dict(own)

@@ -57,10 +57,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def exported(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool, runs: bool
 ) -> ExportedProgram:
     """Exports a module in its present mode, for any number of samples. With ``any_shape``, also for other sizes where its code
-    allows them. Raises ValueError, with its submodule."""
+    allows them. ``runs`` tells whether it has run with the arguments. Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -71,8 +71,9 @@ def exported(
     except Exception as error:
         text = _explanation(module, error)
         try:
-            with unchanged(module), torch.enable_grad():
-                module(*args, **kwargs)
+            if not runs:
+                with unchanged(module), torch.enable_grad():
+                    module(*args, **kwargs)
         except Exception as own:  # the module fails without an export, too
             text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
             if any(isinstance(arg, Mapping) for arg in args) and not kwargs:
@@ -215,7 +216,7 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
         if is_whole and path and not is_inside(path, found):
             found[path] = each
     for kind in kinds:
-        if not any(isinstance(each, kind) for each in found.values()):
+        if not any(isinstance(each, kind) for path, each in module.named_modules() if path):
             raise ValueError(f"opaque has {kind.__name__}, but no submodule of the model is one")
     return found
 

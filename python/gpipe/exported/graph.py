@@ -195,8 +195,19 @@ class Reader:
             spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
             for spec, output in zip(signature.output_specs, outputs, strict=True)
         ]
+        self.graph.operations = self._used()
         if not self.graph.operations:
             raise ValueError("cannot convert the model: it computes nothing")
+
+    def _used(self) -> list[Operation]:
+        """Returns the operations without those that compute numbers for checks only, which are not read."""
+        found: list[Operation] = []
+        needed = set(inputs_of(self.graph.outputs))
+        for operation in reversed(self.graph.operations):
+            if operation.result in needed or not operation.result.is_number:
+                needed.update(operation.inputs())
+                found.append(operation)
+        return found[::-1]
 
     def _value(self, node: fx.Node) -> Value:
         example = node.meta.get("val")
