@@ -57,8 +57,8 @@ class Graph {
     std::vector<SkipKey> stashes = {};
   };
 
-  /// Errors: std::invalid_argument for what is not a valid description, for an operator that this torch does not have,
-  /// and for a Python function without `call_python`.
+  /// Errors: std::invalid_argument for what is not a valid description, for an operator that this torch does not have
+  /// or that takes the name of a file or a process group, and for a Python function without `call_python`.
   explicit Graph(const std::string& description, CallPython call_python = {});
   ~Graph();
   Graph(const Graph&) = delete;

@@ -145,6 +145,7 @@ TEST(Graph, RefusesWhatIsNotADescription) {
       {R"({"values": 1, "inputs": [0], "sizes": [[0, 0, 0]]})", "divides a size by 0"},
       {R"({"values": 1, "guards": [[true, ""]]})", "1 guards of 0 sizes"},
       {call(R"({"operator": "aten::no_such_operator", "result": 1})"), "aten::no_such_operator, which this version"},
+      {call(R"({"operator": "aten::from_file", "args": ["secret"], "result": 1})"), "aten::from_file, which reaches"},
       {call(R"({"python": "os:system", "args": [], "result": 1})"), "os:system, which only Python can run"},
       {add(R"([{"value": 0}])"), "without its argument 'other'"},
       {add(R"([{"value": 0}, {"value": 0}, 1, 2, 3])"), "does not know"},
