@@ -143,16 +143,20 @@ void direct(State& state, Operator compute) {
   const auto x = at::zeros(8);
   for (auto _ : state) {
     auto value = x;
-    for (int i = 0; i < kOperators; ++i) value = compute(value);
+    for (int i = 0; i < kOperators; ++i) value = compute(value, x);
     benchmark::DoNotOptimize(value);
   }
   report(state, "operator", kOperators);
 }
 
 BENCHMARK_CAPTURE(graph, relu, "aten::relu", "")->Unit(kMicrosecond);
-BENCHMARK_CAPTURE(direct, relu, [](const at::Tensor& x) { return at::relu(x); })->Unit(kMicrosecond);
-BENCHMARK_CAPTURE(graph, add, "aten::add.Tensor", ", 2.5")->Unit(kMicrosecond);
-BENCHMARK_CAPTURE(direct, add, [](const at::Tensor& x) { return at::add(x, 2.5); })->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(direct, relu, [](const at::Tensor& value, const at::Tensor&) {
+  return at::relu(value);
+})->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(graph, add, "aten::add.Tensor", R"(, {"value": 0})")->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(direct, add, [](const at::Tensor& value, const at::Tensor& x) {
+  return at::add(value, x);
+})->Unit(kMicrosecond);
 
 Parts large(const State& state) { return Parts(64, 1024, static_cast<int>(state.range(0)), Checkpoint::kAlways); }
 
