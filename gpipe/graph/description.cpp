@@ -32,11 +32,11 @@ std::vector<Argument> read_arguments(const Json& args, const Json& kwargs, const
   std::vector<Argument> found;
   std::size_t named = 0;
   for (std::size_t i = 0; i < declared.size(); ++i) {
-    const auto& each = declared[i];
+    const auto& each = declared[i];  // whose type() is int for a dtype, a layout and a memory format
     if (i < args.size()) {
-      found.emplace_back(args[i], each.type());
+      found.emplace_back(args[i], each.real_type());
     } else if (const auto given = kwargs.find(each.name()); given != kwargs.end()) {
-      found.emplace_back(*given, each.type());
+      found.emplace_back(*given, each.real_type());
       ++named;
     } else if (each.default_value()) {
       found.emplace_back(*each.default_value());

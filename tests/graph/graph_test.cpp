@@ -152,6 +152,8 @@ TEST(Graph, RefusesWhatIsNotADescription) {
       {add(R"([{"value": 0}, "text"])"), R"("text", where its operator takes Tensor)"},
       {add(R"([{"value": 0}, [1]])"), "[1], where its operator takes Tensor"},
       {add(R"([{"value": 0}, {"dtype": "float3"}])"), R"("float3", which this version of torch)"},
+      {add(R"([{"value": 0}, {"value": 0}, {"dtype": "float32"}])"), "where its operator takes Scalar"},
+      {call(R"({"operator": "aten::to.dtype", "args": [{"value": 0}, 99]})"), "where an operator takes ScalarType"},
       {add(R"([{"value": 0}, {"size": ["?", 1]}])"), "which this version lacks"},
   };
   for (const auto& each : cases) {
