@@ -65,6 +65,7 @@ TEST(Graph, ComputesSizes) {
   EXPECT_EQ(computed(R"(["+", {"size": 0}, 1, 2])"), 10);
   EXPECT_EQ(computed(R"(["//", ["*", {"size": 0}, -1], 2])"), -4);
   EXPECT_EQ(computed(R"(["%", ["*", {"size": 0}, -1], 4])"), 1);
+  EXPECT_EQ(computed(R"(["%", -9223372036854775807, 3])"), 2);
   EXPECT_EQ(computed(R"(["/", {"size": 0}, 2])"), 3.5);
   EXPECT_EQ(computed(R"(["max", 3, ["min", {"size": 0}, 5]])"), 5);
   EXPECT_EQ(computed(R"(["**", {"size": 0}, 0.5])"), std::pow(7, 0.5));
