@@ -1,8 +1,10 @@
 // Costs of single parts: scatter and gather of mini-batches, a hand-over between threads, a program with empty cells,
-// the verifier and the simulator on large programs, and balances of large models.
+// the interpreter of graphs, the verifier and the simulator on large programs, and balances of large models.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/zeros.h>
 #include <benchmark/benchmark.h>
 
@@ -15,6 +17,7 @@
 #include <vector>
 
 #include "balance/cut.h"
+#include "gpipe/graph/graph.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/executor.h"
@@ -118,6 +121,42 @@ BENCHMARK(empty_program)
     ->ArgsProduct({{2, 4}, {1, 8, 32}})
     ->Unit(kMicrosecond)
     ->UseRealTime();
+
+constexpr int kOperators = 100;
+
+/// A chain of operators. The first argument of each is the result before it; `more` follows.
+void graph(State& state, const std::string& name, const std::string& more) {
+  std::string calls;
+  for (int i = 0; i < kOperators; ++i) {
+    calls += (i == 0 ? "" : ", ") + (R"({"operator": ")" + name) + R"(", "args": [{"value": )" + std::to_string(i) +
+             "}" + more + R"(], "result": )" + std::to_string(i + 1) + "}";
+  }
+  const Graph chain(R"({"values": 101, "inputs": [0], "outputs": [{"value": 100}], "calls": [)" + calls + "]}");
+  const auto x = at::zeros(8);
+  for (auto _ : state) benchmark::DoNotOptimize(chain.run({x}, {}));
+  report(state, "operator", kOperators);
+}
+
+/// The same without the interpreter.
+template <typename Operator>
+void direct(State& state, Operator compute) {
+  const auto x = at::zeros(8);
+  for (auto _ : state) {
+    auto value = x;
+    for (int i = 0; i < kOperators; ++i) value = compute(value, x);
+    benchmark::DoNotOptimize(value);
+  }
+  report(state, "operator", kOperators);
+}
+
+BENCHMARK_CAPTURE(graph, relu, "aten::relu", "")->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(direct, relu, [](const at::Tensor& value, const at::Tensor&) {
+  return at::relu(value);
+})->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(graph, add, "aten::add.Tensor", R"(, {"value": 0})")->Unit(kMicrosecond);
+BENCHMARK_CAPTURE(direct, add, [](const at::Tensor& value, const at::Tensor& x) {
+  return at::add(value, x);
+})->Unit(kMicrosecond);
 
 Parts large(const State& state) { return Parts(64, 1024, static_cast<int>(state.range(0)), Checkpoint::kAlways); }
 

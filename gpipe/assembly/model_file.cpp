@@ -48,6 +48,7 @@ torch::nn::Sequential read_model(Safetensors file) {
   std::map<std::string, at::Tensor> earlier;
   const Namespace of_model;
   const auto count = model.at("layers").size();
+  require(count > 0, "it has no layers");
   for (auto& each : model["layers"]) {
     each["place"] = {layers->size(), count};
     auto layer =

@@ -162,6 +162,11 @@ void Argument::read_list(const Json& list, const c10::TypePtr& type) {
 
 void Argument::read_object(const Json& object, const c10::TypePtr& type) {
   const auto named = [&](const char* name) { return object.size() == 1 && object.contains(name); };
+  const auto set_named = [&](c10::TypeKind kind, auto value) {
+    const bool fits = type->kind() == kind || type->kind() == c10::TypeKind::AnyType;
+    if (!fits) refuse(object, "where its operator takes " + type->str());
+    constant_ = static_cast<std::int64_t>(value);
+  };
   if (named("value")) {
     kind_ = Kind::kValue;
     index_ = index_in(object, "value");
@@ -178,11 +183,11 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
     const auto parts = object["complex"].get<std::array<double, 2>>();
     constant_ = typed(c10::complex<double>(parts[0], parts[1]), type);
   } else if (named("dtype")) {
-    constant_ = static_cast<std::int64_t>(dtype_named(object["dtype"]));
+    set_named(c10::TypeKind::ScalarTypeType, dtype_named(object["dtype"]));
   } else if (named("layout")) {
-    constant_ = static_cast<std::int64_t>(layout_named(object["layout"]));
+    set_named(c10::TypeKind::LayoutType, layout_named(object["layout"]));
   } else if (named("memory format")) {
-    constant_ = static_cast<std::int64_t>(memory_format_named(object["memory format"]));
+    set_named(c10::TypeKind::MemoryFormatType, memory_format_named(object["memory format"]));
   } else if (object.contains("place")) {
     kind_ = Kind::kChoice;
     index_ = index_in(object, "place");

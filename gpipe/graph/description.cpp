@@ -18,6 +18,11 @@ c10::OperatorHandle find_operator(const std::string& name) {
   const auto overload = dot == std::string::npos ? "" : name.substr(dot + 1);
   const auto found = c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
   if (!found) refuse_argument("the model calls ", name, ", which this version of torch does not have");
+  for (const auto& each : found->schema().arguments()) {
+    if (each.name() == "filename" || each.name() == "group_name") {
+      refuse_argument("the model calls ", name, ", which reaches files or other processes");
+    }
+  }
   return *found;
 }
 
@@ -27,11 +32,11 @@ std::vector<Argument> read_arguments(const Json& args, const Json& kwargs, const
   std::vector<Argument> found;
   std::size_t named = 0;
   for (std::size_t i = 0; i < declared.size(); ++i) {
-    const auto& each = declared[i];
+    const auto& each = declared[i];  // whose type() is int for a dtype, a layout and a memory format
     if (i < args.size()) {
-      found.emplace_back(args[i], each.type());
+      found.emplace_back(args[i], each.real_type());
     } else if (const auto given = kwargs.find(each.name()); given != kwargs.end()) {
-      found.emplace_back(*given, each.type());
+      found.emplace_back(*given, each.real_type());
       ++named;
     } else if (each.default_value()) {
       found.emplace_back(*each.default_value());

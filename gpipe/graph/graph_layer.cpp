@@ -1,6 +1,9 @@
 #include "gpipe/graph/graph_layer.h"
 
 #include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_split.h"
@@ -18,9 +21,9 @@ std::pair<std::string, std::string> split_last(const std::string& name) {
 }  // namespace
 
 GraphLayer::GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source)
-    : GraphLayer(std::make_unique<const Graph>(graph), std::move(tensors), std::move(source)) {}
+    : GraphLayer(std::make_shared<const Graph>(graph), std::move(tensors), std::move(source)) {}
 
-GraphLayer::GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source)
+GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source)
     : Skippable({graph->stashes(), graph->pops(), graph->peeks()}),
       graph_(std::move(graph)),
       tensors_(std::move(tensors)),
@@ -39,7 +42,39 @@ GraphLayer::GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTens
   for (const auto& path : graph_->places()) places_.push_back(&place(path));
 }
 
+std::shared_ptr<torch::nn::Module> GraphLayer::clone(const std::optional<at::Device>& device) const {
+  const auto source = nlohmann::json::parse(source_);
+  std::set<std::string> own;
+  for (const auto& each : source["tensors"]) {
+    own.insert(each[0]);
+    require(each[2].is_null() || own.contains(each[2]),
+            "[gpipe] cannot clone a layer whose '%s' is tied to '%s' of another layer; load the model again",
+            each[0].get<std::string>(), each[2].is_null() ? "" : each[2].get<std::string>());
+  }
+  std::map<const at::TensorImpl*, at::Tensor> copies;
+  auto tensors = tensors_;
+  for (auto& [name, tensor, is_parameter] : tensors) {
+    auto& copy = copies[tensor.unsafeGetTensorImpl()];
+    if (!copy.defined()) {
+      copy = tensor.detach().to(device.value_or(tensor.device()), tensor.scalar_type(), /*non_blocking=*/false,
+                                /*copy=*/true);
+      copy.set_requires_grad(tensor.requires_grad());
+    }
+    tensor = copy;
+  }
+  auto layer = std::shared_ptr<GraphLayer>(new GraphLayer(graph_, std::move(tensors), source_));
+  static_cast<Skippable&>(*layer) = *this;
+  layer->train(is_training());
+  for (const auto& module : named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
+    layer->place(module.key()).train(module.value()->is_training());
+  }
+  return layer;
+}
+
 torch::nn::Module& GraphLayer::place(const std::string& path) {
+  constexpr auto kMostLevels = 100;  // because modules recurse
+  require(std::count(path.begin(), path.end(), '.') < kMostLevels, "[gpipe] a module's path has more than %d levels",
+          kMostLevels);
   torch::nn::Module* module = this;
   for (const auto& name : absl::StrSplit(path, '.', absl::SkipEmpty())) {
     const auto children = module->named_children();

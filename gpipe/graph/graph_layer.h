@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,12 +26,16 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   /// `source` is what source() returns.
   GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source);
 
+  /// Copies the tensors; those that are tied in this layer stay so. Errors: std::invalid_argument for one that is tied
+  /// to another layer's, which a copy of one layer cannot keep.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
+
   /// Takes the model's input if the layer is the first one: a tensor, or a vector of those that are not constants.
   /// Returns a tensor, or a vector of several.
   Value forward(Value input);
 
   const std::vector<NamedTensor>& tensors() const { return tensors_; }
-  /// Returns the module at a path; makes those that are missing.
+  /// Returns the module at a path; makes those that are missing. Errors: std::invalid_argument for too long a path.
   torch::nn::Module& place(const std::string& path);
   /// The paths of the modules that are in evaluation mode while the layer itself is in training mode.
   std::vector<std::string> in_evaluation() const;
@@ -39,9 +44,9 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   const std::string& source() const { return source_; }
 
  private:
-  GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
+  GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
 
-  const std::unique_ptr<const Graph> graph_;
+  const std::shared_ptr<const Graph> graph_;
   const std::vector<NamedTensor> tensors_;
   const std::string source_;
   std::vector<at::Tensor> used_;            // in the order of the graph

@@ -20,6 +20,12 @@ std::int64_t floor_division(std::int64_t a, std::int64_t b) {
   return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
 }
 
+std::int64_t floor_remainder(std::int64_t a, std::int64_t b) {
+  TORCH_CHECK_VALUE(b != 0, "a size is ", a, " % ", b);
+  if (b == -1) return 0;  // a % b overflows for the least a
+  return a % b + (a % b != 0 && (a < 0) != (b < 0) ? b : 0);
+}
+
 /// How to compute a number from one.
 struct Function {
   std::string_view name;
@@ -62,8 +68,7 @@ constexpr std::array kRules{
     Rule{"+", sum, [](double a, double b) { return a + b; }},
     Rule{"*", product, [](double a, double b) { return a * b; }},
     Rule{"//", floor_division, [](double a, double b) { return std::floor(a / b); }},
-    Rule{"%", [](std::int64_t a, std::int64_t b) { return a - b * floor_division(a, b); },
-         [](double a, double b) { return a - b * std::floor(a / b); }},
+    Rule{"%", floor_remainder, [](double a, double b) { return a - b * std::floor(a / b); }},
     Rule{"min", [](std::int64_t a, std::int64_t b) { return std::min(a, b); },
          [](double a, double b) { return std::min(a, b); }},
     Rule{"max", [](std::int64_t a, std::int64_t b) { return std::max(a, b); },

@@ -3,7 +3,9 @@
 // inputs in corpus.txt. `tests/long fuzz` searches for new faults (needs clang): minimise a found input with
 // -minimize_crash=1 and add it to corpus.txt, where \xHH stands for a byte.
 
+#include <c10/core/Allocator.h>
 #include <sys/resource.h>
+#include <torch/torch.h>
 #include <zlib.h>
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -24,6 +27,7 @@
 #include "examples/common/files.h"
 #include "examples/common/image.h"
 #include "examples/resnet18_mnist/digits.h"
+#include "gpipe/model.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/support/support.h"
 
@@ -126,6 +130,48 @@ void profile(const std::string& bytes) {
   });
 }
 
+/// Gives tensors little memory, because a model may ask for any.
+class LittleMemory : public c10::Allocator {
+ public:
+  LittleMemory() { c10::SetCPUAllocator(this, /*priority=*/1); }
+
+  c10::DataPtr allocate(std::size_t size) override {
+    constexpr std::size_t kMost = std::size_t{1} << 22;
+    if (size > kMost) throw std::bad_alloc();
+    return before_->allocate(size);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return before_->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t size) const override { before_->copy_data(to, from, size); }
+
+ private:
+  c10::Allocator* const before_ = c10::GetCPUAllocator();
+};
+
+/// The JSON of a model file with a few tensors. An accepted one runs in both modes, as far as its operators let it, and
+/// is saved.
+void model(const std::string& json) {
+  static const TemporaryDirectory folder;
+  static LittleMemory memory;
+  const auto path = folder / "model";
+  read<std::runtime_error>("[gpipe] ", [&] {
+    Safetensors content{.model = json};
+    content.tensors = {{"w", torch::full({4, 4}, 0.5)}, {"b", torch::arange(4.0)}, {".n", torch::arange(3)}};
+    std::string file;
+    const auto append = [&](const void* data, std::size_t size) { file.append(static_cast<const char*>(data), size); };
+    write_safetensors(content, append);
+    examples::write_file(path, file);
+    auto layers = load_model(path);
+    for (const bool training : {true, false}) {
+      layers->train(training);
+      read<std::exception>("", [&] { layers->forward<Value>(Value(torch::ones({2, 4}))); });
+      read<std::exception>("", [&] { layers->forward<Value>(Value({torch::ones({2, 4}), torch::arange(2)})); });
+    }
+    read<std::exception>("", [&] { layers->clone(); });
+    save_model(path, *layers);
+    load_model(path);
+  });
+}
+
 }  // namespace
 }  // namespace gpipe
 
@@ -167,7 +213,8 @@ int main(int, char** argv) {
       {"safetensors", gpipe::safetensors},
       {"image", [](const std::string& bytes) { gpipe::image(bytes); }},
       {"idx", gpipe::idx},
-      {"profile", gpipe::profile}};
+      {"profile", gpipe::profile},
+      {"model", gpipe::model}};
   std::ifstream corpus(argv[1]);
   int inputs = 0;
   std::string driver, name, text;

@@ -65,6 +65,7 @@ TEST(Graph, ComputesSizes) {
   EXPECT_EQ(computed(R"(["+", {"size": [0, 0]}, 1, 2])"), 10);
   EXPECT_EQ(computed(R"(["//", ["*", {"size": [0, 0]}, -1], 2])"), -4);
   EXPECT_EQ(computed(R"(["%", ["*", {"size": [0, 0]}, -1], 4])"), 1);
+  EXPECT_EQ(computed(R"(["%", -9223372036854775807, 3])"), 2);
   EXPECT_EQ(computed(R"(["/", {"size": [0, 0]}, 2])"), 3.5);
   EXPECT_EQ(computed(R"(["max", 3, ["min", {"size": [0, 0]}, 5]])"), 5);
   EXPECT_EQ(computed(R"(["**", {"size": [0, 0]}, 0.5])"), std::pow(7, 0.5));
@@ -144,12 +145,15 @@ TEST(Graph, RefusesWhatIsNotADescription) {
       {R"({"values": 1, "outputs": [{"place": 0, "training": 1, "evaluation": 2}]})", "a place that it does not list"},
       {R"({"values": 1, "guards": [[{"size": [1, 0]}, ""]]})", "the model uses value 1, but has 1"},
       {call(R"({"operator": "aten::no_such_operator", "result": 1})"), "aten::no_such_operator, which this version"},
+      {call(R"({"operator": "aten::from_file", "args": ["secret"], "result": 1})"), "aten::from_file, which reaches"},
       {call(R"({"python": "os:system", "args": [], "result": 1})"), "os:system, which only Python can run"},
       {add(R"([{"value": 0}])"), "without its argument 'other'"},
       {add(R"([{"value": 0}, {"value": 0}, 1, 2, 3])"), "does not know"},
       {add(R"([{"value": 0}, "text"])"), R"("text", where its operator takes Tensor)"},
       {add(R"([{"value": 0}, [1]])"), "[1], where its operator takes Tensor"},
       {add(R"([{"value": 0}, {"dtype": "float3"}])"), R"("float3", which this version of torch)"},
+      {add(R"([{"value": 0}, {"value": 0}, {"dtype": "float32"}])"), "where its operator takes Scalar"},
+      {call(R"({"operator": "aten::to.dtype", "args": [{"value": 0}, 99]})"), "where an operator takes ScalarType"},
       {add(R"([{"value": 0}, {"size": ["?", 1]}])"), "which this version lacks"},
   };
   for (const auto& each : cases) {

@@ -98,6 +98,10 @@ def test_what_a_program_cannot_run_is_refused(tmp_path):
     with pytest.raises(TypeError, match="must be a model of gpipe.to_sequential"):
         gpipe.export_model(model, tmp_path / "model.gpipe")
     gpipe.export_model(gpipe.to_sequential(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)), tmp_path / "good")
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = nn.Parameter(tied[0].weight.t())
+    with pytest.raises(ValueError, match=r"parameters '0\.weight' and '1\.weight' share memory"):
+        gpipe.export_model(gpipe.to_sequential(tied, torch.randn(2, 4)), tmp_path / "tied")
     save_file({"input": torch.randn(2, 4), "target": torch.tensor([0, 1])}, tmp_path / "data")
     content = (tmp_path / "good").read_bytes()
     layer = {"name": "0", "tensors": [], "evaluation": [], "graph": {"values": 1, "calls": [{"operator": "aten::unknown"}]}}

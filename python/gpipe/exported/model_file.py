@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from gpipe.exported.layer import ExportedLayer
 
 def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
     """Writes a model of :func:`gpipe.to_sequential` as a file that the C++ function ``gpipe::load_model`` reads. Raises
-    TypeError for another model, ValueError, with names, if a layer calls Python functions, and OSError."""
+    TypeError for another model; ValueError, with names, if a layer calls Python functions, or if different parameters
+    share memory; and OSError."""
     if not isinstance(sequence, ExportedSequential):
         raise TypeError(f"sequence must be a model of gpipe.to_sequential, but is {type(sequence).__name__}")
     tensors: dict[str, Tensor] = {}
@@ -35,7 +37,16 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             tensors[in_file] = tensor
         frozen = [path for path, each in layer.model.named_modules() if layer.model.training and not each.training]
         layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
+    _refuse_views(tensors)
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
+
+
+def _refuse_views(tensors: dict[str, Tensor]) -> None:
+    """Raises ValueError if different parameters share memory, which those in a file do not."""
+    places = {id(each): (each.data_ptr(), each.nbytes, name) for name, each in tensors.items() if isinstance(each, nn.Parameter)}
+    for (begin, size, name), (after, _, other) in pairwise(sorted(places.values())):
+        if after < begin + size:
+            raise ValueError(f"the parameters '{name}' and '{other}' share memory, which a file loses; use one parameter")
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Any]:

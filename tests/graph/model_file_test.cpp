@@ -1,0 +1,83 @@
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "gpipe/graph/graph_layer.h"
+#include "gpipe/model.h"
+#include "gpipe/snapshot/safetensors.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// A model of one or two layers. The second one's weight is tied to the first one's.
+torch::nn::Sequential model(const TemporaryDirectory& folder, bool is_tied = false) {
+  Safetensors file;
+  file.tensors = {{"in.w", torch::ones({2, 2})},
+                  {"in.frozen", torch::full({2}, 3.0)},
+                  {"in.phase", torch::complex(torch::zeros({2}, at::kDouble), torch::ones({2}, at::kDouble))},
+                  {".in.step", torch::arange(2)}};
+  file.model = R"({"version": 1, "layers": [{"name": "a", "evaluation": ["drop"],
+    "tensors": [["in.w", "parameter", null], ["in.frozen", "frozen", null], ["in.phase", "buffer", null],
+                [".in.step", "buffer", null], ["out.w", "parameter", "in.w"]],
+    "graph": {"values": 6, "places": ["drop"], "inputs": [0],
+      "tensors": [["in.w", 1], ["out.w", 2], ["in.frozen", 3], ["in.step", 4]],
+      "calls": [{"operator": "aten::add_.Tensor", "args": [{"value": 4}, 1]},
+                {"operator": "aten::addmm", "args": [{"value": 3}, {"value": 0}, {"value": 1}], "result": 5}],
+      "outputs": [{"value": 5}]}})";
+  if (is_tied) {
+    file.model += R"(, {"name": "b", "evaluation": [], "tensors": [["last.w", "parameter", "in.w"]],
+      "graph": {"values": 1, "inputs": [0], "outputs": [{"value": 0}]}})";
+  }
+  file.model += "]}";
+  write_safetensors(folder / "model", file);
+  return load_model(folder / "model");
+}
+
+void expect_equal(const GraphLayer& layer, const GraphLayer& expected) {
+  ASSERT_EQ(layer.tensors().size(), expected.tensors().size());
+  for (std::size_t i = 0; i < layer.tensors().size(); ++i) {
+    const auto& [name, tensor, is_parameter] = layer.tensors()[i];
+    const auto& other = expected.tensors()[i];
+    EXPECT_EQ(name, other.name);
+    EXPECT_EQ(is_parameter, other.is_parameter) << name;
+    EXPECT_EQ(tensor.requires_grad(), other.tensor.requires_grad()) << name;
+    EXPECT_TRUE(tensor.dtype() == other.tensor.dtype() && torch::equal(tensor, other.tensor)) << name;
+  }
+  EXPECT_TRUE(layer.tensors()[0].tensor.is_same(layer.tensors()[4].tensor)) << "the tie is lost";
+  EXPECT_THAT(layer.in_evaluation(), testing::ElementsAre("drop"));
+}
+
+TEST(ModelFile, KeepsEachTensorAndMode) {
+  const TemporaryDirectory folder;
+  const auto first = model(folder);
+  first->forward<Value>(Value(torch::ones({1, 2})));  // changes the buffer
+  save_model(folder / "saved", *first);
+  const auto second = load_model(folder / "saved");
+  expect_equal(*second->ptr<GraphLayer>(0), *first->ptr<GraphLayer>(0));
+  EXPECT_EQ(second->ptr<GraphLayer>(0)->tensors()[3].tensor[0].item<int>(), 1);
+}
+
+TEST(ModelFile, ACloneHasItsOwnTensors) {
+  const TemporaryDirectory folder;
+  const auto original = model(folder);
+  const auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(original->clone());
+  const auto& layer = *clone->ptr<GraphLayer>(0);
+  expect_equal(layer, *original->ptr<GraphLayer>(0));
+  const auto ones = Value(torch::ones({1, 2}));
+  const auto before = original->forward<Value>(ones).tensor();
+  torch::NoGradGuard no_grad;
+  layer.tensors()[0].tensor.zero_();
+  EXPECT_TRUE(torch::equal(original->forward<Value>(ones).tensor(), before));
+  EXPECT_TRUE(torch::equal(clone->forward<Value>(ones).tensor(), torch::full({1, 2}, 3.0)));
+  const auto tied = model(folder, /*is_tied=*/true);
+  EXPECT_THAT([&] { tied->clone(); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'last.w' is tied to 'in.w'")));
+}
+
+}  // namespace
+}  // namespace gpipe
