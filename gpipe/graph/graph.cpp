@@ -214,10 +214,11 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
   }
   inputs.clear();
   for (const auto& guard : of.guards) {
-    require(guard.holds.evaluate(frame.values).toBool(),
-            "[gpipe] the model was converted for inputs with %s, but a micro-batch has the shape %s: its code depends on "
-            "that; give other sizes, choose chunks accordingly, or keep the module whole by opaque",
-            guard.text, shapes_of(frame.values, of.inputs));
+    require(
+        guard.holds.evaluate(frame.values).toBool(),
+        "[gpipe] the model was converted for inputs with %s, but a micro-batch has the shape %s: its code depends on "
+        "that; give other sizes, choose chunks accordingly, or keep the module whole by opaque",
+        guard.text, shapes_of(frame.values, of.inputs));
   }
   for (const auto value : of.unused) frame.values[value] = {};
 

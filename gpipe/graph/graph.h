@@ -44,7 +44,8 @@ namespace gpipe {
 /// {"layout": "strided"}, {"memory format": "channels_last"}, {"device": null} for the layer's device,
 /// {"float": "inf"}, {"complex": [1, 2]}, {"place": 0, "training": argument, "evaluation": argument}, or
 /// {"size": number}. A number there is an integer, a float, {"size": [value, dimension]}, or a list of a rule and its
-/// operands, such as ["//", {"size": [0, 1]}, 2]. Rules: + * / // % ** min max < <= == != and or floor ceil trunc round float sqrt exp log.
+/// operands, such as ["//", {"size": [0, 1]}, 2]. Rules: + * / // % ** min max < <= == != and or floor ceil trunc round
+/// float sqrt exp log.
 class Graph {
  public:
   /// Calls a Python function. Called on the thread that runs the graph.
