@@ -103,7 +103,7 @@ class Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = self.model._process_input(x)
-        tokens = self.model.class_token.expand(len(x), -1, -1)
+        tokens = self.model.class_token.expand(x.shape[0], -1, -1)
         return self.model.encoder.dropout(torch.cat([tokens, patches], 1) + self.model.encoder.pos_embedding)
 
 
