@@ -1,5 +1,6 @@
 #include "gpipe/graph/graph.h"
 
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 

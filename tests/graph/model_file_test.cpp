@@ -15,7 +15,7 @@ namespace {
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// A model of one or two layers. The second one's weight is tied to the first one's.
+/// A model of one layer, or with a second one whose weight is tied to the first one's.
 torch::nn::Sequential model(const TemporaryDirectory& folder, bool is_tied = false) {
   Safetensors file;
   file.tensors = {{"in.w", torch::ones({2, 2})},
@@ -49,13 +49,14 @@ void expect_equal(const GraphLayer& layer, const GraphLayer& expected) {
     EXPECT_EQ(tensor.requires_grad(), other.tensor.requires_grad()) << name;
     EXPECT_TRUE(tensor.dtype() == other.tensor.dtype() && torch::equal(tensor, other.tensor)) << name;
   }
+  EXPECT_FALSE(layer.tensors()[1].tensor.requires_grad()) << "the frozen parameter is not";
   EXPECT_TRUE(layer.tensors()[0].tensor.is_same(layer.tensors()[4].tensor)) << "the tie is lost";
   EXPECT_THAT(layer.in_evaluation(), testing::ElementsAre("drop"));
 }
 
 TEST(ModelFile, KeepsEachTensorAndMode) {
   const TemporaryDirectory folder;
-  const auto first = model(folder);
+  auto first = model(folder);
   first->forward<Value>(Value(torch::ones({1, 2})));  // changes the buffer
   save_model(folder / "saved", *first);
   const auto second = load_model(folder / "saved");
@@ -65,7 +66,7 @@ TEST(ModelFile, KeepsEachTensorAndMode) {
 
 TEST(ModelFile, ACloneHasItsOwnTensors) {
   const TemporaryDirectory folder;
-  const auto original = model(folder);
+  auto original = model(folder);
   const auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(original->clone());
   const auto& layer = *clone->ptr<GraphLayer>(0);
   expect_equal(layer, *original->ptr<GraphLayer>(0));
@@ -75,7 +76,7 @@ TEST(ModelFile, ACloneHasItsOwnTensors) {
   layer.tensors()[0].tensor.zero_();
   EXPECT_TRUE(torch::equal(original->forward<Value>(ones).tensor(), before));
   EXPECT_TRUE(torch::equal(clone->forward<Value>(ones).tensor(), torch::full({1, 2}, 3.0)));
-  const auto tied = model(folder, /*is_tied=*/true);
+  auto tied = model(folder, /*is_tied=*/true);
   EXPECT_THAT([&] { tied->clone(); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'last.w' is tied to 'in.w'")));
 }
 
