@@ -139,9 +139,15 @@ def main() -> None:
         for _ in range(steps.WARM_UP):
             plain_step()
         plain_times, times = zip(*((steps.seconds(plain_step), steps.seconds(step)) for _ in range(args.repeats)))
-        figures = {"us_per_cell": steps.us_per_cell(args, times, plain_times)}
+        figures: dict[str, object] = {"us_per_cell": steps.us_per_cell(args, times, plain_times)}
     else:
         figures = {"seconds": [steps.seconds(step) for _ in range(args.repeats)]}
+    if args.library == "gpipe":
+        timeline = library.Timeline()
+        pipe.trace(timeline)
+        step()
+        pipe.trace(None)
+        figures["idle"] = timeline.bubble()  # of the workers' time
     steps.clear_gradients(pipe)
     steps.report(args, name, **figures, bytes=peak_bytes(step))
 
