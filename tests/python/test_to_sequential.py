@@ -494,7 +494,7 @@ def convert(function):
         (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
         (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
         (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
-        (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, "cannot convert the model"),
+        (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, "its control flow depends on data"),
         (lambda: convert(lambda x: reverse(x)), ValueError, "calls Reversed, whose backward would be lost"),
         (lambda: convert(hooked), ValueError, "registers a hook of a tensor"),
         (lambda: convert(lambda x: x * random.random()), ValueError, "draws random numbers from Python or NumPy"),
