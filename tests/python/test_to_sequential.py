@@ -495,6 +495,7 @@ def convert(function):
         (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
         (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
         (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, "its control flow depends on data"),
+        (lambda: to_sequential(Calls(lambda m, x: m.a(x) + m.count.data), batch()), ValueError, r"\.data .*; use detach\(\)"),
         (lambda: convert(lambda x: reverse(x)), ValueError, "calls Reversed, whose backward would be lost"),
         (lambda: convert(hooked), ValueError, "registers a hook of a tensor"),
         (lambda: convert(lambda x: x * random.random()), ValueError, "draws random numbers from Python or NumPy"),
