@@ -182,6 +182,21 @@ def unet() -> str:
 TABLES: dict[str, Callable[[], str]] = {"steps": steps, "best": best, "thousand": thousand, "unet": unet}
 
 
+def fill(page: str, tables: dict[str, Callable[[], str]], check: bool = False) -> bool:
+    """Writes tables into a page, unless they are to be checked only. Returns whether the page was out of date."""
+    path = DOCS / page
+    text = path.read_text()
+    wanted = re.sub(
+        r"(<!-- table (\w+) -->)\n.*?<!-- end -->",
+        lambda found: f"{found[1]}\n\n{tables[found[2]]()}\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
+    )
+    if not check:
+        path.write_text(wanted)
+    return text != wanted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is not up to date")
@@ -190,17 +205,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.draw:
         return draw()
-    for page in map(DOCS.joinpath, options.pages):
-        text = page.read_text()
-        wanted = re.sub(
-            r"(<!-- table (\w+) -->)\n.*?<!-- end -->",
-            lambda found: f"{found[1]}\n\n{TABLES[found[2]]()}\n<!-- end -->",
-            text,
-            flags=re.DOTALL,
-        )
-        if options.check and text != wanted:
-            sys.exit(f"out of date: {page.name}; run docs/tables.py")
-        page.write_text(wanted)
+    for page in options.pages:
+        if fill(page, TABLES, options.check) and options.check:
+            sys.exit(f"out of date: {page}; run docs/tables.py")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import gpipe
+import zoo
 from gpipe import _C, checks
 from gpipe.balance import predict, profile, suggest
 from conftest import long
 from helpers import results_of
-from test_any_model import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "python"))
 from attention_residuals import Transformer, cross_entropy
@@ -139,12 +139,15 @@ def values_of(sequence, input):
     return [(*made, readers[each]) for each, made in makers.items()]
 
 
-@pytest.mark.parametrize(("name", "workers"), [("", 2), ("", 3), long("densenet121", 2), long("unet++", 2)])
+LONG = "torchvision densenet121", "segmentation_models_pytorch UnetPlusPlus"
+
+
+@pytest.mark.parametrize(("name", "workers"), [("", 2), ("", 3), *(long(name, 2) for name in LONG)])
 def test_each_value_crosses_once_to_each_worker(name, workers):
     """A search predicts the fewest bytes possible: each value goes once to each worker that only reads it."""
     sequence, input, _ = make_sequence()
     if name:
-        model, (input,), _ = MODELS[name]()
+        model, (input,), _ = zoo.models()[name]()
         sequence = gpipe.to_sequential(model, input)
     values = values_of(sequence, input[: -(-len(input) // 2)])
     assert max(len(readers) for *_, readers in values) > 2

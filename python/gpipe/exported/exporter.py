@@ -127,6 +127,10 @@ def _explanation(module: nn.Module, error: Exception) -> str:
     reason = _first_line(error)
     if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
         reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
+    if "data-dependent" in reason:
+        reason = "its control flow depends on data"
+    if "fake tensor in the exported program constant" in reason:
+        reason = "it uses a tensor that an export cannot record, such as the .data of another; use detach() instead"
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
         reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
     if inner is None or inner is module:
