@@ -70,10 +70,10 @@ struct StepOptions {
   TORCH_ARG(CountFunction, count);
   /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss and its
   /// gradients against those of the whole mini-batch; and once more when the shares of negative integers or of false in
-  /// the micro-batches' targets first differ, because losses ignore such targets. Does nothing if the reduction is known
-  /// or given as kSum. The step() keeps the outputs of all micro-batches for the check. It throws std::invalid_argument
-  /// if the losses differ. It skips a loss that fails on the whole mini-batch, and one that gives another result when it
-  /// is computed again, such as one with random numbers.
+  /// the micro-batches' targets on the CPU first differ, because losses ignore such targets. Does nothing if the
+  /// reduction is known or given as kSum. The step() keeps the outputs of all micro-batches for the check. It throws
+  /// std::invalid_argument if the losses differ. It skips a loss that fails on the whole mini-batch, and one that gives
+  /// another result when it is computed again, such as one with random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

@@ -199,7 +199,14 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
   const auto& of = *description_;
   require(inputs.size() == of.inputs.size(), "[gpipe] the model takes %d tensors, but got %d", of.inputs.size(),
           inputs.size());
-  for (std::size_t i = 0; i < of.shapes.size(); ++i) check_shape(i, inputs[i], of.shapes[i]);
+  std::optional<std::int64_t> samples;
+  for (std::size_t i = 0; i < of.shapes.size(); ++i) {
+    check_shape(i, inputs[i], of.shapes[i]);
+    if (!inputs[i].defined() || inputs[i].dim() == 0) continue;
+    require(inputs[i].size(0) == samples.value_or(inputs[i].size(0)),
+            "[gpipe] input %d has %d samples, but another has %d", i, inputs[i].size(0), samples.value_or(0));
+    samples = inputs[i].size(0);
+  }
   Frame frame{std::vector<c10::IValue>(of.values), state.training, at::kCPU};
   const auto set = [&](std::size_t value, at::Tensor tensor) {
     if (tensor.defined()) frame.device = tensor.device();
@@ -217,7 +224,7 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
     require(
         guard.holds.evaluate(frame.values).toBool(),
         "[gpipe] the model was converted for inputs with %s, but a micro-batch has the shape %s: its code depends on "
-        "that; give other sizes, choose chunks accordingly, or keep the module whole by opaque",
+        "that; give other sizes or another number of chunks, or keep the module whole by opaque",
         guard.text, shapes_of(frame.values, of.inputs));
   }
   for (const auto value : of.unused) frame.values[value] = {};

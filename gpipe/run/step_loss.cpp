@@ -175,7 +175,9 @@ void compare(const LossFunction& function, const std::vector<Parcel>& outputs, c
     gap = std::sqrt(off / square_of_all);
     const double epsilon = largest_epsilon(losses.front(), outputs.front());
     const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * magnitude + 8 * epsilon;
-    if (!std::isfinite(whole) || (std::abs(whole - mean) <= tolerance && off <= epsilon * square_of_all)) return;
+    if (!std::isfinite(whole) || !std::isfinite(off) ||
+        (std::abs(whole - mean) <= tolerance && off <= epsilon * square_of_all))
+      return;
   } catch (...) {
     return;  // the loss function does not take a whole mini-batch
   }
@@ -183,8 +185,8 @@ void compare(const LossFunction& function, const std::vector<Parcel>& outputs, c
       "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean, " (their sum is ", sum,
       ") and gradients that are ", 100 * gap,
       " % off; if the loss ignores some targets, pass count, which returns what a micro-batch's mean is divided by; if "
-      "it is a sum, pass reduction; if it does not decompose over samples, use forward() and backward(); pass check = "
-      "false to train so all the same");
+      "it is a sum, pass reduction; if it does not decompose over samples, use forward() and backward(); turn check "
+      "off to train so all the same");
 }
 
 // Whether the micro-batches have unequal shares of what losses ignore: negative numbers in integer targets, and the
@@ -194,8 +196,11 @@ bool ignores_unevenly(const std::vector<Parcel>& targets) {
     std::optional<double> first;
     for (const auto& target : targets) {
       const auto& tensor = target.tensors[k];
-      if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) break;
-      const auto ignored = tensor.scalar_type() == at::kBool ? tensor.logical_not() : tensor.lt(0);
+      const bool is_mask = tensor.defined() && tensor.scalar_type() == at::kBool;
+      const bool is_signed = tensor.defined() && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) &&
+                             at::isSignedType(tensor.scalar_type());
+      if (tensor.numel() == 0 || !(is_mask || is_signed)) break;
+      const auto ignored = is_mask ? tensor.logical_not() : tensor.lt(0);
       const double share = ignored.sum().item<double>() / static_cast<double>(tensor.numel());
       if (share != first.value_or(share)) return true;
       first = share;
@@ -284,9 +289,12 @@ void StepLoss::begin_comparison() {
   if (!options_.check() || !pipeline_.is_here(pipeline_.count() - 1) || losses_.size() == 1) return;
   const auto kind = 2 * function_.kind.value_or(function_.target_type().hash_code());
   const auto& compared = pipeline_.compared_losses();
-  if (compared.contains(kind + 1)) return;
+  const bool is_first = !compared.contains(kind);
+  const auto& target = targets_.parcels().front().tensors.front();
+  // Later targets on other devices are not looked at, because the caller would wait for them in each step.
+  if (compared.contains(kind + 1) || !(is_first || target.is_cpu())) return;
   const bool unevenly = ignores_unevenly(targets_.parcels());
-  if (!unevenly && compared.contains(kind)) return;
+  if (!unevenly && !is_first) return;
   comparison_ = Comparison{function_, kind + (unevenly ? 1 : 0), static_cast<int>(losses_.size()),
                            std::vector<Parcel>(losses_.size()), std::vector<Parcel>(losses_.size())};
 }

@@ -123,7 +123,7 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
                 )
             raise
         if not isinstance(value, Tensor):
-            raise TypeError(f"the loss function returned {shown(value)}; return a tensor, a floating-point scalar")
+            raise TypeError(f"the loss function returned {shown(value)}; return a tensor, such as a floating-point scalar")
         return value
 
     return call

@@ -163,7 +163,7 @@ class GPipe(TeamCalls):
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
         Batch norm computes with the statistics of a micro-batch, so for a model that has it only you can choose the number
-        of micro-batches: the default is two per worker.
+        of micro-batches: the default is two per worker. With a ``balance`` it is two per stage.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
@@ -187,12 +187,15 @@ class GPipe(TeamCalls):
         model = to_sequential(module, *args, opaque=opaque, **(kwargs or {}))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
+        batch = input_of(args, kwargs or {})
         plan: Any = {"balance": balance, "placement": placement}
         given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
         if balance is not None:
+            plan["balance"] = balance = checks.check_list(balance, "balance", "numbers of layers")
+            if chunks is None:
+                given["chunks"] = min(2 * len(balance), len(take_apart(batch)[0][0]))
             plan |= {name: value for name, value in given.items() if value is not None}
         else:
-            batch = input_of(args, kwargs or {})
             choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **choice))))
         options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}

@@ -51,6 +51,11 @@ def choose_plan(
         devices = arrange_workers(None, max(1, stages // processes) if stages else default).devices
     workers = len(devices) * processes
     samples = len(take_apart(batch)[0][0])
+    if chunks is None and samples == 1:
+        warnings.warn(
+            "the plan is for a mini-batch of 1 sample, so for one micro-batch; give a mini-batch of the size you train with",
+            stacklevel=6,
+        )
     if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
     tried = [chunks] if chunks is not None else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})

@@ -60,11 +60,11 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
             keys = [key for key, each in value.items() if each is leaf] if isinstance(value, dict) else []
             place = f" for '{keys[0]}'" if keys else ""
             advice = "; pass dict(...) of it" if isinstance(leaf, Mapping) else ""
-            if isinstance(leaf, (bool, int, float, str)):
+            if keys and isinstance(leaf, (bool, int, float, str)):
                 advice = "; leave it out if it was a constant when the model was converted"
             raise TypeError(
                 f"expected Tensor, but got {type(leaf)}{place}; a pipeline and its stages take and return tensors, alone or "
-                f"in tuples, named tuples, lists and dicts, which may hold None{advice}"
+                f"in tuples, named tuples, lists and dicts{' that hold None' if leaf is None else ', which may hold None'}{advice}"
             )
     classes = tuple(_class_of(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, classes)

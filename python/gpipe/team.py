@@ -65,11 +65,11 @@ class TeamCalls(StagedModel):
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
         process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm
         before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
-        if self.ranks is None:
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         with self.refusing():
-            pipeline = self._pipeline()
             checked = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
+            if self.ranks is None:
+                return torch.nn.utils.clip_grad_norm_(self.parameters(), *checked, error_if_nonfinite)
+            pipeline = self._pipeline()
         return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
 
 

@@ -83,6 +83,11 @@ TEST(Graph, ChecksShapesAndGuards) {
   };
   refused(torch::zeros({3, 4}), {}, "input 0 has the shape (3, 4), but the model was converted for (batch, 3)");
   refused({}, {}, "input 0 has the shape of None");
+  EXPECT_THAT(
+      [] {
+        run(R"({"values": 2, "inputs": [0, 1], "shapes": [[null], [null]]})", {number(1), torch::ones({2})});
+      },
+      ThrowsMessage<std::invalid_argument>(HasSubstr("input 1 has 2 samples, but another has 1")));
   refused(torch::zeros({3, 3}), number(1), "input 1 was a constant");
   refused(torch::zeros({2, 3}), {}, "inputs with samples > 2, but a micro-batch has the shape (2, 3)");
 }

@@ -181,6 +181,39 @@ def test_any_size_of_the_inputs():
         sequence(data(2, 5))
 
 
+def test_a_size_is_not_read_off_a_tensor_whose_shape_has_changed():
+    def function(x):
+        y = x.clone()
+        y.transpose_(1, 2)
+        return y.sum((1, 2))[:, None] + torch.arange(x.shape[1])
+
+    sequence = to_sequential(Returns(function), torch.randn(4, 5, 6))
+    x = torch.randn(4, 7, 9)
+    assert torch.equal(sequence(x), function(x))
+
+
+class Shortens(nn.Module):
+    def forward(self, x):
+        return x[:, 1:] if self.training else x
+
+
+class Averages(nn.Module):
+    def forward(self, x):
+        return x.exp().sum(1) / x.shape[1]
+
+
+def test_a_number_that_another_module_decides_about_needs_its_mode():
+    model = nn.ModuleDict({"short": Shortens(), "mean": Averages()})
+    model.forward = lambda x: model["mean"](model["short"](x))
+    sequence = to_sequential(model, torch.randn(2, 4))
+    assert_equal_in_each_mode(sequence, model, torch.randn(3, 7))
+    for layer in sequence:
+        for path, module in layer.model.named_modules():
+            module.train(path != "short")
+    with pytest.raises(gpipe._C.ModeError, match="'mean' and 'short' are in different modes"):
+        sequence(torch.randn(3, 7))
+
+
 class Correlation(nn.Module):
     """Correlates two maps. Its operators tell one sample from more when they are exported."""
 
@@ -299,6 +332,9 @@ def test_exported_programs(tmp_path):
         assert sequence.state_dict().keys() == net.state_dict().keys()
         assert_equal_in_each_mode(sequence, copy.deepcopy(net), batch())
         net.load_state_dict(make_net().state_dict())
+    torch.export.save(exported(Returns(lambda x: x * (3 if x.shape[0] > 4 else 2))), tmp_path / "guarded.pt2")
+    with pytest.raises(ValueError, match=r"does not keep its conditions for sizes, such as .* > 4; convert the module"):
+        to_sequential(tmp_path / "guarded.pt2")
     with pytest.raises(ValueError, match=r"inputs with a fixed dimension 0 \(input 0 has the shape \(6, 4\)\)"):
         to_sequential(exported(net, dynamic=False))
     with pytest.raises(ValueError, match="exported in evaluation mode"):
@@ -564,7 +600,7 @@ def test_what_cannot_be_converted(call, error, message, capfd):
     ("function", "wrong", "message"),
     [
         (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
-        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples > 4, but a micro-batch has the shape \(3, 4\):"),
+        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
         (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
         (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
         (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),

@@ -65,6 +65,11 @@ def capture_program(program: ExportedProgram) -> Captured:
     cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors: dict[str, Owned] = {}
     graph = Reader(program, _names_in(program, (), tensors)).graph
+    if conditions := graph.sizes.has_no_guards() and getattr(program, "_guards_code", None):
+        raise ValueError(
+            f"the program's file does not keep its conditions for sizes, such as {conditions[0]}; convert the module, or the "
+            "program before it is saved"
+        )
     for number, value in enumerate(graph.inputs):
         if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
             raise ValueError(

@@ -74,8 +74,8 @@ def to_sequential(
         examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
             _compare(module, sequence, *examples)
-        loose = model.graph.sizes.guards_of_one_sample()
-        _try_one_sample(module, sequence, loose, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
+        may_break = model.graph.sizes.guards_of_one_sample()
+        _try_one_sample(module, sequence, may_break, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
 
@@ -88,16 +88,16 @@ def _converted(
 
 
 def _try_one_sample(
-    module: nn.Module, sequence: nn.Sequential, loose: list[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, sequence: nn.Sequential, may_break: list[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Lets one sample through if the module and the sequence agree about it, although ``loose`` guards exclude it. Else
+    """Lets one sample through if the module and the sequence agree about it, although guards that it ``may_break`` exclude it. Else
     refuses one sample, because an export takes for granted that there are more."""
     first: Any = sequence[0]
     description = json.loads(first.description)
     samples = {"size": [next(value for value in description["inputs"] if value is not None), 0]}
     before = json.dumps({**description, "guards": [*description.get("guards", ()), (["<=", 2, samples], "samples >= 2")]})
-    for guard, is_loose in zip(description.get("guards", ()), loose, strict=True):
-        if is_loose:
+    for guard, may in zip(description.get("guards", ()), may_break, strict=True):
+        if may:
             guard[0] = ["or", ["==", samples, 1], guard[0]]
             guard[1] = f"samples == 1 or {guard[1]}"
     first.describe(json.dumps(description))
@@ -136,9 +136,11 @@ def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns what a model and its sequence return and leave in buffers, or the exception that they raise."""
     results: list[Any] = []
-    for call in (partial(module, *args, **kwargs), partial(sequence, input_of(args, kwargs))):
-        with unchanged(module):
-            torch.manual_seed(0)
+    for each in (module, sequence):
+        own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))  # which the model may change
+        plain = each is module
+        call = partial(each, *own_args, **own_kwargs) if plain else partial(each, input_of(own_args, own_kwargs))
+        with unchanged(module, seed=0):
             try:
                 results.append([*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())])
             except Exception as error:

@@ -41,13 +41,16 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restores buffers and random numbers after a block, which runs without grad mode."""
+def unchanged(module: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Restores buffers and random numbers after a block, which runs without grad mode, and from a seed if one is given."""
     owners = {id(each._buffers): each._buffers for each in module.modules()}.values()
     held = [(owner, *item) for owner in owners for item in owner.items()]
     saved = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in held if buffer is not None]
     devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices):
+        if seed is not None:  # torch.manual_seed() would seed devices that are not restored
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)):
+                generator.manual_seed(seed)
         try:
             yield
         finally:
@@ -175,10 +178,10 @@ def _few_guards() -> Iterator[None]:
     """Raises ValueError for an export in a block whose conditions for sizes become too many, as it would take minutes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second, so only here
 
-    log_guard = ShapeEnv._log_guard
+    log_guard, thread = ShapeEnv._log_guard, threading.get_ident()
 
     def counted(environment: ShapeEnv, *args: Any, **kwargs: Any) -> None:
-        if len(environment.guards) > _MOST_GUARDS:
+        if len(environment.guards) > _MOST_GUARDS and threading.get_ident() == thread:
             raise ValueError(f"its code has more than {_MOST_GUARDS} conditions for sizes")
         log_guard(environment, *args, **kwargs)
 

@@ -227,7 +227,8 @@ class Reader:
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
             elif self.graph.sizes.knows(number := node.meta.get("val")):
-                self._values[node] = Number(self.graph.sizes.named(number))
+                named = self.graph.sizes.named(number)
+                self._values[node] = named if isinstance(named, int) else Number(named)
             elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 place = _innermost(node), contexts, _line_of(node)

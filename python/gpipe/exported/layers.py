@@ -200,7 +200,7 @@ class Routes:
             for value in operation.inputs():
                 _add_sizes(near, value, operation.result.mode)
 
-            def find(expression: Any, near: dict[Any, Any] = near) -> Any:
+            def find(expression: Any, near: dict[Any, Any] = near, known: dict[Any, Any] = known) -> Any:
                 if expression.is_Symbol and expression not in near and expression not in known:
                     known[expression] = size = self._places[expression]
                     if index > 0:
@@ -212,6 +212,8 @@ class Routes:
             operation.args, operation.kwargs = map_leaves(
                 Number, (operation.args, operation.kwargs), lambda each: Number(described(each.expression, find))
             )
+            if torch.Tag.inplace_view in getattr(operation.function, "tags", ()):  # changes the shape of its input
+                known = {number: size for number, size in known.items() if size.value not in set(operation.inputs())}
             _add_sizes(known, operation.result, None)
 
     def _shape_of(self, input: Value) -> Value:
@@ -268,5 +270,6 @@ def _add_sizes(known: dict[Any, Any], value: Value, mode: Mode | None) -> None:
         for dimension, size in enumerate(value.shape):
             if size is not None and not isinstance(size, int):
                 factor, symbol = size.as_coeff_Mul()
-                known.setdefault(size, Size(value, dimension))
-                known.setdefault(symbol, Size(value, dimension, int(factor)))
+                known[size] = Size(value, dimension)
+                if symbol.is_Symbol and factor != 1:
+                    known.setdefault(symbol, Size(value, dimension, int(factor)))

@@ -138,18 +138,27 @@ class Combination:
             for (path, training), value in _uses(None, (operation.args, operation.kwargs)):
                 deciders.setdefault((value, training), set()).add(path)
         checked: set[tuple[str, str]] = set()
+        shaping: set[str] = set()  # modules whose modes may decide about shapes
+
+        def check(path: str, others: set[str], call: Call) -> Iterator[Operation]:
+            for other in sorted(others - {path}):
+                if (path, other) not in checked:
+                    checked.add((path, other))
+                    args = (path, Choice(path, True, False), other, Choice(other, True, False))
+                    yield Operation(Value(None), check_modes, args, {}, call)
 
         def checks(uses: Iterator[tuple[Mode, Value]], call: Call) -> Iterator[Operation]:
             for (path, training), value in uses:
-                for other in sorted(deciders.get((value, training), set()) - {path}):
-                    if (path, other) not in checked:
-                        checked.add((path, other))
-                        args = (path, Choice(path, True, False), other, Choice(other, True, False))
-                        yield Operation(Value(None), check_modes, args, {}, call)
+                yield from check(path, deciders.get((value, training), set()), call)
 
         for operation in operations:
             yield from checks(_uses(operation.result.mode, (operation.args, operation.kwargs)), operation.call)
+            choices = [each for each in _choices((operation.args, operation.kwargs)) if not _is_setting(each)]
+            for choice in choices:
+                if not any(inputs_of((choice.training, choice.evaluation))):  # of numbers
+                    yield from check(choice.path, shaping, operation.call)
             yield operation
+            shaping |= {each.path for each in (*choices, operation.result.mode) if each is not None}
         yield from checks(_uses(None, self.graph.outputs), operation.call)
 
     def _decider(self, call: Call) -> str:
@@ -159,14 +168,23 @@ class Combination:
         return next((each.path for each in called if ours.get(each.key) != theirs.get(each.key)), "")
 
 
+def _choices(arguments: Any) -> Iterator[Choice]:
+    leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice))
+    return (leaf for leaf in leaves if isinstance(leaf, Choice))
+
+
+def _is_setting(choice: Choice) -> bool:
+    """Returns whether a choice is between flags, rates or texts, such as of dropout, which shapes do not depend on."""
+    return all(isinstance(each, (bool, float, str)) for each in (choice.training, choice.evaluation))
+
+
 def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
     """Yields the values among an operation's arguments that are used in one mode only, each with the mode."""
     if mode is not None:
         yield from ((mode, value) for value in inputs_of(arguments))
-    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
-        if isinstance(leaf, Choice):
-            yield from ((Mode(leaf.path, True), value) for value in inputs_of(leaf.training))
-            yield from ((Mode(leaf.path, False), value) for value in inputs_of(leaf.evaluation))
+    for choice in _choices(arguments):
+        yield from ((Mode(choice.path, True), value) for value in inputs_of(choice.training))
+        yield from ((Mode(choice.path, False), value) for value in inputs_of(choice.evaluation))
 
 
 def _choice(path: str, ours: Any, theirs: Any) -> Any:

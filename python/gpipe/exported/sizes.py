@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,9 +48,12 @@ class Sizes:
                 self._names[symbol] = part = place(dimension, int(factor))
                 if factor != 1:
                     self._require(sympy.Eq(sympy.Mod(own, factor), 0))
-                if dimension > 0:
-                    self._require(sympy.Ge(part, size.node.shape_env.var_to_range[symbol].lower))
-            elif dimension > 0:
+                bounds = size.node.shape_env.var_to_range[symbol]
+                if dimension > 0 or bounds.lower > 2:  # else one sample may be right, too
+                    self._require(sympy.Ge(part, bounds.lower))
+                if bounds.upper < sys.maxsize:
+                    self._require(sympy.Le(part, bounds.upper))
+            else:
                 self._require(sympy.Eq(own, self.named(size)))
             self._environment = size.node.shape_env
         value.shape = tuple(map(self.named, value.example.shape))
@@ -64,6 +68,10 @@ class Sizes:
             self.places.setdefault(symbol, size._replace(value=same[size.value]))
         for guard in other.guards.items():
             self._require(*guard)
+
+    def has_no_guards(self) -> bool:
+        """Returns whether the export recorded none, as the file of a program does not."""
+        return not (self._environment and self._environment.guards)
 
     def add_guards(self) -> None:
         """Adds what the export took for granted about the sizes."""
