@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
+import zoo
 from gpipe.skip import pop, skippable, stash
 from helpers import Add, Join, Split, Stash, gradients, make_tied_model, results_of, tied_batch
-from test_any_model import text_model, tokens
 
 sys.path.append(str(Path(__file__).parents[2] / "docs/museum"))
 import page  # noqa: E402
@@ -194,9 +194,10 @@ def test_fewer_micro_batches_than_stages(job):
 
 def test_a_published_language_model():
     """pytorch/pytorch#162898, pytorch/PiPPy#1132, pytorch/PiPPy#1145: a published language model, SmolLM2-135M"""
-    options = {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False}
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model, _, inputs = text_model("LlamaForCausalLM", "LlamaConfig", tokens(), **options)
+    options = {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False}
+    model, _, inputs = zoo.transformers("llama", "CausalLM", zoo.INPUTS["input_ids"], **options)
     model, ids = model.double(), inputs["input_ids"]
 
     def loss(output, of):
