@@ -68,6 +68,7 @@ class Stage(nn.Module):
                 held[layer.name] = layer(x)
             else:
                 x = layer(x)
+        x = x.contiguous()  # for Gloo
         return (x, *(held[name] for name in self.leaving)) if self.leaving else x
 
 
