@@ -195,25 +195,28 @@ class Routes:
         known: dict[Any, Any] = {}  # descriptions of numbers, by expression
         for value in needed:
             _add_sizes(known, value, None)
-        for operation in self.routes[index].operations:
+        for operation in list(self.routes[index].operations):
             near: dict[Any, Any] = {}
             for value in operation.inputs():
                 _add_sizes(near, value, operation.result.mode)
 
             def find(expression: Any, near: dict[Any, Any] = near, known: dict[Any, Any] = known) -> Any:
                 if expression.is_Symbol and expression not in near and expression not in known:
-                    known[expression] = size = self._places[expression]
+                    size = self._places[expression]
+                    if index > 0 or size.value.shape[size.dimension] is None:
+                        size = Size(self._shape_of(size.value), size.dimension + 1, size.divisor)
                     if index > 0:
-                        value = self._shape_of(size.value)
-                        needed[value] = None
-                        known[expression] = Size(value, size.dimension + 1, size.divisor)
+                        needed[size.value] = None
+                    known[expression] = size
                 return near.get(expression, known.get(expression))
 
             operation.args, operation.kwargs = map_leaves(
                 Number, (operation.args, operation.kwargs), lambda each: Number(described(each.expression, find))
             )
-            if torch.Tag.inplace_view in getattr(operation.function, "tags", ()):  # changes the shape of its input
-                known = {number: size for number, size in known.items() if size.value not in set(operation.inputs())}
+            if torch.Tag.inplace_view in getattr(operation.function, "tags", ()):
+                changed = next(operation.inputs())  # whose sizes are others from now on
+                changed.shape = tuple(size if isinstance(size, int) else None for size in changed.shape)
+                known = {number: size for number, size in known.items() if size.value is not changed}
             _add_sizes(known, operation.result, None)
 
     def _shape_of(self, input: Value) -> Value:
