@@ -1,0 +1,120 @@
+"""Conversion of modules: which sizes of inputs a sequence takes, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe import to_sequential
+from test_to_sequential import Returns, assert_equal_in_each_mode, batch, convert
+
+
+class Recurrent(nn.Module):
+    """Takes sequences of any length. In training mode, it leaves every other position out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.positions = nn.Embedding(9, 4), nn.Embedding(64, 4)
+        self.conv, self.pool, self.head = nn.Conv1d(4, 4, 3, stride=2), nn.AvgPool1d(2), nn.Linear(4, 4)
+
+    def forward(self, input):
+        words, mask = input
+        x = self.embedding(words) + self.positions(torch.arange(words.shape[1]))
+        x = (x * mask[:, :, None])[:, :: 2 if self.training else 1]
+        x = self.conv(x.transpose(1, 2))
+        pooled = self.pool(x).mean(2) / x.shape[2]
+        return self.head(x.transpose(1, 2)).reshape(words.shape[0], -1).narrow(1, 0, x.shape[2]) + pooled.sum(1, keepdim=True)
+
+
+def test_any_size_of_the_inputs():
+    def data(samples, length):
+        torch.manual_seed(1)
+        return torch.randint(9, (samples, length)), torch.rand(samples, length)
+
+    model, sequence = Recurrent(), to_sequential(Recurrent(), data(2, 24))
+    for length in (24, 25, 64, 19):
+        assert_equal_in_each_mode(sequence, model, data(3, length))
+        pipe = gpipe.GPipe(sequence, [2, len(sequence) - 2], chunks=2)
+        torch.testing.assert_close(pipe(data(4, length)), model(data(4, length)))
+    words, mask = data(2, 24)
+    with pytest.raises(ValueError, match=r"input_1.shape\[1\] == input_0.shape\[1\], but"):
+        sequence((words, mask[:, :1]))
+    with pytest.raises(ValueError, match=r"input_0.shape\[1\].*, but a micro-batch has the shape \(2, 5\), \(2, 5\)"):
+        sequence(data(2, 5))
+
+
+def test_a_size_is_not_read_off_a_tensor_whose_shape_has_changed():
+    def function(x):
+        y = x.clone()
+        y.transpose_(1, 2)
+        return y.sum((1, 2))[:, None] + torch.arange(x.shape[1])
+
+    sequence = to_sequential(Returns(function), torch.randn(4, 5, 6))
+    x = torch.randn(4, 7, 9)
+    assert torch.equal(sequence(x), function(x))
+
+
+class Shortens(nn.Module):
+    def forward(self, x):
+        return x[:, 1:] if self.training else x
+
+
+class Averages(nn.Module):
+    def forward(self, x):
+        return x.exp().sum(1) / x.shape[1]
+
+
+def test_a_number_that_another_module_decides_about_needs_its_mode():
+    model = nn.ModuleDict({"short": Shortens(), "mean": Averages()})
+    model.forward = lambda x: model["mean"](model["short"](x))
+    sequence = to_sequential(model, torch.randn(2, 4))
+    assert_equal_in_each_mode(sequence, model, torch.randn(3, 7))
+    for layer in sequence:
+        for path, module in layer.model.named_modules():
+            module.train(path != "short")
+    with pytest.raises(gpipe._C.ModeError, match="'mean' and 'short' are in different modes"):
+        sequence(torch.randn(3, 7))
+
+
+class Correlation(nn.Module):
+    """Correlates two maps. Its operators tell one sample from more when they are exported."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 4)
+        self.result = result
+
+    def forward(self, x, y):
+        a, b = torch.chunk(self.conv(torch.cat([x, y])), 2)
+        product = torch.matmul(a.view(a.shape[0], 4, 16), b.view(b.shape[0], 4, 16).transpose(1, 2))
+        return self.result(x, x.flatten(1)[:, None, :4] + self.head(product))
+
+
+def test_one_sample_is_taken_unless_the_code_treats_it_differently():
+    x, y = torch.rand(2, 3, 1, 4, 4).double()
+    model = Correlation(lambda x, output: output).double()
+    pipe = gpipe.GPipe(to_sequential(model, x, y), [1, 1], chunks=3)
+    torch.testing.assert_close(pipe((x, y)), model(x, y))
+    model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
+    sequence = to_sequential(model, x, y)
+    with pytest.raises(ValueError, match=r"samples != 1, but a micro-batch has the shape \(1, 1, 4, 4\), "):
+        sequence((x[:1], y[:1]))
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
+        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
+        (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
+        (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
+        (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
+        (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
+    ],
+)
+def test_inputs_unlike_the_example_are_refused(function, wrong, message):
+    sequence = convert(function)
+    assert torch.equal(sequence(batch(8)), function(batch(8)))
+    with pytest.raises(ValueError, match=message):
+        sequence(wrong)
