@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def to_sequential(
     """
     if isinstance(module, ExportedSequential):
         return module
-    for any_shape in (True, False):
+    for any_shape in (True, False) if isinstance(module, nn.Module) and not opaque else (False,):
         try:
             model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape)
             break
@@ -90,8 +89,8 @@ def _converted(
 def _try_one_sample(
     module: nn.Module, sequence: nn.Sequential, may_break: list[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Lets one sample through if the module and the sequence agree about it, although guards that it ``may_break`` exclude it. Else
-    refuses one sample, because an export takes for granted that there are more."""
+    """Lets one sample through the guards that it ``may_break``, if the module and the sequence agree about it. Else refuses
+    one sample, because an export takes for granted that there are more."""
     first: Any = sequence[0]
     description = json.loads(first.description)
     samples = {"size": [next(value for value in description["inputs"] if value is not None), 0]}
@@ -136,13 +135,15 @@ def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns what a model and its sequence return and leave in buffers, or the exception that they raise."""
     results: list[Any] = []
-    for each in (module, sequence):
-        own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))  # which the model may change
-        plain = each is module
-        call = partial(each, *own_args, **own_kwargs) if plain else partial(each, input_of(own_args, own_kwargs))
+    calls: tuple[Callable[[Any, Any], Any], ...] = (
+        lambda args, kwargs: module(*args, **kwargs),
+        lambda args, kwargs: sequence(input_of(args, kwargs)),
+    )
+    for call in calls:
+        own = tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))  # which the model may change
         with unchanged(module, seed=0):
             try:
-                results.append([*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())])
+                results.append([*tree_leaves(call(*own)), *(buffer.clone() for buffer in module.buffers())])
             except Exception as error:
                 results.append(error)
     return results

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -69,7 +69,8 @@ def exported(
         if isinstance(tensor, Tensor):
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
-        with _silence(), nothing_lost(), _named_arguments(module, kwargs), _few_guards():
+        few_guards = _few_guards() if any_shape else nullcontext()
+        with _silence(), nothing_lost(), _named_arguments(module, kwargs), few_guards:
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         text = _explanation(module, error)
