@@ -15,12 +15,12 @@ TESTS = Path(__file__).parents[2] / "tests/python/test_museum.py"
 VERSION = torch.__version__.partition("+")[0]
 HEAD = """# Failures of other pipelines
 
-Users reported these failures of other libraries. Each has a test here, which makes the reported situation and checks the
+Users reported these failures of other libraries. Each has a test here, which reproduces the situation and checks the
 result, where possible against the plain model, bit by bit.
 
 The last column tells what torch {version} does in [a small program](torch_failures.py) of that kind, on CPUs with
-Gloo. *Right*: it does not fail, and its gradients are those of the plain model. *As reported*: we ran nothing, because the
-threads are about other libraries.
+Gloo. *Right*: it does not fail, and its gradients are those of the plain model. *As reported*: nothing was run, because the
+thread is about another library.
 
 | | threads | failure | test here | torch {version} |
 |---|---|---|---|---|

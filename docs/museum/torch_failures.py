@@ -48,7 +48,7 @@ def step(rank, schedule, x, y, last=1, **more):
 
 
 def plain(parts, x, y, chunks=4, loss=F.mse_loss):
-    """Returns copies of the stages, to whose gradients those of the mean of the micro-batches' losses are added."""
+    """Returns copies of the stages, with the gradients of the mean of the micro-batches' losses."""
     copies = copy.deepcopy(nn.Sequential(*parts))
     for part, target in zip(x.chunk(chunks), y.chunk(chunks)):
         (loss(copies(part), target) / chunks).backward()
@@ -56,7 +56,7 @@ def plain(parts, x, y, chunks=4, loss=F.mse_loss):
 
 
 def compare(stage, expected):
-    """Says which gradient of a stage differs from that of the parameter of the same name."""
+    """Names the first gradient of a stage that differs from the expected one."""
     wanted = dict(expected.named_parameters(remove_duplicate=False))
     for name, parameter in stage.named_parameters():
         ours, theirs = parameter.grad, wanted[name].grad
@@ -66,7 +66,7 @@ def compare(stage, expected):
 
 
 def train(rank, kind, parts, data=None, chunks=4, **more):
-    """Compares the gradients of a step with those of the plain stages."""
+    """Compares the gradients of a step with the plain stages' gradients."""
     x, y = data or batch()
     expected, stages = plain(parts, x, y, chunks), placed(rank, parts)
     step(rank, kind(stages if len(stages) > 1 else stages[0], chunks, F.mse_loss), x, y, **more)

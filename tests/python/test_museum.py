@@ -287,7 +287,7 @@ def test_a_schedule_of_the_users_own_for_a_resnet(resnet, tmp_path):
 
 
 def test_none_and_other_objects_between_stages():
-    """deepspeedai/DeepSpeed#1432: None, and objects that are no tensors, between stages"""
+    """deepspeedai/DeepSpeed#1432: None and other objects between stages"""
     model, (x, y) = nn.Sequential(*make_layers(1), Split(), Join(), *make_layers(1)), batch()
     assert_same_bits(piped(model, 4, x, y, schedule="zb_h1"), plain(model, x, y))  # dicts, lists, named tuples, None
     # A converted model may pass any objects, see test_a_bool_among_the_arguments. Other layers may within a stage.
