@@ -2,12 +2,12 @@
 
 #include <unistd.h>
 
+#include <cassert>
 #include <deque>
 #include <thread>
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/runtime/channel.h"
 
 namespace gpipe {
 namespace {
@@ -17,6 +17,29 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
+
+void Channel::put(int micro_batch) {
+  {
+    MutexLock lock(mutex_);
+    assert(!present_[micro_batch]);
+    present_[micro_batch] = true;
+  }
+  changed_.notify_all();
+}
+
+bool Channel::take(int micro_batch) {
+  MutexLock lock(mutex_);
+  while (!present_[micro_batch] && !cancelled_) changed_.wait(mutex_);
+  return !cancelled_;
+}
+
+void Channel::cancel() {
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = true;
+  }
+  changed_.notify_all();
+}
 
 /// One run, shared by the workers. Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
@@ -136,7 +159,7 @@ class Executor::Run {
 };
 
 /// One thread, which works on one run at a time. Invariants:
-///   1. start() sets run_ when it is null. The thread clears run_ after its last access to the run.
+///   1. The executor sets run_ when it is null. The thread clears it after its last access to the run.
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {
  public:
@@ -151,12 +174,15 @@ class Executor::Worker {
     thread_.join();
   }
 
-  void start(Run& run) { set_run(&run); }
-
-  void wait() {
-    MutexLock lock(mutex_);
-    while (run_ != nullptr) changed_.wait(mutex_);
+  /// Starts a run; null ends it.
+  void set_run(Run* run) {
+    {
+      MutexLock lock(mutex_);
+      run_ = run;
+    }
+    changed_.notify_all();
   }
+
   /// Waits for at most `time`. Returns whether the run has ended.
   bool wait_for(std::chrono::milliseconds time) {
     const auto end = std::chrono::steady_clock::now() + time;
@@ -166,14 +192,6 @@ class Executor::Worker {
   }
 
  private:
-  void set_run(Run* run) {
-    {
-      MutexLock lock(mutex_);
-      run_ = run;
-    }
-    changed_.notify_all();
-  }
-
   Run* next_run() {
     MutexLock lock(mutex_);
     while (run_ == nullptr && !stopping_) changed_.wait(mutex_);
@@ -225,10 +243,9 @@ void Executor::check_caller() const {
 }
 
 void Executor::wait_for(Worker& worker, Run& run) {
-  if (!poll_) return worker.wait();
   while (!worker.wait_for(kPollInterval)) {
     try {
-      poll_();
+      if (poll_) poll_();
     } catch (...) {
       run.fail({std::current_exception()});
     }
@@ -250,7 +267,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, ActionRu
   Run run(*this, program, part, runner, timeline != nullptr, step);
   {
     MutexLock turn(turn_);
-    for (const auto& worker : workers_) worker->start(run);
+    for (const auto& worker : workers_) worker->set_run(&run);
     for (const auto& worker : workers_) wait_for(*worker, run);
   }
   if (timeline != nullptr) {
