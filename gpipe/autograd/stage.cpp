@@ -94,15 +94,6 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
-  ErrorInfo info{.action = action, .message = message_of(error)};
-  if (layer >= 0) {
-    info.layer = stage.first_layer + layer;
-    info.layer_name = stage.name_of(layer);
-  }
-  return info;
-}
-
 std::string to_string(const ErrorInfo& info) {
   const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
   return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,

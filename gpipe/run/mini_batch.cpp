@@ -152,7 +152,7 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
                                 std::move(loss));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[s]);
   const auto parameters = sinks.all().size();
-  auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(s, action.micro_batch)});
+  auto out = cell->forward(std::move(in), grad_, /*recompute=*/program_->recomputes(s, action.micro_batch));
   if (pipeline_->team().size() > 1 && sinks.all().size() != parameters) {
     throw_error("a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
   }

@@ -7,11 +7,10 @@
 
 namespace gpipe {
 
-/// The cells of one mini-batch. A forward makes one, which the graph of its outputs keeps alive until their backward. A
-/// step makes one for its duration.
+/// The cells of one mini-batch. The graph of a forward's outputs keeps it until their backward.
 ///
 /// Thread safety: start() and backward() belong to a Call. Only the worker of its stage uses a cell.
-class MiniBatch : public Cells {
+class MiniBatch {
  public:
   struct Options {
     Pipeline::Use use = Pipeline::Use::kForward;
@@ -22,12 +21,10 @@ class MiniBatch : public Cells {
     Proposal proposal = {};                ///< what the call is
     bool measures = false;                 ///< whether to record the actions in any case
   };
-  /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step. Unless options.use is
-  /// kForward, cells keep what a backward needs.
+  /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);
 
-  /// Runs the forwards. With a loss, also runs the losses and the backwards, in the order of the pipeline's schedule.
-  /// REQUIRES: after an error, destroy this, then call Call::fail().
+  /// Runs the forwards; with a loss, the whole step. REQUIRES: after an error, destroy this, then call Call::fail().
   Results start(Call& call);
 
   /// Runs the backwards after a start() without a loss. `gradients[i]` belongs to the i-th micro-batch's output parcel.
@@ -40,8 +37,10 @@ class MiniBatch : public Cells {
   /// The actions of a step that measures.
   Timeline timeline() const;
 
-  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in) override;
-  int running_layer(const Action& action) const override;
+  /// Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
+  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
+  /// The layer that an action's cell is running, by its index in the stage; -1 for none. Called as run().
+  int running_layer(const Action& action) const;
 
  private:
   void begin(Call& call);

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/intraop.h"
+#include "gpipe/run/mini_batch.h"
 #include "gpipe/tensors/profiler_range.h"
 
 namespace gpipe {
@@ -21,8 +22,8 @@ class PartRun::ActionClock {
   explicit ActionClock(c10::Device device) : device_(device) {}
 
   // Call it after the waits for an action's inputs.
-  void start() { actions_.push_back({record_timed_event(device_), nullptr}); }
-  void end() { actions_.back().end = record_timed_event(device_); }
+  void start() { actions_.emplace_back(record_timed_event(device_), nullptr); }
+  void end() { actions_.back().second = record_timed_event(device_); }
 
   // Waits for the device's stream. Call it after the last action.
   void stop() {
@@ -43,26 +44,22 @@ class PartRun::ActionClock {
   }
 
  private:
-  struct Marks {
-    StreamEvent start;
-    StreamEvent end;
-  };
-
   const c10::Device device_;
-  std::vector<Marks> actions_;
+  std::vector<std::pair<StreamEvent, StreamEvent>> actions_;  // start and end
   std::size_t placed_ = 0;
   StreamEvent last_;
   double stopped_ = 0;  // the host's time at `last_`, in seconds
 };
 
 PartRun::PartRun(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-                 const Pipeline::Recording& recording, CallerInputs& inputs, const Outputs& outputs, Cells& cells)
+                 const Pipeline::Recording& recording, CallerInputs& inputs, const Outputs& outputs,
+                 MiniBatch& mini_batch)
     : pipeline_(pipeline),
       program_(program),
       part_(part),
       recording_(recording),
       outputs_(outputs),
-      cells_(cells),
+      mini_batch_(mini_batch),
       end_(pipeline.workers()),
       clocks_(pipeline.workers()),
       edges_(pipeline, program, part, key, recording.counter, inputs) {
@@ -136,7 +133,7 @@ void PartRun::run(const Action& action, Measure measure) {
     std::vector<Parcel> out;
     measure([&] {
       if (clock) clock->start();
-      out = cells_.run(action, std::move(in));
+      out = mini_batch_.run(action, std::move(in));
       if (clock) clock->end();
     });
     edges_.send(action, std::move(out));
@@ -174,7 +171,13 @@ void PartRun::cancel(const Failure& failure) noexcept {
 }
 
 ErrorInfo PartRun::describe(const Action& action, const std::exception_ptr& error) const {
-  return gpipe::describe(error, action, pipeline_.stages()[action.stage], cells_.running_layer(action));
+  const auto& stage = pipeline_.stages()[action.stage];
+  const int layer = mini_batch_.running_layer(action);
+  ErrorInfo info{.action = action, .message = message_of(error)};
+  if (layer < 0) return info;
+  info.layer = stage.first_layer + layer;
+  info.layer_name = stage.name_of(layer);
+  return info;
 }
 
 void PartRun::report_error(const Action& action) const {

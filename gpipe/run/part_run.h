@@ -15,27 +15,17 @@ class CallerStateScope {
   at::ThreadLocalStateGuard guard_;
 };
 
-/// The cells that the actions of a program run.
-class Cells {
- public:
-  virtual ~Cells() = default;
+class MiniBatch;
 
-  /// Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
-  virtual std::vector<Parcel> run(const Action& action, std::vector<Parcel> in) = 0;
-  /// The layer that an action's cell is running, by its index in the stage; -1 for none. Called as run().
-  virtual int running_layer(const Action& action) const = 0;
-};
-
-/// One run of a part of a program. Gives the workers' threads the caller's state, the worker's stream, the number of
-/// intra-op threads and the byte counter. Orders the work of the caller and of the workers on their devices. Carries
-/// what actions exchange, records them in a timeline, and tells of errors.
+/// Runs a part of a mini-batch's program. Sets up the workers' threads as the caller's, orders the work on devices,
+/// carries what actions exchange, records actions in a timeline, and tells of errors.
 ///
 /// Thread safety: made, executed and destroyed on the caller's thread, within a Call.
 class PartRun : public ActionRunner {
  public:
   /// Notes the caller's work. `key`: see Edges. All references must outlive this.
   PartRun(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-          const Pipeline::Recording& recording, CallerInputs& inputs, const Outputs& outputs, Cells& cells);
+          const Pipeline::Recording& recording, CallerInputs& inputs, const Outputs& outputs, MiniBatch& mini_batch);
   ~PartRun() override;
 
   /// Returns when all workers rest. The caller's streams then wait for their work on any device. Errors: the first one;
@@ -53,7 +43,6 @@ class PartRun : public ActionRunner {
   void start(int worker);
   void end(int worker);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error) const;
-  /// REQUIRES: an exception is being handled.
   void report_error(const Action& action) const;
   void await_workers(const std::vector<c10::Device>& devices) const;
 
@@ -62,12 +51,11 @@ class PartRun : public ActionRunner {
   const Part part_;
   const Pipeline::Recording& recording_;
   const Outputs& outputs_;
-  Cells& cells_;
-  const at::ThreadLocalState state_;  // the caller's
-  // Per worker.
-  std::vector<StreamEvent> begin_;                    // the caller's work on its device
-  std::vector<StreamEvents> end_;                     // its work, on all devices
-  std::vector<std::unique_ptr<ActionClock>> clocks_;  // null unless actions are timed on its device
+  MiniBatch& mini_batch_;
+  const at::ThreadLocalState state_;                  // the caller's
+  std::vector<StreamEvent> begin_;                    // per worker: the caller's work on its device
+  std::vector<StreamEvents> end_;                     // per worker: its work, on all devices
+  std::vector<std::unique_ptr<ActionClock>> clocks_;  // per worker; null unless actions are timed on its device
   Edges edges_;
 };
 

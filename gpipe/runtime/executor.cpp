@@ -6,7 +6,6 @@
 #include <deque>
 #include <thread>
 
-#include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
 
 namespace gpipe {
@@ -60,23 +59,15 @@ class Executor::Run {
       if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches);
       if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches);
     }
-    if (!timed) return;
-    for (int w = 0; w < program.workers(); ++w) {
+    for (int w = 0; timed && w < program.workers(); ++w) {
       if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
     }
   }
 
   /// Runs the worker's actions, on its thread. Does not throw.
   void work(int worker) {
-    int calls = 0;
     try {
-      runner_.on_worker(worker, [&] {
-        if (++calls == 1) run_actions(worker);
-      });
-      if (calls != 1) {
-        throw std::logic_error(absl::StrFormat(
-            "ActionRunner::on_worker called run_actions() %d times for worker %d: call it once", calls, worker));
-      }
+      runner_.on_worker(worker, [&] { run_actions(worker); });
     } catch (...) {
       fail({std::current_exception(), std::nullopt, worker});
     }
@@ -215,10 +206,8 @@ class Executor::Worker {
   std::thread thread_;  // last, because the thread uses the other members
 };
 
-Executor::Executor(int workers, std::function<void()> poll, int first, int remote_workers)
-    : poll_(std::move(poll)), first_(first), remote_workers_(remote_workers), process_(getpid()) {
-  if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
-  workers_.reserve(workers);
+Executor::Executor(int workers, std::function<void()> poll, int first)
+    : poll_(std::move(poll)), first_(first), process_(getpid()) {
   for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, first + w));
 }
 
@@ -255,15 +244,6 @@ void Executor::wait_for(Worker& worker, Run& run) {
 std::optional<Failure> Executor::run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline,
                                      int step) {
   check_caller();
-  if (program.workers() != workers() + remote_workers_) {
-    throw std::logic_error(
-        absl::StrFormat("Executor::run: the program has %d workers, but the executor was made for %d: make them equal",
-                        program.workers(), workers() + remote_workers_));
-  }
-  if (part != Part::kAll && !program.two_phase()) {
-    throw std::logic_error(
-        "Executor::run: the program has forwards after other actions and cannot run in parts: run it with Part::kAll");
-  }
   Run run(*this, program, part, runner, timeline != nullptr, step);
   {
     MutexLock turn(turn_);

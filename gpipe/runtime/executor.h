@@ -79,10 +79,10 @@ class Channel {
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While
-  /// run() waits, it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run.
-  /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
-  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
+  /// Starts the threads of a program's `workers` from `first` on; the others are in other processes. While run() waits,
+  /// it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run. Errors:
+  /// std::system_error if a thread cannot be started.
+  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
 
@@ -95,8 +95,8 @@ class Executor {
 
   /// Runs a part of the program. Returns the first failure, if any, when all workers are idle. With a timeline, appends
   /// the actions that ran, with the given step and times of now(), and sets its workers and edges. Without one, reads
-  /// no clock. Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
-  /// workers, or if the part is not kAll and the program is not two_phase().
+  /// no clock. REQUIRES: the program has the executor's workers, and is two_phase() unless the part is kAll. Errors: as
+  /// check_caller().
   std::optional<Failure> run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline = nullptr,
                              int step = 0);
 
@@ -108,7 +108,6 @@ class Executor {
 
   const std::function<void()> poll_;
   const int first_;
-  const int remote_workers_;
   const pid_t process_;
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;

@@ -7,7 +7,6 @@ mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/executor.cpp "cance
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
-mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
 mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
        Wire.SendsALayout*)
