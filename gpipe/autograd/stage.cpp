@@ -186,16 +186,15 @@ void ParameterSinks::check_unchanged() const {
   }
 }
 
-ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks) {
-  for (std::size_t s = 0; s < stages.size(); ++s) {
-    for (const auto& parameter : sinks[s].own()) before_.push_back({stages[s], parameter, version_of(parameter)});
-  }
+void ParameterSinks::begin_writes() {
+  before_.clear();
+  for (const auto& parameter : own_) before_.push_back(version_of(parameter));
 }
 
-ParameterWriteCounts::~ParameterWriteCounts() {
-  for (const auto& [stage, parameter, version] : before_) {
-    const auto writes = version_of(parameter) - version;
-    if (writes != 0) stage.own_writes[parameter.unsafeGetTensorImpl()] += writes;
+void ParameterSinks::end_writes() {
+  for (std::size_t i = 0; i < before_.size(); ++i) {
+    const auto writes = version_of(own_[i]) - before_[i];
+    if (writes != 0) stage_.own_writes[own_[i].unsafeGetTensorImpl()] += writes;
   }
 }
 

@@ -36,20 +36,6 @@ std::int64_t batch_size(const Value& value, const std::string& what = "input");
 /// Cuts each tensor along dimension 0 into detached views, a parcel per micro-batch, which want gradients as it does.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
 
-/// Advances, at its end, the version counter of each input that layers have changed, so that graphs which saved it
-/// refuse it: micro-batches share its memory, but have version counters of their own.
-class InputWrites {
- public:
-  /// `parts` come from scatter(input, ...).
-  InputWrites(const Value& input, const std::vector<Parcel>& parts);
-  ~InputWrites();
-  InputWrites(const InputWrites&) = delete;
-
- private:
-  const std::vector<at::Tensor> input_;
-  std::vector<std::vector<VersionWatch>> parts_;  // per tensor of the input
-};
-
 /// The joined micro-batches.
 struct Gathered {
   Value value;

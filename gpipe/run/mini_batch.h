@@ -1,11 +1,22 @@
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
+
 #include "gpipe/autograd/cell.h"
 #include "gpipe/run/call.h"
-#include "gpipe/run/part_run.h"
+#include "gpipe/run/edges.h"
 #include "gpipe/run/results.h"
 
 namespace gpipe {
+
+/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
+class CallerStateScope {
+ public:
+  explicit CallerStateScope(const at::ThreadLocalState& state);
+
+ private:
+  at::ThreadLocalStateGuard guard_;
+};
 
 /// The cells of one mini-batch. The graph of a forward's outputs keeps it until their backward.
 ///
@@ -37,14 +48,16 @@ class MiniBatch {
   /// The actions of a step that measures.
   Timeline timeline() const;
 
-  /// Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
-  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
-  /// The layer that an action's cell is running, by its index in the stage; -1 for none. Called as run().
-  int running_layer(const Action& action) const;
-
  private:
+  class PartRun;
+
   void begin(Call& call);
   Results run_part(Part part);
+  // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device. Errors:
+  // the first one; Pipeline::error() says where it came from.
+  void run_actions(Part part, const LayoutKey& key);
+  // Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
+  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
 

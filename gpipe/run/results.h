@@ -6,9 +6,6 @@
 
 namespace gpipe {
 
-/// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
-std::string describe_trained(const std::vector<ParameterSinks>& stages);
-
 /// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it, the
 /// latter summed over micro-batches and replicas.
 ///

@@ -80,7 +80,7 @@ mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/run/call.cpp
 mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
-mutant(hides_writes_to_inputs gpipe_tests gpipe/run/micro_batch.cpp "torch::autograd::impl::bump_version(input_[k]);" "(void)0;"
+mutant(hides_writes_to_inputs gpipe_tests gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
 mutant(loses_writes_of_backwards gpipe_tests gpipe/autograd/stage_state.cpp
        "watching->return_to_present(item);" "(void)0;" Recompute.*)
