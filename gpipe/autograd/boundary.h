@@ -6,12 +6,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
-#include <cstddef>
-#include <functional>
-#include <memory>
-#include <utility>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -54,8 +48,11 @@ class GradientSums {
  public:
   explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
 
-  /// Makes sums for more indices, up to `count`.
-  void grow(std::size_t count);
+  /// Makes sums for `count` indices.
+  void resize(std::size_t count) {
+    sums_.resize(count);
+    owned_.resize(count);
+  }
 
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);

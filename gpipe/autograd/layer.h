@@ -43,8 +43,7 @@ class Layer {
 
 /// Whether this thread runs a layer's forward that will be recomputed. In a stage's first one, grad mode is enabled.
 bool is_checkpointing();
-
-/// Whether the calling thread recomputes a layer's forward. A layer that counts its calls should not count this one.
+/// Whether this thread recomputes a layer's forward. A layer that counts its calls should not count this one.
 bool is_recomputing();
 
 /// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.

@@ -16,8 +16,8 @@ constexpr std::size_t kPrograms = 16;
 
 Executor make_executor(const Team& team, std::function<void()> poll) {
   const auto& ranks = team.of_workers();
-  const auto here = std::ranges::equal_range(ranks, team.rank());
-  return Executor(static_cast<int>(here.size()), std::move(poll), static_cast<int>(here.begin() - ranks.begin()));
+  const auto [first, last] = std::equal_range(ranks.begin(), ranks.end(), team.rank());
+  return Executor(static_cast<int>(last - first), std::move(poll), static_cast<int>(first - ranks.begin()));
 }
 
 // The verifier accepts more schedules than step() can run. From R to B or I a stage's buffers are the

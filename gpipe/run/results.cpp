@@ -64,7 +64,7 @@ Gradients BackwardGradients::outputs(int micro_batch) {
 }
 
 GradientSums& BackwardGradients::sums(int stage) {
-  sums_[stage].grow(sinks_[stage].parameters().size());  // a forward may have made a parameter
+  sums_[stage].resize(sinks_[stage].parameters().size());  // a forward may have made a parameter
   return sums_[stage];
 }
 

@@ -55,13 +55,7 @@ class Executor::Run {
         timed_(timed),
         step_(step),
         spans_(program.workers()) {
-    for (std::size_t e = 0; e < program.edges().size(); ++e) {
-      if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches);
-      if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches);
-    }
-    for (int w = 0; timed && w < program.workers(); ++w) {
-      if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
-    }
+    for (std::size_t c = 0; c < 2 * program.edges().size(); ++c) channels_.emplace_back(program.layout().micro_batches);
   }
 
   /// Runs the worker's actions, on its thread. Does not throw.
@@ -81,8 +75,7 @@ class Executor::Run {
       failure_ = failure;
       failed_ = true;
     }
-    for (Channel& channel : forward_) channel.cancel();
-    for (Channel& channel : backward_) channel.cancel();
+    for (Channel& channel : channels_) channel.cancel();
     runner_.cancel(failure);
   }
 
@@ -103,13 +96,13 @@ class Executor::Run {
 
   void run_actions(int worker) {
     for (const Action& action : program_.actions(worker, part_)) {
-      std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
+      const auto channel = [&](int edge) -> Channel& { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; };
       for (const int edge : program_.wiring().takes(action)) {
-        if (has_channel(edge) && !channels[edge].take(action.micro_batch)) return;
+        if (has_channel(edge) && !channel(edge).take(action.micro_batch)) return;
       }
       if (!perform(worker, action)) return;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge)) channels[edge].put(action.micro_batch);
+        if (has_channel(edge)) channel(edge).put(action.micro_batch);
       }
     }
   }
@@ -141,8 +134,7 @@ class Executor::Run {
   ActionRunner& runner_;
   const bool timed_;
   const int step_;
-  std::deque<Channel> forward_;   // by edge
-  std::deque<Channel> backward_;  // by edge
+  std::deque<Channel> channels_;  // per edge: forward, backward
   std::vector<std::vector<Span>> spans_;
   Mutex mutex_;
   std::optional<Failure> failure_ ABSL_GUARDED_BY(mutex_);
