@@ -19,7 +19,6 @@
 #include "balance/cut.h"
 #include "gpipe/graph/graph.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"

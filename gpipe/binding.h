@@ -16,7 +16,7 @@ struct LanguageBinding {
   std::vector<RunLayers> run_layers = {};
   /// Calls a function while this thread holds the lock that the layers' objects need. Must be reentrant.
   std::function<void(absl::FunctionRef<void()>)> lock = {};
-  /// Called on each worker, which has the caller's state, before its part of a forward, backward or step.
+  /// Called on each worker before its part of a forward, backward or step.
   std::function<void()> enter_worker = {};
   /// Called at intervals on the thread that waits in a call. An exception from it ends the call.
   std::function<void()> poll = {};

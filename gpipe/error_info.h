@@ -7,8 +7,6 @@
 
 namespace gpipe {
 
-struct Stage;
-
 /// Where an exception of a forward or backward came from.
 struct ErrorInfo {
   Action action;           ///< kind, stage and micro-batch
@@ -22,8 +20,5 @@ std::string to_string(const ErrorInfo& info);
 
 /// The what() of an exception without a backtrace, or "unknown".
 std::string message_of(const std::exception_ptr& error);
-
-/// Describes an error of an action. `layer` is the index in the stage of the layer that ran, -1 for none.
-ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer);
 
 }  // namespace gpipe

@@ -38,22 +38,20 @@ struct Timeline;
 ///   loss.backward();
 ///   optimizer.step();
 ///
-/// Computes the function of the unpartitioned model run micro-batch by micro-batch. The result has one autograd node,
-/// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and
-/// autograd::grad work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's
-/// keys.
+/// Computes what the unpartitioned model computes micro-batch by micro-batch. The result has one autograd node, whose
+/// inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad work
+/// as without a pipeline; create_graph is refused. The module's state has the unpartitioned model's keys.
 ///
-/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device, or on
-/// several ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from
-/// the default generator (see RandomScope). With gradients enabled, the checkpoint option decides in training mode
-/// which cells are recomputed; eval mode stores every graph. Without gradients nothing is stored.
+/// The layers are the caller's own modules, moved to their devices. Layers of stages on one device, or on several
+/// ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from the
+/// default generator (see RandomScope). In training mode, the checkpoint option decides which cells are recomputed.
 ///
-/// Thread safety: forward, backward and step may be called on any thread but the pipeline's workers; concurrent calls
-/// take turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
+/// Thread safety: call forward, backward and step on any thread but the pipeline's workers; concurrent calls take turns.
+/// Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
-/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, parameters, buffers and generators
-/// are then as before the call, and the next call works. A recompute that throws an object other than a std::exception
-/// becomes a std::runtime_error, because PyTorch's engine supports no other type.
+/// Errors: a call throws what a layer threw; see last_error(). Gradients, parameters, buffers and generators are then as
+/// before the call, and the next call works. A backward throws std::runtime_error in the place of an object that is not
+/// a std::exception.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
@@ -63,36 +61,34 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// The same for a model that is given as factories. Calls them in order, each in a RandomScope of its own, and keeps
-  /// the layers of this rank. So the initial values do not depend on the balance, nor on the number of ranks, but
-  /// differ from those of a Sequential. Errors: also what a factory throws, which ends the job on all ranks;
-  /// std::invalid_argument for a factory that returns no module, or two layers of one name.
+  /// The same for factories of layers. Calls them in order, each in a RandomScope of its own, and keeps this rank's
+  /// layers. So the initial values do not depend on the balance or the ranks, but differ from those of a Sequential.
+  /// Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory that
+  /// returns no module, or two layers of one name.
   GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for layers of any kind; `binding` (gpipe/binding.h) serves programs in other languages.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
             const LanguageBinding& binding);
 
-  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. In
-  /// training, warns once, through torch, if the schedule is not fill and drain, because only step() runs it.
+  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. Warns
+  /// once, in training, if the schedule is not fill and drain, because only step() runs it.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
-  /// For models that take or return several tensors. The first layer gets a vector. The result is a vector in any case.
+  /// The same for several tensors: the first layer gets a vector. The result is a vector in any case.
   std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
   /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input);
   /// The same, with these chunks and this checkpoint mode instead of the options', also in eval mode.
   Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
-  /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients to
-  /// `.grad` of the parameters and of inputs that require grad. Each hook runs once, as in a backward. Zero the
-  /// gradients first, because repeated steps accumulate.
+  /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds to `.grad` of the
+  /// parameters and of inputs that require grad, as a backward does; zero it first.
   ///
   ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
   ///
   /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch.
-  /// Under autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over
-  /// samples; see check_loss() and StepOptions::check.
+  /// REQUIRES: the loss decomposes over samples; see check_loss() and StepOptions::check.
   ///
   /// Errors: as forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
@@ -100,8 +96,8 @@ class GPipeImpl : public torch::nn::Module {
   /// has been added, unless a hook threw it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
-  /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients, multiplies them by
-  /// its incoming gradient and hands them out. Serves autograd::grad, and modules in DistributedDataParallel.
+  /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients. Serves
+  /// autograd::grad, and modules in DistributedDataParallel.
   torch::Tensor compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
   /// The old name, which will go in the next release.
   [[deprecated("use compute_loss()")]] torch::Tensor loss(Value input, Value target, const LossFunction& loss,
@@ -114,59 +110,56 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
   const std::vector<int>& placement() const;
-  /// The name of step()'s schedule. If the options say "auto": that, until the first step() has chosen one.
+  /// The name of step()'s schedule; "auto" until the first step() has chosen one.
   std::string schedule() const;
   const GPipeOptions& options() const { return options_; }
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.
   bool is_here(int stage) const;
 
-  /// The parameters that this rank trains, each once. One that stages of several ranks share belongs to the rank of the
-  /// first of these stages. The layers of the other ranks have copies, which get its value in each call.
+  /// The parameters that this rank trains, each once. One that several ranks share belongs to the rank of its first
+  /// stage; the other ranks have copies, which get its value in each call.
   std::vector<torch::Tensor> parameters() const;
 
-  /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an
-  /// action.
+  /// Where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;
 
-  /// Makes later forwards, their backwards, and later steps append their actions to the timeline. nullptr ends this.
+  /// Makes later calls append their actions to the timeline. nullptr ends this.
   ///
   ///   auto timeline = std::make_shared<gpipe::Timeline>();
   ///   pipe->trace(timeline);
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator, events time the work, and each worker waits for its device at the end of the call. Spans have
-  /// the bytes in use, unless PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
+  /// On an accelerator, each worker then waits for its device at the end of the call. Spans have the bytes in use, unless
+  /// PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
   /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
-  /// Whether the stages share the same parameters as when this was made, on this rank and with other ranks. Not so if a
-  /// layer was given other parameters: then make a new pipeline.
+  /// Whether the stages share the same parameters as when this was made. If not, make a new pipeline.
   bool ties_unchanged() const;
 
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one
-  // is an error of all. In one process they return at once.
+  // is an error of all. `what` is sent must be equal on all ranks.
 
-  /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others. `what` they are must be equal on all.
+  /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others.
   std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
 
-  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the other ranks. Between hosts the
-  /// clocks are compared by messages. Trace the same calls on all ranks.
+  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the others. Trace the same calls on
+  /// all ranks.
   Timeline gather(Timeline timeline);
 
   /// Returns the largest number that a rank gives. So ranks stop at the same step:
   /// `if (pipe->largest(signal) != 0) break;`
   std::uint64_t largest(std::uint64_t number);
 
-  /// Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so
-  /// all ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many numbers.
+  /// Returns the sums, in the order of replicas, of the numbers that the first rank of each gives, such as scores of its
+  /// part. All ranks give as many.
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
   /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's parameters,
-  /// in its order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all
-  /// ranks. Errors: std::invalid_argument for another count.
+  /// in its order, on all ranks. Errors: std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
@@ -178,15 +171,15 @@ class GPipeImpl : public torch::nn::Module {
     int stage;
     std::string first;
   };
-  /// All parameter names of the whole model (buffer names below), in model order, including the stages of other ranks.
+  /// The names of the whole model's parameters and buffers, in its order.
   const std::vector<StateName>& parameter_names() const { return parameter_names_; }
   const std::vector<StateName>& buffer_names() const { return buffer_names_; }
 
   /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument
-  /// for a number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
+  /// for a number that is not positive, gives more than kMostCells cells, or does not fit the schedule.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
-  /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
+  /// Loads the state of the unpartitioned model, saved from any device.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.

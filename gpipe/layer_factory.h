@@ -18,8 +18,8 @@ class LayerFactory;
 /// A model as the factories of its layers, in order.
 using LayerFactories = std::vector<LayerFactory>;
 
-/// Makes one layer of a model. A model of such layers can be larger than any rank: GPipe calls the factories in order,
-/// and drops each layer of another rank before it calls the next one.
+/// Makes one layer of a model, which can then be larger than any rank: GPipe calls the factories in order, and drops
+/// each layer of another rank before it calls the next one.
 ///
 ///   gpipe::LayerFactories model{{"conv", [] { return torch::nn::Conv2d(1, 8, 3); }},
 ///                               {"relu", [] { return torch::nn::ReLU(); }}};
@@ -72,9 +72,8 @@ class LayerFactory {
 /// Returns factories that hand out these layers, each once.
 LayerFactories factories_of(std::vector<std::unique_ptr<Layer>> layers);
 
-/// Lets each layer draw its random numbers in a RandomScope of its own. So the layers' initial values follow from one
-/// draw from the default generator, at the first call, and do not depend on other layers. Names layers without a name
-/// by their indices. Errors: std::invalid_argument for two layers of one name.
+/// Lets each layer draw its initial values in a RandomScope of its own, all from one draw from the default generator.
+/// Names layers without a name by their indices. Errors: std::invalid_argument for two layers of one name.
 LayerFactories independent(LayerFactories factories);
 
 }  // namespace gpipe

@@ -23,13 +23,12 @@ enum class Reduction {
 };
 
 /// Returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not ignored.
-/// Called on the caller's thread with each micro-batch's target.
+/// Called on the caller's thread.
 using CountFunction = std::function<double(const Value& target)>;
 
 /// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
-/// per micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the
-/// last does. Tensors that it uses and that require grad get gradients, but not with replicas. REQUIRES: does not write
-/// to the target.
+/// per micro-batch. Draws random numbers as a layer after the last does. Tensors that it uses and that require grad get
+/// gradients, but not with replicas. REQUIRES: does not write to the target.
 struct LossFunction : std::function<at::Tensor(const Value& output, const Value& target)> {
   using std::function<at::Tensor(const Value&, const Value&)>::function;
 
@@ -68,12 +67,11 @@ struct StepOptions {
   TORCH_ARG(std::optional<Reduction>, reduction);
   /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
-  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss and its
-  /// gradients against those of the whole mini-batch; and once more when the shares of negative integers or of false in
-  /// the micro-batches' targets on the CPU first differ, because losses ignore such targets. Does nothing if the
-  /// reduction is known or given as kSum. The step() keeps the outputs of all micro-batches for the check. It throws
-  /// std::invalid_argument if the losses differ. It skips a loss that fails on the whole mini-batch, and one that gives
-  /// another result when it is computed again, such as one with random numbers.
+  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) compares the joined loss and its
+  /// gradients with those of the whole mini-batch, for which it keeps all outputs. Again when the shares of negative
+  /// integers or of false in the micro-batches' targets on the CPU first differ, because losses ignore such targets.
+  /// Throws std::invalid_argument if the losses differ. Does nothing if the reduction is known or given as kSum, or for
+  /// a loss that fails on the whole mini-batch or draws random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;
@@ -90,15 +88,15 @@ struct StepResult {
   Value output;     ///< empty unless StepOptions::return_output
 };
 
-/// The loss of a whole mini-batch, and the loss that step() would compute from its micro-batches.
+/// See check_loss().
 struct LossCheck {
   double whole = 0;
   double from_micro_batches = 0;
 };
 
-/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss
-/// that does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such
-/// a loss. Calls it without grad mode, on copies of the output. Errors: as for step().
+/// Returns the loss of the whole `output`, and the one that step() would join from `chunks` micro-batches. They differ
+/// for a loss that does not decompose over samples, such as Dice over the batch or a contrastive loss, for which step()
+/// is no use. Calls the loss without grad mode, on copies of the output. Errors: as for step().
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options = {});
 

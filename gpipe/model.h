@@ -8,8 +8,8 @@
 
 namespace gpipe {
 
-/// Reads a model that `python -m gpipe export` has written: any PyTorch model, as layers that run without Python. The
-/// layers have the original's parameters and buffers, in training mode. Train them in a pipeline:
+/// Reads a model that `python -m gpipe export` has written: any PyTorch model, as layers that run without Python, in
+/// training mode. Train them in a pipeline:
 ///
 ///   auto model = gpipe::load_model("resnet50.gpipe");
 ///   auto pipe = gpipe::GPipe(model, {85, 73}, gpipe::GPipeOptions().chunks(8).schedule("1f1b"));

@@ -23,19 +23,17 @@ struct GPipeOptions {
   /// line of actions per worker; or "auto". forward() and its backward always fill and drain.
   ///
   /// "auto": the first step() measures, best with at least four micro-batches. Later steps have the schedule that the
-  /// simulator finds fastest, which GPipeImpl::schedule() names. Every choice gives the same bits. On accelerators,
-  /// none needs more memory than 1f1b, or than interleaved_1f1b for several stages per worker.
+  /// simulator finds fastest (GPipeImpl::schedule()), with the same bits. On accelerators it needs no more memory than
+  /// 1f1b, or than interleaved_1f1b for several stages per worker.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one
-  /// from a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule or "auto"
-  /// has a worker for each device.
+  /// from a file have their own placement. With fewer `devices` than stages, 1 gives an interleaved schedule and "auto"
+  /// a worker per device.
   TORCH_ARG(int, stages_per_worker) = 1;
-  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without
-  /// gaps.
+  /// The worker of each stage, numbered without gaps, instead of `stages_per_worker`. Such as v_placement(4).
   TORCH_ARG(std::vector<int>, placement);
-  /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(), once
-  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
-  /// stage's actions, W's aside.
+  /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(). Each R
+  /// must come directly before its B or I among its stage's actions, W's aside.
   TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.
@@ -44,25 +42,25 @@ struct GPipeOptions {
   TORCH_ARG(std::int64_t, split_size) = 0;
   /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
   /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes
-  /// needs kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
+  /// needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
-  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
+  /// Updates the running statistics of batch norm and instance norm once per mini-batch, from all its samples. In any
+  /// case each micro-batch is normalized by its own statistics.
   TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that an operator of a CPU stage may use. 0: an equal share of torch::get_num_threads(), at least one.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline lives, if it has a
-  /// CPU stage in this process. Sets options of glibc's malloc, a pipeline's only change of the process.
+  /// Whether the process keeps the memory of freed CPU tensors for the next step while the pipeline lives. Sets options
+  /// of glibc's malloc if this process has a CPU stage.
   TORCH_ARG(bool, keep_memory) = true;
   /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has
   /// the devices of this rank's workers. Null: this process has all workers.
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 
-/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the
-/// last one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch
-/// has one empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size,
-/// and for more than kMostCells micro-batches.
+/// Returns the number of samples in each micro-batch: at most `chunks` equal ones, the last one possibly smaller, as
+/// torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one empty micro-batch.
+/// Errors: std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than kMostCells
+/// micro-batches.
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
 
 }  // namespace gpipe

@@ -14,8 +14,7 @@ namespace gpipe {
 
 /// Joins the snapshots of all ranks, which each captures from its pipeline and its optimizer. Returns on rank 0 the
 /// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history;
-/// elsewhere, one without tensors. All ranks call it. A parameter that ranks share has its owner's value. An optimizer
-/// is made of the pipeline's parameters(). Its groups should list them in the model's order, as the joined ones do.
+/// elsewhere, one without tensors. All ranks call it. The optimizers are of the pipeline's parameters(), in their order.
 ///
 ///   auto whole = gpipe::gather(*pipe, mine);
 ///   if (ranks->rank() == 0) gpipe::write_snapshot("latest.snapshot", whole);
@@ -24,9 +23,8 @@ namespace gpipe {
 /// std::invalid_argument, on the others std::runtime_error, for a snapshot that is not of this rank's pipeline.
 Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
 
-/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank.
-/// Leaves out only the state of layers on other ranks, so a snapshot of another model is still refused. Each rank
-/// restores its part: an error on one rank leaves the others restored.
+/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank: leaves
+/// out the state of layers on other ranks. An error on one rank leaves the others restored.
 Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
 
 /// The names in the state of a pipeline's model.

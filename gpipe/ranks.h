@@ -30,14 +30,13 @@ struct RanksOptions {
   TORCH_ARG(std::chrono::milliseconds, timeout) = std::chrono::minutes(5);
   /// The longest wait for a rank to join: when a pipeline is made, and at the start of each call.
   TORCH_ARG(std::chrono::milliseconds, join_timeout) = std::chrono::minutes(30);
-  /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, or else the interface
-  /// that reaches the store.
+  /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, else the one that
+  /// reaches the store.
   TORCH_ARG(std::string, interface);
-  /// The number of equal pipelines, which divides the number of ranks. Each trains on its own part of the mini-batch.
-  /// Their gradients are summed.
+  /// The number of equal pipelines, which divides the number of ranks. Each trains on a part of the mini-batch.
   TORCH_ARG(int, replicas) = 1;
-  /// Whether tensors between ranks go from GPU to GPU, by NCCL, and not through the hosts. Then every worker must have
-  /// a GPU, and no two ranks the same. The same on all ranks.
+  /// Whether tensors between ranks go from GPU to GPU, by NCCL. Then every worker must have a GPU, and no two ranks the
+  /// same. The same on all ranks.
   TORCH_ARG(bool, nccl) = false;
 };
 
@@ -53,16 +52,15 @@ using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c1
 ///
 /// Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
 ///
-/// Outlives its pipelines. Its destructor calls finish(). Thread safety: make and destroy pipelines on one thread at a
-/// time.
+/// Outlives its pipelines; make and destroy these on one thread at a time. The destructor calls finish().
 class Ranks {
  public:
   // A function with the parameter `poll` calls it while it waits, unless it is null, and throws what it throws.
 
-  /// Joins the job of this process, as torchrun describes it in the environment: RANK, WORLD_SIZE, MASTER_ADDR,
-  /// MASTER_PORT. Under torchrun uses its store, and waits until all ranks have come. Otherwise rank 0 serves a store
-  /// at MASTER_ADDR. Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if
-  /// the store cannot be served or reached, or a rank does not come within the join time-out.
+  /// Joins the job that the environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Under torchrun uses its
+  /// store, and waits until all ranks have come. Otherwise rank 0 serves a store at MASTER_ADDR. Errors:
+  /// std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be served
+  /// or reached, or a rank does not come within the join time-out.
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
                                                  const std::function<void()>& poll = nullptr);
 
@@ -75,9 +73,8 @@ class Ranks {
 
   ~Ranks();
 
-  /// Returns rank 0's text on all ranks, which wait for it and call this in the same order. Serves short texts, before
-  /// pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0 does not come within the join
-  /// time-out.
+  /// Returns rank 0's short text on all ranks, which call this in the same order. Errors: std::runtime_error if a rank
+  /// has failed, or rank 0 does not come within the join time-out.
   std::string share(const std::string& text, const std::function<void()>& poll = nullptr);
 
   int rank() const { return rank_; }
@@ -86,8 +83,8 @@ class Ranks {
   int replicas() const { return mesh_.replicas; }
   int replica() const { return mesh_.replica_of(rank_); }
   const Mesh& mesh() const { return mesh_; }
-  /// Returns the part of a mini-batch that belongs to this replica: its first sample and the one behind its last. Parts
-  /// differ by one sample at most, larger ones first; a part can be empty.
+  /// This replica's part of a mini-batch: its first sample and the one behind its last. Parts differ by one sample at
+  /// most, larger ones first; a part can be empty.
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const { return part(samples, replica()); }
   /// The same for any replica. REQUIRES: 0 <= replica < replicas().
   std::pair<std::int64_t, std::int64_t> part(std::int64_t samples, int replica) const;
@@ -96,8 +93,8 @@ class Ranks {
   const RanksOptions& options() const { return options_; }
   const ListenAt& listen_at() const { return listen_at_; }
 
-  /// Leaves the job: calls that other ranks begin throw. Waits until they have left too, for at most the time-out. With
-  /// an `error`, instead fails the job, as an error in a call does. REQUIRES: without an error, no call runs.
+  /// Leaves the job, and waits until the other ranks have left too, for at most the time-out. With an `error`, instead
+  /// fails the job, as an error in a call does. REQUIRES: without an error, no call runs.
   void finish(const std::string& error = "", const std::function<void()>& poll = nullptr);
 
   Job& job() { return *job_; }

@@ -14,8 +14,7 @@ Schedule fill(const Layout& layout);
 /// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
-/// Inserts an R directly before the B or I of each cell that recomputes. An R takes no gradient, so a worker recomputes
-/// while it would otherwise wait for one.
+/// Inserts an R directly before the B or I of each cell that recomputes.
 Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.

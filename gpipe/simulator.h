@@ -9,9 +9,8 @@ namespace gpipe {
 
 /// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
 struct HeldBytes {
-  // Special values of `stage`.
-  static constexpr int kUntilForwardsEnd = -1;  ///< until the step's last forward ends: the caller takes the outputs
-  static constexpr int kNeverFreed = -2;        ///< within the step
+  static constexpr int kUntilForwardsEnd = -1;  ///< a `stage`: until the step's last forward ends
+  static constexpr int kNeverFreed = -2;        ///< a `stage`: not within the step
 
   std::int64_t bytes = 0;
   /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
@@ -68,8 +67,8 @@ struct Simulation {
   std::vector<int> peak_cells;
 };
 
-/// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate. Errors:
-/// std::invalid_argument for a stage without bytes, or bytes held until an action of a stage that does not exist.
+/// Sets the bytes of every span of a timeline from what the cells of each stage allocate. Errors: std::invalid_argument
+/// for a stage without bytes, or bytes held until an action of a stage that does not exist.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// Runs a program in simulated time by the executor's rules. Deterministic. Errors: std::invalid_argument if the costs

@@ -22,7 +22,7 @@ class Optimizer;
 
 namespace gpipe {
 
-// Uses only torch, nothing else of the library: it works for any model, in a pipeline or not.
+// For any model, in a pipeline or not.
 
 /// Tensors by their names in the unpartitioned model.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -40,8 +40,7 @@ struct OptimizerState {
   std::map<std::string, Fields> state;  ///< by parameter; only those that had a gradient so far
 };
 
-/// The state that a training run needs to continue as if it had never stopped. The capture functions below copy
-/// tensors, so a snapshot can be written while training continues.
+/// The state that a training run needs to continue as if it had never stopped.
 struct Snapshot {
   NamedTensors model = NamedTensors("Tensor");  ///< parameters and buffers
   OptimizerState optimizer;
@@ -56,29 +55,26 @@ struct Snapshot {
 ///
 ///   weights = safetensors.torch.load_file("latest.snapshot")  # the names of other tensors begin with a dot
 ///
-/// Tied tensors are written under each of their names. The path always names a complete snapshot: the previous one
-/// until this one is on the disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is
-/// not dense or has a type that the format lacks, for text that is not UTF-8, and for an option that is not a finite
-/// number, a string or a tuple of them. On an error the path names the previous file, unless only flushing its folder
-/// failed.
+/// Tied tensors are written under each of their names. The path names the previous snapshot until this one is on the
+/// disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type that
+/// the format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a tuple of
+/// them.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
-/// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Time and memory are proportional to its
-/// size. Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file,
-/// changed, truncated, not a snapshot, or of a newer version.
+/// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Errors: std::runtime_error with the path
+/// and the reason for a file that is missing, not a regular file, changed, truncated, not a snapshot, or of a newer
+/// version.
 Snapshot read_snapshot(const std::filesystem::path& path);
 
 /// Reads the model's tensors of a snapshot or another safetensors file, as of `python -m gpipe convert`. Errors: as
 /// read_snapshot().
 NamedTensors read_weights(const std::filesystem::path& path);
 
-/// Returns the bytes of the file that write_snapshot() writes. Errors: std::runtime_error, for the same tensors.
+/// The same in memory.
 std::string to_bytes(const Snapshot& snapshot);
-
-/// Reads the bytes of such a file. Errors: std::runtime_error, as read_snapshot().
 Snapshot from_bytes(std::string_view bytes);
 
-/// Copies the parameters and buffers to the CPU.
+/// Copies the parameters and buffers to the CPU, so that training can continue while they are written.
 NamedTensors capture_model(const torch::nn::Module& model);
 
 /// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only

@@ -7,8 +7,7 @@
 
 namespace gpipe {
 
-/// Bytes that a worker's cells use, on all devices: before an action, at the peak while it ran, and after it. All zero
-/// if bytes were not counted.
+/// Bytes that a worker's cells use, on all devices, around an action. All zero if they were not counted.
 struct Footprint {
   std::int64_t before = 0;
   std::int64_t peak = 0;
@@ -42,15 +41,13 @@ struct Timeline {
   std::vector<std::int64_t> peak_bytes() const;
 };
 
-/// Returns, by stage and kind of action, the spans that other workers overlapped most: they show how long an action
-/// takes while the others are busy. A span's overlap is the time that other workers were busy during it, summed over
-/// workers and divided by its duration. Returns only spans with at least 0.9 of the largest overlap. The pointers are
-/// into the timeline, in its order.
+/// Returns, by stage and kind of action, the spans that show how long an action takes while other workers are busy:
+/// those with at least 0.9 of the largest overlap, which is the time that other workers were busy during the span,
+/// summed over workers and divided by its duration. The pointers are into the timeline, in its order.
 std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
-/// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: one track per worker,
-/// one slice per action, one arrow per edge, direction, micro-batch and step, and, if bytes were counted, one graph of
-/// bytes per worker. Times are microseconds since the first start.
+/// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track per worker, a
+/// slice per action, an arrow per transfer and, if bytes were counted, a graph of bytes per worker.
 std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -36,17 +36,17 @@ struct SkipDeclaration {
   std::vector<SkipKey> peeks;
 };
 
-/// Matches the stashes of a model with their readers. The declarations are in the order in which the modules run. If
-/// one end of a skip is nested in the module that has another end, their order is not checked: that module decides it.
-/// Returns the skips in the order of their stashes. Errors: std::invalid_argument that lists every fault with layer and
-/// name: a name stashed or popped twice, read without or before its stash or after its pop, or stashed and never read.
+/// Matches the stashes of a model with their readers. The declarations are in the order in which the modules run. The
+/// order of a module and one nested in it is not checked. Returns the skips in the order of their stashes. Errors:
+/// std::invalid_argument that lists every fault with layer and name: a name stashed or popped twice, read without or
+/// before its stash or after its pop, or stashed and never read.
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
 
 /// The skips that a layer declares, and those of Skippable modules nested in it. `index` is the layer's.
 std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int index);
 
-/// The skips of a model. Skippable modules nested in a layer count as that layer's and run in the order in which they
-/// were registered, as in a Sequential. Errors: as match_skips().
+/// The skips of a model. Modules nested in a layer run in the order in which they were registered, as in a Sequential.
+/// Errors: as match_skips().
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
 
 /// Checks a model's skips, as the constructor of GPipe does. Errors: as skip_links().

@@ -1,8 +1,4 @@
 #include <map>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"

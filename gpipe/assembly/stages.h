@@ -38,8 +38,7 @@ class TensorPlaces {
 /// Returns the places of the parameters of these stages, in order.
 std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages);
 
-/// A parameter of two stages. The first stage that has it owns it and sums its gradients. It lends the parameter to
-/// each other one along an edge, as a skip, and the gradient comes back along the edge.
+/// A parameter of two stages. The first stage that has it owns it, and lends it to each other one along an edge.
 struct Loan {
   std::string name;  ///< in the owner: "layer.weight"
   int owner = 0;     ///< index of the stage
@@ -62,13 +61,12 @@ struct Assembly {
   // Of the whole model.
   std::vector<TensorPlace> parameters;
   std::vector<TensorPlace> buffers;
-  /// What all ranks must have in common: versions, options, edges, and layers. Empty without ranks. Other replicas
-  /// than the first need not have its values, because they take them.
+  /// What all ranks must have in common: versions, options, edges, and layers. Empty without ranks.
   Manifest manifest;
 };
 
-/// Calls the factories in order, and gives the layers of this rank to their stages. Drops each other layer before the
-/// next one is made. Matches the skips and connects the stages. `run_layers`: LanguageBinding::run_layers.
+/// Makes the stages of this rank by the factories, matches the skips and connects the stages. Drops each layer of
+/// another rank before the next one is made. `run_layers`: LanguageBinding::run_layers.
 ///
 /// Errors: std::invalid_argument for a module that is a layer twice, skips that do not match, a parameter or a buffer
 /// of two devices of this rank (a parameter only without run_layers); the errors of a factory, also told to other
@@ -76,8 +74,7 @@ struct Assembly {
 Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& workers, LayerFactories factories,
                   std::vector<RunLayers> run_layers, const GPipeOptions& options);
 
-/// Moves the stages' layers to their devices. A shared parameter goes to the device of the first stage here that has
-/// it.
+/// Moves the stages' layers to their devices; a shared parameter to that of the first stage here that has it.
 void move_to_devices(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

@@ -16,14 +16,12 @@ struct Stage;
 /// Adds the kernels of batch norm and instance norm that collect statistics.
 void register_batch_norm(torch::Library& library);
 
-/// Collects batch norm statistics over a whole mini-batch, so that running statistics are updated once per mini-batch
-/// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
-/// still normalised by its own statistics. Instance norm likewise: its running statistics are means over samples.
+/// Collects the batch norm statistics of a stage over a whole mini-batch, so that running statistics are updated once
+/// per mini-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Instance norm likewise: its running
+/// statistics are means over samples. Used by one thread at a time.
 ///
 /// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
 /// Algorithm for Computing Sample Variances, 1979).
-///
-/// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
  public:
   /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, add their
@@ -45,16 +43,16 @@ class BatchStatistics {
   void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
                      const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: numbers (the
+  /// Returns the statistics as tensors on the CPU, three per buffer, undefined if it is no running mean: numbers (the
   /// index of the running variance in `buffers`, the momentum, the number of values per channel, whether they are of
-  /// instances); the mean; the deviations. Undefined for other buffers.
+  /// instances); the mean; the deviations.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
   void join(const std::vector<at::Tensor>& buffers, const std::vector<std::vector<at::Tensor>>& of_others);
 
   /// Updates the running statistics and counts of the stage's layers, as one batch norm over the mini-batch does, with
-  /// the first micro-batch's momentum. Leaves them alone for fewer than two values per channel.
+  /// the first micro-batch's momentum; not for fewer than two values per channel.
   void commit(const Stage& stage);
 
  private:
@@ -63,7 +61,7 @@ class BatchStatistics {
     at::Tensor running_var;
     double momentum = 0;
     std::int64_t calls = 0;
-    bool of_instances = false;   // of an instance norm
+    bool of_instances = false;
     double count = 0;            // values per channel; of an instance norm: samples
     at::Tensor mean = {};        // per channel, double
     at::Tensor deviations = {};  // per channel, double: sum of squared deviations; of an instance norm: of variances

@@ -9,10 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <exception>
 #include <limits>
-#include <mutex>
-#include <stdexcept>
 #include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
@@ -39,12 +36,6 @@ bool owns_memory(const at::Tensor& tensor) {
 at::Tensor unshared(at::Tensor tensor) {
   const bool shared = tensor.defined() && tensor.layout() == at::kStrided && !owns_memory(tensor);
   return shared ? tensor.clone() : std::move(tensor);
-}
-
-void GradientSums::grow(std::size_t count) {
-  if (count <= sums_.size()) return;
-  sums_.resize(count);
-  owned_.resize(count);
 }
 
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
@@ -197,21 +188,17 @@ void wrap_hooks(const at::Tensor& leaf) {
   }
 }
 
-// The identity, for the gradients of one device.
-struct DeviceBarrierNode : Leave {
-  std::string name() const override { return "GPipeDeviceBarrier"; }
-};
-
-// Returns the inputs' edges; on other accelerators through a node there: the engine sets one device's stream per node.
+// Returns the inputs' edges; on other accelerators through an identity there: the engine sets one device's stream per
+// node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
-  std::unordered_map<c10::Device, NodePtr<DeviceBarrierNode>> nodes;
+  std::unordered_map<c10::Device, NodePtr<Leave>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
     if (on.is_cpu() || on == device) continue;
     auto& node = nodes[on];
-    if (!node) node = make_node<DeviceBarrierNode>();
+    if (!node) node = make_node<Leave>();
     node->add_next_edge(std::move(edges[i]));
     edges[i] = {node, node->add_input_metadata(inputs[i])};
   }

@@ -6,12 +6,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
-#include <cstddef>
-#include <functional>
-#include <memory>
-#include <utility>
-#include <vector>
-
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -45,8 +39,8 @@ NodePtr<T> node_cast(const NodePtr<U>& node) {
 }
 #endif
 
-/// Returns the tensor itself if no other tensor shares its memory, otherwise a clone. The result can become the
-/// gradient of a leaf, to which PyTorch adds in place. The caller must give up its reference.
+/// Returns the tensor itself if no other tensor shares its memory, otherwise a clone: PyTorch adds in place to the
+/// gradient of a leaf. The caller must give up its reference.
 at::Tensor unshared(at::Tensor tensor);
 
 /// Sums of gradients, each in the order of add().
@@ -54,8 +48,11 @@ class GradientSums {
  public:
   explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
 
-  /// Makes sums for more indices, up to `count`.
-  void grow(std::size_t count);
+  /// Makes sums for `count` indices.
+  void resize(std::size_t count) {
+    sums_.resize(count);
+    owned_.resize(count);
+  }
 
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
@@ -84,8 +81,8 @@ struct GradientSink : torch::autograd::Node {
   std::string name() const override { return "GPipeGradientSink"; }
 };
 
-/// Root node of a cell's graph: the identity. Each leaving value has a node of its own, so that the gradients of a
-/// value that leaves twice sum in the order of leaving, whatever the balance.
+/// Root node of a cell's graph: the identity. Each leaving value has its own, so that the gradients of a value that
+/// leaves twice sum in the order of leaving.
 struct Leave : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeLeave"; }
@@ -103,15 +100,14 @@ Value append_node(const Value& value, const NodePtr<torch::autograd::Node>& node
 torch::autograd::Edge leave(const at::Tensor& tensor);
 
 /// A pipeline's backward: takes the gradients of its outputs (undefined for zero) and returns those of its inputs. With
-/// `retain_graph` it must be repeatable. Called on the thread that runs the autograd engine.
+/// `retain_graph` it must be repeatable. Called by the autograd engine.
 using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor> gradients, bool retain_graph)>;
 
-/// Makes one autograd node the history of those `outputs` that are `differentiable`. The node's `inputs` are the
-/// pipeline's inputs and parameters, so that autograd::grad, hooks and DDP see each of them once. The function lives
-/// until a backward without retain_graph, or as long as the graph. It runs on the streams that are current now on
-/// `devices` and on the outputs' devices. REQUIRES: outputs are detached. Errors, in backward: c10::NotImplementedError
-/// for create_graph; c10::Error for a second backward without retain_graph; what the function throws, or
-/// std::runtime_error if that is not a std::exception.
+/// Makes one autograd node the history of those `outputs`, which are detached, that are `differentiable`. `inputs` are
+/// the pipeline's inputs and parameters, so that autograd::grad, hooks and DDP see each of them once. The function lives
+/// until a backward without retain_graph, and runs on the streams that are current now on `devices` and on the outputs'
+/// devices. Errors, in backward: c10::NotImplementedError for create_graph; c10::Error for a second backward without
+/// retain_graph; what the function throws, or std::runtime_error if that is not a std::exception.
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
                      BackwardFunction function);

@@ -71,17 +71,17 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
     range.emplace([&] { return "gpipe layer " + stage_.name_of(layer); });
   };
-  const auto begin_layer = [&](int layer) {
-    if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {
-      throw std::logic_error(absl::StrCat("[gpipe] stage ", stage_.index, " has no layer ", layer));
-    }
-    start(layer);
-  };
   if (stage_.run_layers) {
-    value = stage_.run_layers(std::move(value), begin_layer, memo_, borrowed);
+    const auto begin = [&](int layer) {
+      if (layer < 0 || layer >= std::ssize(stage_.layers)) {
+        throw std::logic_error(absl::StrCat("[gpipe] stage ", stage_.index, " has no layer ", layer));
+      }
+      start(layer);
+    };
+    value = stage_.run_layers(std::move(value), begin, memo_, borrowed);
   } else {
     for (std::size_t i = 0; i < stage_.layers.size(); ++i) {
-      begin_layer(static_cast<int>(i));
+      start(static_cast<int>(i));
       value = stage_.layers[i]->forward(std::move(value));
     }
   }
@@ -166,8 +166,8 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   return out;
 }
 
-std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
-  if (!mode.grad || !mode.recompute) return run_layers(in, mode.grad, PassScope::Pass::kPlain);
+std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recompute) {
+  if (!grad || !recompute) return run_layers(in, grad, PassScope::Pass::kPlain);
   inputs_.emplace(stage_, in);
   before_forward_ = stage_.state.hold(stage_, sinks_.own());
   auto sources = sinks_.has_sink();

@@ -9,12 +9,6 @@
 
 namespace gpipe {
 
-/// How to run a forward.
-struct ForwardMode {
-  bool grad = false;       ///< prepare for a backward
-  bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
-};
-
 /// The loss of step(): one more layer of the last stage's cells. Runs once per cell: in R if there is one, else in F.
 struct CellLoss {
   std::function<at::Tensor(const Value& output)> layer = nullptr;
@@ -31,26 +25,27 @@ class Cell {
   ~Cell();
 
   /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds
-  /// the activation, the skips and the lent parameters.
+  /// the activation, the skips and the lent parameters. `grad`: a backward follows. `recompute`: it stores the inputs
+  /// instead of the graph, which an R will build.
   /// Errors: what the layers throw; as SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
-  std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
+  std::vector<Parcel> forward(std::vector<Parcel> in, bool grad, bool recompute);
 
-  /// R. Runs the layers with the inputs and buffers of F. The backward, or the cell's destructor, restores the present
-  /// buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up
-  /// the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing.
+  /// R. Runs the layers with the inputs and state of F. The backward, or the cell's destructor, restores the present
+  /// state. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up the stored inputs.
+  /// If the layers made modules or parameters in F, keeps the graph of F and does nothing.
   /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
   /// parameters in an F without graph.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
   /// those of the parameters to `sums`. Unless `retain_graph`, uses up the graph.
-  /// Errors: what the layers' backwards throw; as StoredInputs::check_before_backward().
+  /// Errors, also of I and W: what the layers' backwards throw; as StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
-  /// I. As backward(), but leaves gradients of parameters to backward_weights(); see SplitBackward. Uses up the rest.
+  /// I. As backward(), but leaves gradients of parameters to backward_weights(); see SplitBackward.
   std::vector<Gradients> backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums);
-  /// W. Adds the gradients that backward_inputs() has left. Uses up the graph. Errors: what backwards of layers throw.
+  /// W. Adds the gradients that backward_inputs() has left. Uses up the graph.
   void backward_weights(GradientSums& sums);
 
   /// Drops a graph that recompute() can build again.

@@ -13,17 +13,16 @@ class StoredInputs {
   /// Call before the forward. `stage` must outlive this.
   StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
 
-  /// Call after the forward and after the recompute, with the inputs that the pass got. `when` ends the message.
-  /// Errors: std::runtime_error if they were changed in place and no copies are stored. The stage stores copies from
-  /// then on.
+  /// Call after the forward and after the recompute, with the inputs that the pass got. Errors: std::runtime_error if
+  /// they were changed in place and no copies are stored; `when` ends its message. From then on the stage stores copies.
   void check_unchanged(const std::vector<Parcel>& inputs, const std::string& when);
 
   /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when
   /// they were changed in place since the forward.
   std::vector<Parcel> take(bool retain_graph);
 
-  /// Call before the backward, when all later stages have run their forward of the micro-batch. Their forwards may run
-  /// during the recompute. Errors: std::runtime_error when the inputs of the recompute were changed in place meanwhile.
+  /// Call before the backward, when all later stages have run their forward of the micro-batch, maybe during the
+  /// recompute. Errors: std::runtime_error when the inputs of the recompute were changed in place meanwhile.
   void check_before_backward();
 
  private:
@@ -33,8 +32,8 @@ class StoredInputs {
   std::vector<VersionWatch> originals_;  // until the first backward
 };
 
-/// Remembers which outputs of a checkpointed stage need gradients. Only a graph shows that a layer detaches, so the
-/// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
+/// Remembers which outputs of a checkpointed stage need gradients, which only the graph of its first forward shows.
+/// Used by one thread at a time.
 class NeededGradients {
  public:
   /// Whether the last learn() had the same sources: for each parameter and input, whether it wants a gradient.

@@ -27,13 +27,12 @@ class Layer {
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 
-  /// The buffers that a module has at one time, and whether it and its submodules are in training mode. A forward may
-  /// replace the buffers and make submodules.
+  /// The buffers and modes that a module has at one time. A forward may replace buffers and make submodules.
   struct Buffers {
     std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
-    std::size_t modules = 0;               ///< the module and its submodules
-    /// Makes them the module's buffers again, and sets the modes of that time. Errors: std::runtime_error when a C++
-    /// module has replaced a buffer, which cannot be undone.
+    std::size_t modules = 0;               ///< the number of the module and its submodules
+    /// Gives the module these buffers and modes again. Errors: std::runtime_error when a C++ module has replaced a
+    /// buffer, which cannot be undone.
     std::function<void()> put_back = {};
   };
   virtual Buffers buffers() const;
@@ -44,8 +43,7 @@ class Layer {
 
 /// Whether this thread runs a layer's forward that will be recomputed. In a stage's first one, grad mode is enabled.
 bool is_checkpointing();
-
-/// Whether the calling thread recomputes a layer's forward. A layer that counts its calls should not count this one.
+/// Whether this thread recomputes a layer's forward. A layer that counts its calls should not count this one.
 bool is_recomputing();
 
 /// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
@@ -78,7 +76,7 @@ struct Borrowed {
 
 /// Runs the layers of a stage in order. Must call `begin` with each layer's index in the stage before running it.
 /// `memo` is null in a cell's forward; the recompute gets what the forward stored there. Layers must use the stand-in
-/// of a parameter on another device. Otherwise they may use the parameter itself.
+/// of a parameter on another device, and may use others themselves.
 using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo,
                                       const std::vector<Borrowed>& borrowed)>;
 

@@ -21,11 +21,9 @@ namespace gpipe {
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
 ///
 /// Some operators cannot be given a generator: on CUDA (dropout, attention), and on the CPU under a Python dispatch
-/// mode. For these the device's default generator gets the scope's state for the call, under a lock. Draws that other
-/// threads make from it meanwhile, outside of scopes, do not advance its state.
+/// mode. For these the device's default generator gets the scope's state for the call, under a lock.
 ///
-/// Scopes nest. Each belongs to the thread that made it. A scope costs nothing until its first draw. Draws in traced or
-/// functionalized code are left alone.
+/// Scopes nest. Each belongs to the thread that made it. Draws in traced or functionalized code are left alone.
 class RandomScope {
  public:
   RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch);
@@ -54,16 +52,14 @@ class RandomScope {
   c10::impl::IncludeDispatchKeyGuard intercept_;
 };
 
-/// The seed of one mini-batch, drawn from the default generator (or the current RandomScope). A failed forward returns
-/// the draw, so that the generator's state is as before the call.
+/// A seed as of RandomScope::draw_seed(), which a failed call gives back.
 class SeedDraw {
  public:
   SeedDraw();
 
   std::uint64_t seed() const { return seed_; }
 
-  /// Restores the generator's state, unless another draw followed. Allocates no tensor, because memory may be
-  /// exhausted.
+  /// Restores the generator's state, unless another draw followed. Allocates no tensor: memory may be exhausted.
   void undo() noexcept;
 
  private:

@@ -22,7 +22,6 @@ class SkipRoutes : public SkipContext {
 
   /// Call after each layer. Errors: std::runtime_error, which names the layer, if it changed another stage's skip.
   void check_unchanged(const std::string& layer) const;
-
   /// Call after the last layer. Errors: std::runtime_error for a declared skip that was not stashed or read.
   void check_all_used() const;
 

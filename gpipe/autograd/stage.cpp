@@ -25,21 +25,10 @@ constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
 // Whether this thread has made a node.
 bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
 
-// Whether a node, which this thread has made, is older than its sequence number `begin`.
-bool made_before(const Node& node, const GradientSink* sink, std::uint64_t begin) {
-  return (sink != nullptr ? sink->made : node.sequence_nr()) < begin;
-}
-
 [[noreturn]] void refuse_foreign(const Node& node) {
   refuse_argument(
       "a layer uses a tensor whose graph (", node.name(),
       ") was built outside this forward of this micro-batch; detach tensors that a layer keeps between calls");
-}
-
-[[noreturn]] void refuse_leaf(const torch::autograd::AccumulateGrad& leaf) {
-  refuse_argument("a layer uses a tensor of shape ", c10::str(leaf.variable.sizes()),
-                  " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
-                  "pass it through the model, or detach it");
 }
 
 }  // namespace
@@ -92,15 +81,6 @@ std::string message_of(const std::exception_ptr& error) {
   } catch (...) {
     return "unknown";
   }
-}
-
-ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
-  ErrorInfo info{.action = action, .message = message_of(error)};
-  if (layer >= 0) {
-    info.layer = stage.first_layer + layer;
-    info.layer_name = stage.name_of(layer);
-  }
-  return info;
 }
 
 std::string to_string(const ErrorInfo& info) {
@@ -195,16 +175,15 @@ void ParameterSinks::check_unchanged() const {
   }
 }
 
-ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks) {
-  for (std::size_t s = 0; s < stages.size(); ++s) {
-    for (const auto& parameter : sinks[s].own()) before_.push_back({stages[s], parameter, version_of(parameter)});
-  }
+void ParameterSinks::begin_writes() {
+  before_.clear();
+  for (const auto& parameter : own_) before_.push_back(version_of(parameter));
 }
 
-ParameterWriteCounts::~ParameterWriteCounts() {
-  for (const auto& [stage, parameter, version] : before_) {
-    const auto writes = version_of(parameter) - version;
-    if (writes != 0) stage.own_writes[parameter.unsafeGetTensorImpl()] += writes;
+void ParameterSinks::end_writes() {
+  for (std::size_t i = 0; i < before_.size(); ++i) {
+    const auto writes = version_of(own_[i]) - before_[i];
+    if (writes != 0) stage_.own_writes[own_[i].unsafeGetTensorImpl()] += writes;
   }
 }
 
@@ -257,9 +236,8 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
       const auto* sink = inner ? nullptr : dynamic_cast<GradientSink*>(edge.function.get());
       if (inner || sink != nullptr) {
         auto& next = *edge.function;
-        if (made_here(next) ? made_before(next, sink, begin) : sink != nullptr || next.thread_id() == caller_) {
-          refuse_foreign(next);
-        }
+        const bool is_older = (sink != nullptr ? sink->made : next.sequence_nr()) < begin;
+        if (made_here(next) ? is_older : sink != nullptr || next.thread_id() == caller_) refuse_foreign(next);
         visit(&next);
         continue;
       }
@@ -282,7 +260,10 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
   for (const auto* leaf : leaves) {
     const auto& tensor = leaf->variable;
     const WeakTensor weak(tensor.getIntrusivePtr());
-    if (!stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) refuse_leaf(*leaf);
+    if (stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) continue;
+    refuse_argument("a layer uses a tensor of shape ", c10::str(tensor.sizes()),
+                    " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
+                    "pass it through the model, or detach it");
   }
 }
 

@@ -23,22 +23,21 @@ struct Stage {
   RunLayers run_layers;  ///< runs the layers for a language binding; empty: Layer::forward() of each
   c10::Device device = c10::kCPU;
 
-  /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first). A skip
-  /// that goes to several workers may leave several times; one that goes on to a later stage is in both.
+  /// The skips from and to other stages, in the order of the stage's edges, whose first is the activation's. A skip that
+  /// goes to several workers may leave several times; one that goes on to a later stage is in both.
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
   /// How many of its modules read each skip.
   std::map<SkipKey, int> skip_readers;
   /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their
-  /// edges follow the edges of the skips, in this order.
+  /// edges are the last, in this order.
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the
-  /// last.
+  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as a stage.
   std::vector<int> receivers;
 
-  /// kYes once a forward of this stage, or a later one with its input's memory, wrote to it. See StoredInputs.
+  /// Whether a forward of this stage, or a later one with its input's memory, writes to it. See StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
   NeededGradients needed_gradients;
@@ -73,27 +72,25 @@ bool is_large(const at::Tensor& tensor);
 /// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes sinks for the stage's own parameters that require grad. The engine runs the sinks on `stream`,
-  /// and the parameters' own accumulators on the caller's stream. `stage` must outlive this.
+  /// With `grad`, makes sinks, which the engine runs on `stream`, for the stage's own parameters that require grad.
+  /// `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
-  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has one of
-  /// its own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
+  /// The parameters that have a sink, in the order of their sums, and the sinks. Each large parameter has one of its own,
+  /// so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
-  /// to inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that
-  /// is not a parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A
-  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
+  /// thread must have built it since its sequence number was `begin`; other threads of layers, parts that lead to inputs
+  /// and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a
+  /// parameter of the stage and that an earlier cell used too, because gradients would be lost there.
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
 
-  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters.
-  /// They become parameters() too. Call on the stage's worker, when the loss has been computed.
+  /// Gives sinks to the leaves that a loss depends on, except through `ends`. They become parameters() too.
   void adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<torch::autograd::Node>>& ends);
 
   /// Whether each parameter of the stage has a sink.
@@ -105,6 +102,9 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 
+  /// Changes of the stage's own parameters between the two count as writes by its layers.
+  void begin_writes();
+  void end_writes();
   /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
   void check_unchanged() const;
 
@@ -118,6 +118,7 @@ class ParameterSinks {
   std::vector<at::Tensor> all_;
   std::vector<at::Tensor> own_;
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
+  std::vector<std::uint32_t> before_;    // of own_, at begin_writes()
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
   std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
@@ -125,24 +126,8 @@ class ParameterSinks {
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
-/// Counts changes of parameters during its lifetime as writes by their stages. REQUIRES: nothing else writes.
-class ParameterWriteCounts {
- public:
-  ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
-  ~ParameterWriteCounts();
-  ParameterWriteCounts(const ParameterWriteCounts&) = delete;
-
- private:
-  struct Before {
-    Stage& stage;
-    at::Tensor parameter;
-    std::uint32_t version;
-  };
-  std::vector<Before> before_;
-};
-
-/// Sets `.grad` of all parameters aside for its lifetime. A layer's backward may run a backward of its own, as
-/// reentrant checkpoints do, which adds to `.grad`. REQUIRES: no other thread uses `.grad` meanwhile.
+/// Sets `.grad` of all parameters aside for its lifetime, because a backward that a layer's backward runs, such as a
+/// reentrant checkpoint, adds to it. REQUIRES: no other thread uses `.grad` meanwhile.
 class GradientsAside {
  public:
   explicit GradientsAside(const std::vector<ParameterSinks>& sinks);

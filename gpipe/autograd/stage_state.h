@@ -14,8 +14,8 @@ struct Stage;
 /// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own.
 /// Gives a recompute the values that its forward read, and undoes a failed call.
 ///
-/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and
-/// other libraries write unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
+/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code writes
+/// unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
 ///
 /// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
 class StageState {
@@ -61,8 +61,7 @@ class StageState {
     std::vector<std::pair<std::shared_ptr<Item>, std::shared_ptr<Value>>> values_;  // of tensors, then of generators
     std::size_t generators_ = 0;                                                    // their number
   };
-  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold, so that these can be
-  /// restored.
+  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold.
   Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters, bool earlier = false);
 
   /// Whether layers have made modules since.
@@ -73,8 +72,8 @@ class StageState {
   void restore(const Stage& stage, const Moment& moment);
   /// Gives modules the buffers and modes that they had; values stay as they are. Errors: Layer::Buffers::put_back().
   void put_back(const Stage& stage, const Moment& moment);
-  /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(),
-  /// and, with the name of the layer, if the backward replaced a buffer whose present value it could not read.
+  /// Restores the values, but not the buffers that the backward has set. Errors: std::runtime_error as restore(), and,
+  /// with the name of the layer, if the backward replaced a buffer whose present value it could not read.
   void restore_after_backward(const Stage& stage, const Moment& moment);
   /// As restore(), while an exception is being handled: ignores its own errors.
   void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
@@ -93,9 +92,8 @@ class StageState {
   /// that layers write to. Otherwise later writes to a parameter of the same memory are errors.
   bool must_copy(const at::Tensor& leaving);
 
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. With `present`,
-  /// they run in a backward of a recomputed forward: a write changes the value of that Moment, which restore() then
-  /// leaves alone.
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. In the backward of
+  /// a recomputed forward, a write changes the value of the Moment `present`, which restore() then leaves alone.
   class Scope {
    public:
     explicit Scope(StageState& state, const Moment* present = nullptr);
@@ -107,8 +105,8 @@ class StageState {
     StageState* const outer_;
   };
 
-  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of the same
-  /// memory; false outside of a Scope. Errors: std::runtime_error for a forbidden write.
+  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of its memory.
+  /// Errors: std::runtime_error for a forbidden write.
   static bool before_write(const at::Tensor& tensor);
   /// Call when the tensor has changed, if its version counter may have advanced.
   static void after_write(const at::Tensor& tensor);

@@ -7,16 +7,15 @@
 
 namespace gpipe {
 
-/// The values of the parameters that stages of this rank borrow from stages of other ranks, during one mini-batch. This
-/// rank has a copy of each such parameter, with which its layers compute.
+/// The values of the parameters that stages of this rank borrow from other ranks, during one mini-batch. The layers
+/// compute with a copy of each such parameter.
 ///
 /// Thread safety: the workers of this rank call receive().
 class BorrowedValues {
  public:
   /// Gives `copy`, in the first call of a mini-batch, the value and requires_grad of the owner's parameter, which has
-  /// come as `lent`. A copy that changes gets a new version, so that graphs of earlier mini-batches refuse to use it.
-  /// On the copy's device, the copy takes the place of the tensor in `lent`. Errors: std::runtime_error if their types
-  /// or shapes differ.
+  /// come as `lent`, and a new version if it changes. On the copy's device, the copy takes the place of the tensor in
+  /// `lent`. Errors: std::runtime_error if their types or shapes differ.
   void receive(Parcel& lent, at::Tensor copy);
 
  private:
@@ -28,11 +27,10 @@ class BorrowedValues {
 /// is a slot per edge, direction and micro-batch. A message of another rank fills the slots of remote edges.
 ///
 /// Received tensors are on the device of the receiver's end (see Pipeline::ends). Copies run on the edge's copy
-/// streams, after the sender's work. Stages of one worker share its device and stream, so nothing is copied or waited
-/// for between them.
+/// streams, after the sender's work.
 ///
 /// Thread safety: receive(), send() and settle() run on their worker's thread. Slots need no lock, because the executor
-/// orders each edge's put before its take. activity() may be called on any thread.
+/// orders each edge's put before its take. activity(): any thread.
 class Edges {
  public:
   /// `counter`, which may be null, learns when memory sent to another rank is freed. `inputs`: what the caller sends to
@@ -42,9 +40,9 @@ class Edges {
   ~Edges();
   Edges(const Edges&) = delete;
 
-  /// Returns what an action takes, in the order of Wiring::takes(). For an F of the first stage, the input comes first.
-  /// A parcel of gradients has only its tensors. Waits for other ranks. Errors: ConnectionError; std::runtime_error if
-  /// a tensor was changed in place after it was sent.
+  /// Returns what an action takes, in the order of Wiring::takes(); first the input for an F of the first stage. A
+  /// parcel of gradients has only its tensors. Waits for other ranks. Errors: ConnectionError; std::runtime_error if a
+  /// tensor was changed in place after it was sent.
   std::vector<Parcel> receive(const Action& action);
   /// Takes what an action puts, in the order of Wiring::puts(). Errors: ConnectionError.
   void send(const Action& action, std::vector<Parcel> parcels);

@@ -16,15 +16,10 @@
 namespace gpipe {
 namespace {
 
-// Returns the names of tensors in the state. `first_names` has those that are known, by the tensor's identity.
-std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places,
-                                              absl::flat_hash_map<const void*, std::string>& first_names) {
+std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places) {
+  const auto name_of = [](const TensorPlace& place) { return registered_name(place.layer) + "." + place.key; };
   std::vector<GPipeImpl::StateName> names;
-  for (const auto& place : places) {
-    const auto name = registered_name(place.layer) + "." + place.key;
-    const auto first = first_names.try_emplace(place.tensor._unsafe_get_target(), name).first->second;
-    names.push_back({name, place.stage, first});
-  }
+  for (const auto& place : places) names.push_back({name_of(place), place.stage, name_of(places[place.first])});
   return names;
 }
 
@@ -59,9 +54,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   devices_ = workers.devices;
   auto model = assemble(balance_, workers, std::move(factories), std::move(binding.run_layers), options_);
   auto& stages = model.stages;
-  absl::flat_hash_map<const void*, std::string> first_names;
-  parameter_names_ = state_names(model.parameters, first_names);
-  buffer_names_ = state_names(model.buffers, first_names);
+  parameter_names_ = state_names(model.parameters);
+  buffer_names_ = state_names(model.buffers);
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
     team = std::make_unique<Team>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()), model.manifest,

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -98,20 +97,6 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
     }
   }
   return parts;
-}
-
-InputWrites::InputWrites(const Value& input, const std::vector<Parcel>& parts)
-    : input_(input.tensors()), parts_(input_.size()) {
-  for (const auto& part : parts) {
-    for (std::size_t k = 0; k < input_.size(); ++k) parts_[k].emplace_back(part.tensors[k]);
-  }
-}
-
-InputWrites::~InputWrites() {
-  for (std::size_t k = 0; k < input_.size(); ++k) {
-    const bool is_changed = std::ranges::any_of(parts_[k], &VersionWatch::changed);
-    if (is_changed && !input_[k].is_inference()) torch::autograd::impl::bump_version(input_[k]);
-  }
 }
 
 Gathered gather(const std::vector<Parcel>& parts) {

@@ -17,16 +17,16 @@ class CallerInputs {
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
   Parcel receive(int micro_batch);
 
-  /// Waits until the copies from pinned memory have been made, after which the caller may overwrite it. Call when the
-  /// workers rest.
+  /// Waits for the copies from pinned memory, which the caller may overwrite then. Call when the workers rest.
   void await_copies() const;
 
  private:
   const c10::Device device_;
   std::vector<Parcel> parcels_;
-  std::vector<StreamEvents> ready_;  // per tensor of a parcel
-  std::vector<Link> links_;          // per tensor of a parcel
-  std::vector<StreamEvent> copied_;  // per tensor of a parcel: behind its last copy from pinned memory
+  // Per tensor of a parcel.
+  std::vector<StreamEvents> ready_;
+  std::vector<Link> links_;
+  std::vector<StreamEvent> copied_;  // behind its last copy from pinned memory
 };
 
 /// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional
@@ -35,21 +35,6 @@ std::int64_t batch_size(const Value& value, const std::string& what = "input");
 
 /// Cuts each tensor along dimension 0 into detached views, a parcel per micro-batch, which want gradients as it does.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
-
-/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their
-/// own.
-class InputWrites {
- public:
-  /// `parts` come from scatter(input, ...). Call before the layers run.
-  InputWrites(const Value& input, const std::vector<Parcel>& parts);
-  /// Advances the version counter of each input changed through `parts`, so that graphs which saved it refuse it.
-  ~InputWrites();
-  InputWrites(const InputWrites&) = delete;
-
- private:
-  const std::vector<at::Tensor> input_;
-  std::vector<std::vector<VersionWatch>> parts_;  // per tensor of the input
-};
 
 /// The joined micro-batches.
 struct Gathered {
@@ -62,7 +47,7 @@ struct Gathered {
 /// input. Errors: std::runtime_error if the parts differ in form or number of tensors, or have no dimension 0.
 Gathered gather(const std::vector<Parcel>& parts);
 
-/// The outputs of a mini-batch's model, per micro-batch. The last stage's worker adds them, then the caller takes them.
+/// The outputs of a mini-batch's model. The last stage's worker adds them, then the caller takes them.
 class Outputs {
  public:
   /// `device`: the last stage's.

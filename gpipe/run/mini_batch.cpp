@@ -6,9 +6,30 @@
 
 #include <numeric>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
+namespace {
+
+// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
+std::string describe_trained(const std::vector<ParameterSinks>& stages) {
+  std::size_t count = 0;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  std::vector<at::Tensor> own;
+  for (const auto& sinks : stages) {
+    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
+    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
+      count += sinks.has_sink()[p];
+      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
+      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+    }
+  }
+  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash, ", of values with the hash ",
+                      sample_hash(own));
+}
+
+}  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss)
     : pipeline_(std::move(pipeline)),
@@ -92,8 +113,9 @@ Results MiniBatch::run_part(Part part) {
   LayoutKey key{static_cast<int>(part), static_cast<int>(options_.use)};
   key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
   {
-    const ParameterWriteCounts writes(pipeline_->stages(), sinks_);
-    PartRun(*pipeline_, *program_, part, key, recording_, inputs_, outputs_, *this).execute();
+    for (auto& sinks : sinks_) sinks.begin_writes();
+    const absl::Cleanup end_writes = [&] { std::ranges::for_each(sinks_, &ParameterSinks::end_writes); };
+    run_actions(part, key);
   }
   inputs_.await_copies();
   Results results;
@@ -106,11 +128,6 @@ Results MiniBatch::run_part(Part part) {
   }
   if (part != Part::kBackward) commit_statistics(*pipeline_, statistics_);
   return results;
-}
-
-int MiniBatch::running_layer(const Action& action) const {
-  const auto& cell = cells_[index(action)];
-  return cell ? cell->layer() : -1;
 }
 
 std::vector<Parcel> MiniBatch::run(const Action& action, std::vector<Parcel> in) {
@@ -152,7 +169,7 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
                                 std::move(loss));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[s]);
   const auto parameters = sinks.all().size();
-  auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(s, action.micro_batch)});
+  auto out = cell->forward(std::move(in), grad_, /*recompute=*/program_->recomputes(s, action.micro_batch));
   if (pipeline_->team().size() > 1 && sinks.all().size() != parameters) {
     throw_error("a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
   }

@@ -1,17 +1,27 @@
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
+
 #include "gpipe/autograd/cell.h"
 #include "gpipe/run/call.h"
-#include "gpipe/run/part_run.h"
+#include "gpipe/run/edges.h"
 #include "gpipe/run/results.h"
 
 namespace gpipe {
 
-/// The cells of one mini-batch. A forward makes one, which the graph of its outputs keeps alive until their backward. A
-/// step makes one for its duration.
+/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
+class CallerStateScope {
+ public:
+  explicit CallerStateScope(const at::ThreadLocalState& state);
+
+ private:
+  at::ThreadLocalStateGuard guard_;
+};
+
+/// The cells of one mini-batch. The graph of a forward's outputs keeps it until their backward.
 ///
 /// Thread safety: start() and backward() belong to a Call. Only the worker of its stage uses a cell.
-class MiniBatch : public Cells {
+class MiniBatch {
  public:
   struct Options {
     Pipeline::Use use = Pipeline::Use::kForward;
@@ -22,12 +32,10 @@ class MiniBatch : public Cells {
     Proposal proposal = {};                ///< what the call is
     bool measures = false;                 ///< whether to record the actions in any case
   };
-  /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step. Unless options.use is
-  /// kForward, cells keep what a backward needs.
+  /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);
 
-  /// Runs the forwards. With a loss, also runs the losses and the backwards, in the order of the pipeline's schedule.
-  /// REQUIRES: after an error, destroy this, then call Call::fail().
+  /// Runs the forwards; with a loss, the whole step. REQUIRES: after an error, destroy this, then call Call::fail().
   Results start(Call& call);
 
   /// Runs the backwards after a start() without a loss. `gradients[i]` belongs to the i-th micro-batch's output parcel.
@@ -40,12 +48,16 @@ class MiniBatch : public Cells {
   /// The actions of a step that measures.
   Timeline timeline() const;
 
-  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in) override;
-  int running_layer(const Action& action) const override;
-
  private:
+  class PartRun;
+
   void begin(Call& call);
   Results run_part(Part part);
+  // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device. Errors:
+  // the first one; Pipeline::error() says where it came from.
+  void run_actions(Part part, const LayoutKey& key);
+  // Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
+  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
 

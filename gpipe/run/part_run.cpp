@@ -1,4 +1,4 @@
-#include "gpipe/run/part_run.h"
+// A run of a part of a program, by a MiniBatch.
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
@@ -7,22 +7,21 @@
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/intraop.h"
+#include "gpipe/run/edges.h"
+#include "gpipe/run/mini_batch.h"
 #include "gpipe/tensors/profiler_range.h"
 
 namespace gpipe {
-
-CallerStateScope::CallerStateScope(const at::ThreadLocalState& state) : guard_(state) {
-  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-}
+namespace {
 
 // Times the actions of one worker on its device by events, so that the host need not wait for each.
-class PartRun::ActionClock {
+class ActionClock {
  public:
   explicit ActionClock(c10::Device device) : device_(device) {}
 
   // Call it after the waits for an action's inputs.
-  void start() { actions_.push_back({record_timed_event(device_), nullptr}); }
-  void end() { actions_.back().end = record_timed_event(device_); }
+  void start() { actions_.emplace_back(record_timed_event(device_), nullptr); }
+  void end() { actions_.back().second = record_timed_event(device_); }
 
   // Waits for the device's stream. Call it after the last action.
   void stop() {
@@ -43,145 +42,175 @@ class PartRun::ActionClock {
   }
 
  private:
-  struct Marks {
-    StreamEvent start;
-    StreamEvent end;
-  };
-
   const c10::Device device_;
-  std::vector<Marks> actions_;
+  std::vector<std::pair<StreamEvent, StreamEvent>> actions_;  // start and end
   std::size_t placed_ = 0;
   StreamEvent last_;
   double stopped_ = 0;  // the host's time at `last_`, in seconds
 };
 
-PartRun::PartRun(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-                 const Pipeline::Recording& recording, CallerInputs& inputs, const Outputs& outputs, Cells& cells)
-    : pipeline_(pipeline),
-      program_(program),
-      part_(part),
-      recording_(recording),
-      outputs_(outputs),
-      cells_(cells),
-      end_(pipeline.workers()),
-      clocks_(pipeline.workers()),
-      edges_(pipeline, program, part, key, recording.counter, inputs) {
-  for (int w = 0; w < pipeline.workers(); ++w) begin_.push_back(record_event(pipeline.device_of_worker(w)));
+}  // namespace
+
+CallerStateScope::CallerStateScope(const at::ThreadLocalState& state) : guard_(state) {
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
-PartRun::~PartRun() = default;
+/// Sets up the workers' threads as the caller's, orders the work on devices, carries what actions exchange, records
+/// actions in a timeline, and tells of errors.
+///
+/// Thread safety: made, executed and destroyed on the caller's thread, within a Call.
+class MiniBatch::PartRun : public ActionRunner {
+ public:
+  /// Notes the caller's work.
+  PartRun(MiniBatch& mini_batch, Part part, const LayoutKey& key)
+      : mini_batch_(mini_batch),
+        pipeline_(*mini_batch.pipeline_),
+        timeline_(mini_batch.recording_.timeline.get()),
+        counter_(mini_batch.recording_.counter),
+        part_(part),
+        end_(pipeline_.workers()),
+        clocks_(pipeline_.workers()),
+        edges_(pipeline_, *mini_batch.program_, part, key, counter_, mini_batch.inputs_) {
+    for (int w = 0; w < pipeline_.workers(); ++w) begin_.push_back(record_event(pipeline_.device_of_worker(w)));
+  }
 
-void PartRun::execute() {
-  pipeline_.set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
-  auto* timeline = recording_.timeline.get();
-  const auto recorded = timeline ? timeline->spans.size() : 0;
-  const auto failure = pipeline_.executor().run(program_, part_, *this, timeline, recording_.step);
-  try {
-    // The caller may use any result on any device.
-    await_workers(pipeline_.devices());
-    await_workers(outputs_.other_devices());
-    for (auto i = recorded; timeline && i < timeline->spans.size(); ++i) {
-      auto& span = timeline->spans[i];
-      if (clocks_[span.worker]) clocks_[span.worker]->place(span);
+  void execute() {
+    pipeline_.set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
+    const auto recorded = timeline_ ? timeline_->spans.size() : 0;
+    const auto failure =
+        pipeline_.executor().run(*mini_batch_.program_, part_, *this, timeline_, mini_batch_.recording_.step);
+    try {
+      // The caller may use any result on any device.
+      await_workers(pipeline_.devices());
+      await_workers(other_devices());
+      for (auto i = recorded; timeline_ && i < timeline_->spans.size(); ++i) {
+        auto& span = timeline_->spans[i];
+        if (clocks_[span.worker]) clocks_[span.worker]->place(span);
+      }
+    } catch (...) {
+      if (!failure) throw;  // else the device is in an error state; the first error says more
     }
-  } catch (...) {
-    if (!failure) throw;  // else the device is in an error state; the first error says more
+    if (failure) pipeline_.team().rethrow(failure->error);
   }
-  if (failure) pipeline_.team().rethrow(failure->error);
-}
 
-void PartRun::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
-  const CallerStateScope state(state_);
-  const c10::OptionalStreamGuard stream(pipeline_.stream_of_worker(worker));
-  const ByteCounter::Worker counted(recording_.counter.get(), worker);
-  start(worker);
-  run_actions();
-  try {
-    edges_.settle(worker);
-  } catch (...) {
+ private:
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
+    const CallerStateScope state(state_);
+    const c10::OptionalStreamGuard stream(pipeline_.stream_of_worker(worker));
+    const ByteCounter::Worker counted(counter_.get(), worker);
+    start(worker);
+    run_actions();
+    try {
+      edges_.settle(worker);
+    } catch (...) {
+      end(worker);
+      throw;
+    }
     end(worker);
-    throw;
   }
-  end(worker);
-}
 
-void PartRun::start(int worker) {
-  if (const auto& enter = pipeline_.binding().enter_worker) enter();
-  // A cached cast would join the graphs of two cells.
-  at::autocast::set_autocast_cache_enabled(false);
-  const auto device = pipeline_.device_of_worker(worker);
-  if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_.intraop_threads());
-  wait(begin_[worker], device);
-  if (recording_.timeline && !device.is_cpu()) clocks_[worker] = std::make_unique<ActionClock>(device);
-}
-
-void PartRun::end(int worker) {
-  if (clocks_[worker]) clocks_[worker]->stop();
-  end_[worker] = {record_event(pipeline_.device_of_worker(worker))};
-  if (worker != pipeline_.worker_of(pipeline_.count() - 1)) return;
-  for (const auto device : outputs_.other_devices()) end_[worker].push_back(record_event(device));
-}
-
-void PartRun::await_workers(const std::vector<c10::Device>& devices) const {
-  for (const auto device : devices) {
-    for (const auto& end : end_) wait(end, device);
+  void start(int worker) {
+    if (const auto& enter = pipeline_.binding().enter_worker) enter();
+    // A cached cast would join the graphs of two cells.
+    at::autocast::set_autocast_cache_enabled(false);
+    const auto device = pipeline_.device_of_worker(worker);
+    if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_.intraop_threads());
+    wait(begin_[worker], device);
+    if (timeline_ && !device.is_cpu()) clocks_[worker].emplace(device);
   }
-}
 
-void PartRun::run(const Action& action, Measure measure) {
-  const ProfilerRange range([&] { return "gpipe " + to_string(action); });
-  auto* clock = clocks_[pipeline_.worker_of(action.stage)].get();
-  try {
-    auto in = edges_.receive(action);
-    std::vector<Parcel> out;
-    measure([&] {
-      if (clock) clock->start();
-      out = cells_.run(action, std::move(in));
-      if (clock) clock->end();
-    });
-    edges_.send(action, std::move(out));
-  } catch (const ConnectionError&) {
-    throw;
-  } catch (c10::Error& error) {
-    error.add_context(absl::StrCat("in ", to_string(action), " of the pipeline: stage ", action.stage, ", micro-batch ",
-                                   action.micro_batch));
-    report_error(action);
-    throw;
-  } catch (...) {
-    report_error(action);
-    throw;
+  void end(int worker) {
+    if (clocks_[worker]) clocks_[worker]->stop();
+    end_[worker] = {record_event(pipeline_.device_of_worker(worker))};
+    if (worker != pipeline_.worker_of(pipeline_.count() - 1)) return;
+    for (const auto device : other_devices()) end_[worker].push_back(record_event(device));
   }
-}
 
-void PartRun::cancel(const Failure& failure) noexcept {
-  std::string place;
-  if (failure.action) {
-    const auto info = describe(*failure.action, failure.error);
-    place = to_string(info);
-    pipeline_.set_error(info);
+  void await_workers(const std::vector<c10::Device>& devices) const {
+    for (const auto device : devices) {
+      for (const auto& end : end_) wait(end, device);
+    }
   }
-  auto& team = pipeline_.team();
-  if (team.size() == 1) return;
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const ConnectionError& error) {
-    const int awaits = edges_.activity(failure.worker).awaits;
-    team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
-  } catch (...) {
-    team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
-                           message_of(failure.error)));
+
+  void run(const Action& action, Measure measure) override {
+    const ProfilerRange range([&] { return "gpipe " + to_string(action); });
+    auto& clock = clocks_[pipeline_.worker_of(action.stage)];
+    try {
+      auto in = edges_.receive(action);
+      std::vector<Parcel> out;
+      measure([&] {
+        if (clock) clock->start();
+        out = mini_batch_.run(action, std::move(in));
+        if (clock) clock->end();
+      });
+      edges_.send(action, std::move(out));
+    } catch (const ConnectionError&) {
+      throw;
+    } catch (c10::Error& error) {
+      error.add_context(absl::StrCat("in ", to_string(action), " of the pipeline: stage ", action.stage,
+                                     ", micro-batch ", action.micro_batch));
+      report_error(action);
+      throw;
+    } catch (...) {
+      report_error(action);
+      throw;
+    }
   }
-}
 
-ErrorInfo PartRun::describe(const Action& action, const std::exception_ptr& error) const {
-  return gpipe::describe(error, action, pipeline_.stages()[action.stage], cells_.running_layer(action));
-}
+  void cancel(const Failure& failure) noexcept override {
+    std::string place;
+    if (failure.action) {
+      const auto info = describe(*failure.action, failure.error);
+      place = to_string(info);
+      pipeline_.set_error(info);
+    }
+    auto& team = pipeline_.team();
+    if (team.size() == 1) return;
+    try {
+      std::rethrow_exception(failure.error);
+    } catch (const ConnectionError& error) {
+      const int awaits = edges_.activity(failure.worker).awaits;
+      team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
+    } catch (...) {
+      team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
+                             message_of(failure.error)));
+    }
+  }
 
-void PartRun::report_error(const Action& action) const {
-  const auto& on_error = pipeline_.binding().on_error;
-  if (on_error) on_error(describe(action, std::current_exception()), std::current_exception());
-}
+  Bytes bytes(int worker) override { return counter_ ? counter_->count(worker) : Bytes(); }
 
-Bytes PartRun::bytes(int worker) { return recording_.counter ? recording_.counter->count(worker) : Bytes(); }
+  ErrorInfo describe(const Action& action, const std::exception_ptr& error) const {
+    const auto& stage = pipeline_.stages()[action.stage];
+    ErrorInfo info{.action = action, .message = message_of(error)};
+    const auto& cell = mini_batch_.cell(action);
+    const int layer = cell ? cell->layer() : -1;
+    if (layer < 0) return info;
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.name_of(layer);
+    return info;
+  }
+
+  void report_error(const Action& action) const {
+    const auto& on_error = pipeline_.binding().on_error;
+    if (on_error) on_error(describe(action, std::current_exception()), std::current_exception());
+  }
+
+  // The devices of results that are not on the last stage's.
+  const std::vector<c10::Device>& other_devices() const { return mini_batch_.outputs_.other_devices(); }
+
+  MiniBatch& mini_batch_;
+  Pipeline& pipeline_;
+  Timeline* const timeline_;  // may be null
+  const std::shared_ptr<ByteCounter> counter_;
+  const Part part_;
+  const at::ThreadLocalState state_;  // the caller's
+  // Per worker.
+  std::vector<StreamEvent> begin_;                  // the caller's work on its device
+  std::vector<StreamEvents> end_;                   // its work, on all devices
+  std::vector<std::optional<ActionClock>> clocks_;  // if actions are timed on its device
+  Edges edges_;
+};
+
+void MiniBatch::run_actions(Part part, const LayoutKey& key) { PartRun(*this, part, key).execute(); }
 
 }  // namespace gpipe

@@ -14,11 +14,10 @@ namespace {
 
 constexpr std::size_t kPrograms = 16;
 
-Executor make_executor(const Team& team, int workers, std::function<void()> poll) {
+Executor make_executor(const Team& team, std::function<void()> poll) {
   const auto& ranks = team.of_workers();
-  const auto first = std::ranges::find(ranks, team.rank());
-  const auto here = static_cast<int>(std::count(first, ranks.end(), team.rank()));
-  return Executor(here, std::move(poll), static_cast<int>(first - ranks.begin()), workers - here);
+  const auto [first, last] = std::equal_range(ranks.begin(), ranks.end(), team.rank());
+  return Executor(static_cast<int>(last - first), std::move(poll), static_cast<int>(first - ranks.begin()));
 }
 
 // The verifier accepts more schedules than step() can run. From R to B or I a stage's buffers are the
@@ -80,7 +79,7 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       team_(std::move(team)),
       devices_(1 + std::ranges::max(placement_), c10::kCPU),
       make_schedule_(std::move(schedules.make)),
-      executor_(make_executor(*team_, workers(), binding_.poll)) {
+      executor_(make_executor(*team_, binding_.poll)) {
   for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
   for (const auto device : devices_) streams_.push_back(new_stream(device));
   for (const auto& edge : edges_) ends_.push_back({stages_[edge.from].device, stages_[edge.to].device});

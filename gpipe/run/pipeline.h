@@ -23,8 +23,8 @@ namespace gpipe {
 /// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
 class Pipeline {
  public:
-  /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as
-  /// device. Errors, with wires between devices: ConnectionError.
+  /// REQUIRES: the stages of a worker have one device; those of other ranks the CPU, and no layers. Errors, with wires
+  /// between devices: ConnectionError.
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
            LanguageBinding binding, std::unique_ptr<Team> team);
   ~Pipeline();
@@ -38,16 +38,15 @@ class Pipeline {
   Team& team() const { return *team_; }
   bool is_here(int stage) const { return team_->is_here(worker_of(stage)); }
   int rank_of(int stage) const { return team_->of_workers()[worker_of(stage)]; }
-  /// From now on the process keeps freed memory, as long as this lives; see KeptMemory.
+  /// Keeps freed memory as long as this lives; see KeptMemory.
   void keep_memory() { memory_.emplace(); }
-  /// The number of workers, on all ranks.
+  /// On all ranks.
   int workers() const { return static_cast<int>(devices_.size()); }
   const std::vector<int>& placement() const { return placement_; }
   int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// The kinds of losses that a step() has compared with the loss of the whole mini-batch. Belongs to the holder of
-  /// call_mutex().
+  /// What StepLoss has compared. Belongs to the holder of call_mutex().
   absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
@@ -55,8 +54,8 @@ class Pipeline {
 
   /// The compute stream that the stages of a worker share; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
-  /// Where the tensors of an edge are on this rank, before and after they move along it, and its copy streams. The end
-  /// of a stage of another rank is the CPU, or with wires between devices the device of the other end.
+  /// The devices at both ends of an edge, as this rank sees them, and its copy streams. An end on another rank counts as
+  /// the CPU, or with wires between devices as the device of this rank's end.
   struct Ends {
     c10::Device from;
     c10::Device to;
@@ -64,10 +63,10 @@ class Pipeline {
     Link back_link = {};
   };
   const Ends& ends(int edge) const { return ends_[edge]; }
-  /// This rank's end of the wire between the devices of two workers on different ranks, one of them on this rank;
-  /// null if what they exchange passes through the host. Belongs to this rank's worker.
+  /// This rank's end of the wire between the devices of two workers, one of them on this rank; null if what they
+  /// exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
-  /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
+  /// The copy streams for inputs and targets, the same for the same devices.
   Link inlet_link(c10::Device from, c10::Device to);
 
   /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
@@ -75,19 +74,19 @@ class Pipeline {
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
   void take_state_of_first_replica();
-  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
-  /// since the last time. `trains`: whether this one does. Does not advance version counters.
+  /// The same for buffers that may have changed since a call trained, in a call that has been agreed on. `trains`:
+  /// whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
   enum class Use { kForward, kForwardAndBackward, kStep };
 
-  /// Returns the verified program: fill, fill and drain, or the pipeline's schedule. Caches the 16 last used programs.
-  /// Errors: std::invalid_argument for a schedule that cannot run.
+  /// Returns the verified program. Caches the 16 last used ones. Errors: std::invalid_argument for a schedule that
+  /// cannot run.
   std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
   /// Sets the schedule of later steps, by its name.
   void set_schedule(const std::string& name);
-  /// The name that set_schedule() has set; empty if none.
+  /// Empty before set_schedule().
   std::string chosen_schedule() const {
     MutexLock lock(mutex_);
     return chosen_schedule_;
@@ -113,7 +112,7 @@ class Pipeline {
     int step = 0;
     std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
   };
-  /// Returns where a mini-batch that begins now records, and its step there; if nowhere, a new timeline if `needed`.
+  /// Returns where the next mini-batch records. If nowhere but `needed`, a new timeline.
   Recording next_recording(bool needed);
 
  private:

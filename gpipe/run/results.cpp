@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "absl/strings/str_cat.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -30,22 +29,6 @@ at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
 }
 
 }  // namespace
-
-std::string describe_trained(const std::vector<ParameterSinks>& stages) {
-  std::size_t count = 0;
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  std::vector<at::Tensor> own;
-  for (const auto& sinks : stages) {
-    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
-    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
-      count += sinks.has_sink()[p];
-      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
-      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
-    }
-  }
-  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash, ", of values with the hash ",
-                      sample_hash(own));
-}
 
 BackwardGradients::BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches,
                                      bool takes_grad_aside)
@@ -81,7 +64,7 @@ Gradients BackwardGradients::outputs(int micro_batch) {
 }
 
 GradientSums& BackwardGradients::sums(int stage) {
-  sums_[stage].grow(sinks_[stage].parameters().size());  // a forward may have made a parameter
+  sums_[stage].resize(sinks_[stage].parameters().size());  // a forward may have made a parameter
   return sums_[stage];
 }
 

@@ -6,23 +6,17 @@
 
 namespace gpipe {
 
-/// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
-std::string describe_trained(const std::vector<ParameterSinks>& stages);
-
-/// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it.
-/// Sums the latter over micro-batches and replicas.
+/// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it, the
+/// latter summed over micro-batches and replicas.
 ///
-/// Thread safety: the functions of a stage on its worker; the other functions on the caller's thread, while no worker
-/// runs.
+/// Thread safety: the functions of a stage on its worker; the others on the caller's thread while the workers rest.
 class BackwardGradients {
  public:
-  /// `sinks`: per stage. `takes_grad_aside`: whether what the backward itself adds to `.grad` joins the sums; see
-  /// GradientsAside. `pipeline` and `sinks` must outlive this.
+  /// `sinks`: per stage; must outlive this, as `pipeline` must. `takes_grad_aside`: see GradientsAside.
   BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches,
                     bool takes_grad_aside = false);
 
-  /// Sets the gradients of the outputs, per micro-batch, which the caller's streams may still compute. `share`: this
-  /// replica's part of the samples.
+  /// Sets the gradients of the outputs, per micro-batch. `share`: this replica's part of the samples.
   void set_outputs(std::vector<Gradients> gradients, double share);
   /// Returns the gradients of a micro-batch's outputs, once. The last stage's stream waits for them.
   Gradients outputs(int micro_batch);
@@ -62,12 +56,10 @@ struct Results {
   std::vector<at::Tensor> tensors() const;
 };
 
-/// Joins the results of the micro-batches, once. All ranks get the results of the last stage's ranks. `loss` may be
-/// null.
+/// Joins the results of the micro-batches, once, and gives them to all ranks. `loss` may be null.
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
 
-/// Updates the running statistics of batch norm by the mini-batch's statistics, on all replicas. `statistics`: per stage,
-/// or empty.
+/// Updates the running statistics of batch norm, on all replicas. `statistics`: per stage, or empty.
 void commit_statistics(Pipeline& pipeline, std::vector<BatchStatistics>& statistics);
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #include "gpipe/run/step_loss.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -18,13 +19,6 @@
 namespace gpipe {
 namespace {
 
-double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
-  const double count = options.count()(target.value());
-  if (std::isfinite(count) && count >= 0) return count;
-  refuse_argument("count returned ", std::to_string(count), " for micro-batch ", micro_batch,
-                  "; return a finite number that is not negative");
-}
-
 // A loss function may change the output in place.
 Value clone_of(const Value& value) {
   auto tensors = value.tensors();
@@ -37,16 +31,8 @@ Value clone_of(const Value& value) {
 std::int64_t samples_of(const Parcel& target) { return target.tensors.front().size(0); }
 
 double epsilon_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return std::ldexp(1.0, -52);
-    case at::kHalf:
-      return std::ldexp(1.0, -10);
-    case at::kBFloat16:
-      return std::ldexp(1.0, -7);
-    default:
-      return std::ldexp(1.0, -23);
-  }
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "epsilon_of",
+                                         [] { return static_cast<double>(std::numeric_limits<scalar_t>::epsilon()); });
 }
 
 // Returns the micro-batches' weights, before normalize().
@@ -54,8 +40,11 @@ std::vector<double> loss_weights(const StepOptions& options, const std::vector<s
                                  const std::vector<Parcel>& targets) {
   if (options.reduction() == Reduction::kSum) return std::vector<double>(sizes.size(), 1);
   std::vector<double> weights(sizes.begin(), sizes.end());
-  if (options.count()) {
-    for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = count_of(options, targets[i], i);
+  for (std::size_t i = 0; options.count() && i < weights.size(); ++i) {
+    const double count = weights[i] = options.count()(targets[i].value());
+    if (std::isfinite(count) && count >= 0) continue;
+    refuse_argument("count returned ", std::to_string(count), " for micro-batch ", i,
+                    "; return a finite number that is not negative");
   }
   return weights;
 }

@@ -7,17 +7,16 @@
 
 namespace gpipe {
 
-/// Fills in what the options leave open: the reduction, the count, and whether to check the loss. Errors:
-/// std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a scale
-/// that is not finite and positive, or a count with Reduction::kSum.
+/// Fills in the reduction, the count, and whether to check the loss. Errors: std::invalid_argument for an empty function,
+/// a target that requires grad or has another number of samples, a scale that is not finite and positive, or a count
+/// with Reduction::kSum.
 StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples);
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
 
-/// The loss of step(): a layer after the model's last one. If the options say so, compares the loss of the whole
-/// mini-batch, the first time that the pipeline has a loss of this kind, and the first time that it may ignore more of
-/// one micro-batch than of another.
+/// The loss of step(): a layer after the model's last one. Compares the loss of the whole mini-batch if the options say
+/// so (StepOptions::check).
 ///
 /// Thread safety: used by the last stage's worker, and by the caller before and after.
 class StepLoss {
@@ -29,10 +28,10 @@ class StepLoss {
 
   /// The sum of the weights of this replica's micro-batches.
   double weight() const;
-  /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards, in the call
-  /// that join() belongs to. Errors: std::invalid_argument if that is 0.
+  /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards. Errors:
+  /// std::invalid_argument if that is 0.
   void normalize(double total);
-  /// Copies the loss function if its losses are to be compared. Call it before the forwards.
+  /// Copies the loss function if its losses are to be compared. Call it before the forwards, in their call.
   void begin_comparison();
   bool keeps_outputs() const { return options_.return_output(); }
 

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -95,14 +96,20 @@ std::string describe_step(const StepOptions& options) {
   return text;
 }
 
-struct Started {
-  std::shared_ptr<MiniBatch> mini_batch;
-  Results results;
-};
+// Advances the version counter of each input that layers have changed, so that graphs which saved it refuse it:
+// micro-batches share its memory, but have version counters of their own, which `parts` note.
+void note_writes(const Value& input, const std::vector<std::vector<VersionWatch>>& parts) {
+  for (std::size_t k = 0; k < input.tensors().size(); ++k) {
+    const auto& tensor = input.tensors()[k];
+    const bool is_changed = std::ranges::any_of(parts, [&](const auto& part) { return part[k].changed(); });
+    if (is_changed && !tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+  }
+}
 
 // Makes a mini-batch and starts it. `what` describes the call to the other ranks, which must make the same.
-Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value& input, MiniBatch::Options options,
-              const std::string& what, StepLoss* loss = nullptr) {
+std::pair<std::shared_ptr<MiniBatch>, Results> start(Call& call, const std::shared_ptr<Pipeline>& pipeline,
+                                                     const Value& input, MiniBatch::Options options,
+                                                     const std::string& what, StepLoss* loss = nullptr) {
   const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
                                 options.training ? "" : ", evaluation mode", describe_autocast());
   auto& proposal = options.proposal;
@@ -113,7 +120,9 @@ Started start(Call& call, const std::shared_ptr<Pipeline>& pipeline, const Value
   // By which the ranks notice that one of them has left out a mini-batch.
   if (trains && pipeline->team().size() > 1) proposal.data = sample_hash(input.tensors());
   auto parts = scatter(input, options.sizes);
-  const InputWrites writes(input, parts);
+  std::vector<std::vector<VersionWatch>> versions;
+  for (const auto& part : parts) versions.push_back(part.versions);
+  const absl::Cleanup writes = [&] { note_writes(input, versions); };
   auto mini_batch = std::make_shared<MiniBatch>(pipeline, std::move(parts), std::move(options), loss);
   auto results = mini_batch->start(call);
   return {std::move(mini_batch), std::move(results)};

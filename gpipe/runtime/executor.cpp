@@ -2,12 +2,11 @@
 
 #include <unistd.h>
 
+#include <cassert>
 #include <deque>
 #include <thread>
 
-#include "absl/strings/str_format.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/runtime/channel.h"
 
 namespace gpipe {
 namespace {
@@ -17,6 +16,29 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
+
+void Channel::put(int micro_batch) {
+  {
+    MutexLock lock(mutex_);
+    assert(!present_[micro_batch]);
+    present_[micro_batch] = true;
+  }
+  changed_.notify_all();
+}
+
+bool Channel::take(int micro_batch) {
+  MutexLock lock(mutex_);
+  while (!present_[micro_batch] && !cancelled_) changed_.wait(mutex_);
+  return !cancelled_;
+}
+
+void Channel::cancel() {
+  {
+    MutexLock lock(mutex_);
+    cancelled_ = true;
+  }
+  changed_.notify_all();
+}
 
 /// One run, shared by the workers. Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
@@ -33,27 +55,13 @@ class Executor::Run {
         timed_(timed),
         step_(step),
         spans_(program.workers()) {
-    for (std::size_t e = 0; e < program.edges().size(); ++e) {
-      if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches);
-      if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches);
-    }
-    if (!timed) return;
-    for (int w = 0; w < program.workers(); ++w) {
-      if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
-    }
+    for (std::size_t c = 0; c < 2 * program.edges().size(); ++c) channels_.emplace_back(program.layout().micro_batches);
   }
 
   /// Runs the worker's actions, on its thread. Does not throw.
   void work(int worker) {
-    int calls = 0;
     try {
-      runner_.on_worker(worker, [&] {
-        if (++calls == 1) run_actions(worker);
-      });
-      if (calls != 1) {
-        throw std::logic_error(absl::StrFormat(
-            "ActionRunner::on_worker called run_actions() %d times for worker %d: call it once", calls, worker));
-      }
+      runner_.on_worker(worker, [&] { run_actions(worker); });
     } catch (...) {
       fail({std::current_exception(), std::nullopt, worker});
     }
@@ -67,8 +75,7 @@ class Executor::Run {
       failure_ = failure;
       failed_ = true;
     }
-    for (Channel& channel : forward_) channel.cancel();
-    for (Channel& channel : backward_) channel.cancel();
+    for (Channel& channel : channels_) channel.cancel();
     runner_.cancel(failure);
   }
 
@@ -89,13 +96,13 @@ class Executor::Run {
 
   void run_actions(int worker) {
     for (const Action& action : program_.actions(worker, part_)) {
-      std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
+      const auto channel = [&](int edge) -> Channel& { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; };
       for (const int edge : program_.wiring().takes(action)) {
-        if (has_channel(edge) && !channels[edge].take(action.micro_batch)) return;
+        if (has_channel(edge) && !channel(edge).take(action.micro_batch)) return;
       }
       if (!perform(worker, action)) return;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge)) channels[edge].put(action.micro_batch);
+        if (has_channel(edge)) channel(edge).put(action.micro_batch);
       }
     }
   }
@@ -127,8 +134,7 @@ class Executor::Run {
   ActionRunner& runner_;
   const bool timed_;
   const int step_;
-  std::deque<Channel> forward_;   // by edge
-  std::deque<Channel> backward_;  // by edge
+  std::deque<Channel> channels_;  // per edge: forward, backward
   std::vector<std::vector<Span>> spans_;
   Mutex mutex_;
   std::optional<Failure> failure_ ABSL_GUARDED_BY(mutex_);
@@ -136,7 +142,7 @@ class Executor::Run {
 };
 
 /// One thread, which works on one run at a time. Invariants:
-///   1. start() sets run_ when it is null. The thread clears run_ after its last access to the run.
+///   1. The executor sets run_ when it is null. The thread clears it after its last access to the run.
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {
  public:
@@ -151,12 +157,15 @@ class Executor::Worker {
     thread_.join();
   }
 
-  void start(Run& run) { set_run(&run); }
-
-  void wait() {
-    MutexLock lock(mutex_);
-    while (run_ != nullptr) changed_.wait(mutex_);
+  /// Starts a run; null ends it.
+  void set_run(Run* run) {
+    {
+      MutexLock lock(mutex_);
+      run_ = run;
+    }
+    changed_.notify_all();
   }
+
   /// Waits for at most `time`. Returns whether the run has ended.
   bool wait_for(std::chrono::milliseconds time) {
     const auto end = std::chrono::steady_clock::now() + time;
@@ -166,14 +175,6 @@ class Executor::Worker {
   }
 
  private:
-  void set_run(Run* run) {
-    {
-      MutexLock lock(mutex_);
-      run_ = run;
-    }
-    changed_.notify_all();
-  }
-
   Run* next_run() {
     MutexLock lock(mutex_);
     while (run_ == nullptr && !stopping_) changed_.wait(mutex_);
@@ -197,10 +198,8 @@ class Executor::Worker {
   std::thread thread_;  // last, because the thread uses the other members
 };
 
-Executor::Executor(int workers, std::function<void()> poll, int first, int remote_workers)
-    : poll_(std::move(poll)), first_(first), remote_workers_(remote_workers), process_(getpid()) {
-  if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
-  workers_.reserve(workers);
+Executor::Executor(int workers, std::function<void()> poll, int first)
+    : poll_(std::move(poll)), first_(first), process_(getpid()) {
   for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, first + w));
 }
 
@@ -225,10 +224,9 @@ void Executor::check_caller() const {
 }
 
 void Executor::wait_for(Worker& worker, Run& run) {
-  if (!poll_) return worker.wait();
   while (!worker.wait_for(kPollInterval)) {
     try {
-      poll_();
+      if (poll_) poll_();
     } catch (...) {
       run.fail({std::current_exception()});
     }
@@ -238,19 +236,10 @@ void Executor::wait_for(Worker& worker, Run& run) {
 std::optional<Failure> Executor::run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline,
                                      int step) {
   check_caller();
-  if (program.workers() != workers() + remote_workers_) {
-    throw std::logic_error(
-        absl::StrFormat("Executor::run: the program has %d workers, but the executor was made for %d: make them equal",
-                        program.workers(), workers() + remote_workers_));
-  }
-  if (part != Part::kAll && !program.two_phase()) {
-    throw std::logic_error(
-        "Executor::run: the program has forwards after other actions and cannot run in parts: run it with Part::kAll");
-  }
   Run run(*this, program, part, runner, timeline != nullptr, step);
   {
     MutexLock turn(turn_);
-    for (const auto& worker : workers_) worker->start(run);
+    for (const auto& worker : workers_) worker->set_run(&run);
     for (const auto& worker : workers_) wait_for(*worker, run);
   }
   if (timeline != nullptr) {

@@ -26,46 +26,63 @@ struct Failure {
   int worker = -1;  ///< whose thread failed; -1: the caller's, in `poll`
 };
 
-/// Runs the actions of a program. The executor decides when an action runs. Implementations can pass data between
-/// actions without locks, because an edge's put happens before its take.
+/// Runs the actions of a program when the executor says. Can pass data between actions without locks, because an edge's
+/// put happens before its take.
 class ActionRunner {
  public:
   virtual ~ActionRunner() = default;
 
-  /// Called once per run on each worker's thread. Sets up the thread (device, stream, grad mode), calls run_actions(),
-  /// which does not throw, exactly once, and restores the thread. Can throw.
+  /// Called once per run on each worker's thread. Sets up the thread, calls run_actions(), which does not throw, once,
+  /// and restores the thread. Can throw.
   virtual void on_worker(int worker, absl::FunctionRef<void()> run_actions) = 0;
 
   /// Calls a function once and measures it: the span of the action in a timeline.
   using Measure = absl::FunctionRef<void(absl::FunctionRef<void()>)>;
-  /// Runs an action on its worker's thread. Receives and sends outside of `measure`. The executor takes the action's
-  /// edges between workers of this process before this call and puts them after it. Can throw.
+  /// Runs an action on its worker's thread. Receives from and sends to other processes outside of `measure`. Can throw.
   virtual void run(const Action& action, Measure measure) = 0;
 
-  /// Called once when a run fails, on the thread that failed. run() must not wait for other processes any longer then.
+  /// Called once when a run fails, on the thread that failed. From then on run() must not wait for other processes.
   virtual void cancel(const Failure& /*failure*/) noexcept {}
 
-  /// Returns the bytes that a worker has allocated. Called on the worker's thread before and after each action of a run
-  /// with a timeline.
+  /// A worker's allocated bytes. Called on its thread before and after each action of a run with a timeline.
   virtual Bytes bytes(int /*worker*/) { return {}; }
 };
 
-/// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls an
-/// ActionRunner.
+/// One direction of one edge during one run: tells which micro-batches have been put. Their data is not in it: it is
+/// written before put(), which happens before take(), and read after that. A micro-batch is put once and taken once.
 ///
-/// Rules of a run: an action takes its edges (see Wiring), is performed, then puts its edges, each in ascending order.
-/// The first error cancels every channel, and each worker stops before its next action.
+/// Thread safety: one thread puts, one takes (it can be the same), any thread cancels.
+class Channel {
+ public:
+  /// REQUIRES: micro_batches >= 1.
+  explicit Channel(int micro_batches) : present_(micro_batches) {}
+
+  void put(int micro_batch);
+  /// Waits until the micro-batch has been put. Returns false if cancelled.
+  bool take(int micro_batch);
+  /// From then on no call waits, and take() returns false.
+  void cancel();
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::vector<bool> present_ ABSL_GUARDED_BY(mutex_);
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+/// Persistent worker threads that run programs. For each action of its list, a worker takes the action's edges (see
+/// Wiring), calls an ActionRunner, and puts the action's edges, each in ascending order. The first error cancels every
+/// channel, and each worker stops before its next action.
 ///
-/// Some of a program's workers can be in other processes. Edges between the executor's own workers are channels;
-/// ActionRunner::run() serves the others.
+/// Some of a program's workers can be in other processes. ActionRunner::run() serves the edges to them.
 ///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While
-  /// run() waits, it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run.
-  /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
-  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
+  /// Starts the threads of a program's `workers` from `first` on; the others are in other processes. While run() waits,
+  /// it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run. Errors:
+  /// std::system_error if a thread cannot be started.
+  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
 
@@ -78,8 +95,8 @@ class Executor {
 
   /// Runs a part of the program. Returns the first failure, if any, when all workers are idle. With a timeline, appends
   /// the actions that ran, with the given step and times of now(), and sets its workers and edges. Without one, reads
-  /// no clock. Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
-  /// workers, or if the part is not kAll and the program is not two_phase().
+  /// no clock. REQUIRES: the program has the executor's workers, and is two_phase() unless the part is kAll. Errors: as
+  /// check_caller().
   std::optional<Failure> run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline = nullptr,
                              int step = 0);
 
@@ -91,7 +108,6 @@ class Executor {
 
   const std::function<void()> poll_;
   const int first_;
-  const int remote_workers_;
   const pid_t process_;
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;

@@ -1,13 +1,12 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "!present_[micro_batch] && !cancelled_" "false"
+mutant(channel_does_not_wait core_tests gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
        Channel.*)
-mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/channel.cpp "cancelled_ = true;" "" Channel.*)
+mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
-mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
 mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
        Wire.SendsALayout*)
@@ -81,7 +80,7 @@ mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/run/call.cpp
 mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
-mutant(hides_writes_to_inputs gpipe_tests gpipe/run/micro_batch.cpp "torch::autograd::impl::bump_version(input_[k]);" "(void)0;"
+mutant(hides_writes_to_inputs gpipe_tests gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
 mutant(loses_writes_of_backwards gpipe_tests gpipe/autograd/stage_state.cpp
        "watching->return_to_present(item);" "(void)0;" Recompute.*)

@@ -153,7 +153,7 @@ class FakeRank {
   void make_calls(Wires& wires) {
     const auto first = std::find(job_.ranks.begin(), job_.ranks.end(), rank_) - job_.ranks.begin();
     const auto here = static_cast<int>(std::count(job_.ranks.begin(), job_.ranks.end(), rank_));
-    Executor executor(here, nullptr, static_cast<int>(first), job_.workers() - here);
+    Executor executor(here, nullptr, static_cast<int>(first));
     for (std::size_t call = 0; call < job_.calls.size(); ++call) {
       strike(call, std::nullopt);
       meet(call, wires);

@@ -1,4 +1,4 @@
-#include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/executor.h"
 
 #include <gtest/gtest.h>
 

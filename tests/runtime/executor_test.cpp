@@ -6,7 +6,6 @@
 #include <map>
 #include <thread>
 
-#include "gpipe/schedules.h"
 #include "tests/runtime/fake_cells.h"
 
 namespace gpipe::testing {
@@ -52,23 +51,6 @@ TEST(Executor, RecomputeDoesNotWaitForItsGradient) {
   };
   expect_success(executor.run(program, Part::kAll, cells));
   expect_reference(program, cells);
-}
-
-TEST(Executor, RefusesWhatItCannotRun) {
-  const auto program = plain_program(straight(2, 3), make_schedule("1f1b", straight(2, 3), Checkpoint::kNever));
-  FakeCells cells(program);
-  for (const int workers : {1, 3}) {
-    Executor executor(workers);
-    EXPECT_THROW(executor.run(program, Part::kAll, cells), std::logic_error);
-  }
-  Executor executor(2);
-  for (const auto part : {Part::kForward, Part::kBackward}) {  // the program is not two-phase
-    EXPECT_THROW(executor.run(program, part, cells), std::logic_error);
-  }
-  EXPECT_THAT(cells.threads, ElementsAre(ElementsAre(), ElementsAre()));
-  expect_success(executor.run(program, Part::kAll, cells));
-  EXPECT_THROW(Executor(0), std::invalid_argument);
-  EXPECT_THROW(Executor(-1), std::invalid_argument);
 }
 
 TEST(Executor, ConcurrentCallersTakeTurns) {
@@ -142,27 +124,6 @@ TEST(ExecutorFailure, KeepsTheFirstError) {
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->action, action("2B1"));
   EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
-}
-
-/// Calls run_actions() `calls` times on worker 1.
-struct MiscountingCells : FakeCells {
-  MiscountingCells(const Program& program, int calls) : FakeCells(program), calls_(calls) {}
-  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
-    for (int i = 0; i < (worker == 1 ? calls_ : 1); ++i) run_actions();
-  }
-  const int calls_;
-};
-
-TEST(ExecutorFailure, IsReportedUnlessTheSetUpRunsTheActionsOnce) {
-  const auto program = gpipe_program(straight(3, 4));
-  Executor executor(3);
-  for (const int calls : {0, 2}) {
-    MiscountingCells cells(program, calls);
-    const auto failure = executor.run(program, Part::kAll, cells);
-    ASSERT_TRUE(failure);
-    EXPECT_FALSE(failure->action);
-    EXPECT_THAT(message(*failure), HasSubstr("run_actions() " + std::to_string(calls) + " times for worker 1"));
-  }
 }
 
 TEST(ExecutorFailure, CanComeFromThePoll) {
