@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
 #include "balance/stage_cost.h"
 

@@ -1,14 +1,8 @@
-#include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <string>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "balance/stage_cost.h"

@@ -3,16 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <atomic>
-#include <limits>
-#include <utility>
 
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
-#include "skip/skippable.h"
 
 namespace gpipe {
 

@@ -2,24 +2,13 @@
 
 #include <c10/core/Device.h>
 
-#include <cstdint>
 #include <limits>
-#include <map>
-#include <memory>
-#include <optional>
 #include <set>
-#include <utility>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "balance/profile.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/schedule/action.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/timeline.h"
 #include "skip/layout.h"
 
 namespace gpipe {

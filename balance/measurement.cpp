@@ -1,26 +1,15 @@
 #include "balance/measurement.h"
 
 #include <ATen/Functions.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <algorithm>
-#include <array>
-#include <exception>
-#include <memory>
 #include <numeric>
-#include <stdexcept>
-#include <utility>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
-#include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/binding.h"
-#include "gpipe/gpipe.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "balance/model.h"
-#include "balance/profile.h"
 #include "balance/profiler.h"
-#include "skip/layout.h"
 
 namespace gpipe {
 

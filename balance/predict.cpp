@@ -2,11 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
-
-#include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {

@@ -1,15 +1,8 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <vector>
-
-#include "balance/profile.h"
 #include "balance/stage_cost.h"
 #include "gpipe/schedule/greedy.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe {
 

@@ -3,12 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <torch/nn/module.h>
-
-#include <algorithm>
-#include <map>
-#include <string>
-#include <utility>
 
 #include "balance/balance.h"
 #include "balance/layer_trace.h"

@@ -2,16 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <set>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "balance/cut.h"
-#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {

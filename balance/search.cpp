@@ -1,17 +1,12 @@
 #include "balance/search.h"
 
 #include <algorithm>
-#include <map>
 #include <memory>
-#include <stdexcept>
 #include <tuple>
-#include <utility>
 
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/greedy.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

@@ -1,12 +1,6 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "balance/predict.h"
-#include "balance/profile.h"
 
 namespace gpipe {
 

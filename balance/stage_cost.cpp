@@ -1,10 +1,8 @@
 #include "balance/stage_cost.h"
 
-#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <numeric>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"

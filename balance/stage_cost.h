@@ -1,14 +1,9 @@
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
 #include "absl/functional/function_ref.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 

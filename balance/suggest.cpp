@@ -3,24 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <exception>
-#include <functional>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
-#include "absl/strings/str_format.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/binding.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

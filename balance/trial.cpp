@@ -4,15 +4,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
-#include <algorithm>
 #include <array>
-#include <cstddef>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_map.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/snapshot.h"
 #include "gpipe/tensors/parcel.h"

@@ -1,16 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "gpipe/autograd/layer.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe {

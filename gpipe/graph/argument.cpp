@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
 #include <string_view>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

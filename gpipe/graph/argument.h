@@ -1,14 +1,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
-#include <cstdint>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <utility>
-#include <vector>
 
 #include "gpipe/graph/number.h"
 

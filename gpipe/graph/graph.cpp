@@ -4,9 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <utility>
 
-#include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"
 #include "gpipe/graph/description.h"
 

@@ -6,8 +6,6 @@
 #include <functional>
 #include <memory>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "skip/skippable.h"
 

@@ -5,8 +5,6 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
-#include <algorithm>
-
 #include "gpipe/base/checks.h"
 #include "gpipe/intraop.h"
 

@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "absl/functional/function_ref.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {

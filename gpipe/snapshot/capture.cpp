@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <memory>
 #include <sstream>
-#include <stdexcept>
 #include <type_traits>
 #include <typeinfo>
 #include <unordered_map>

@@ -15,12 +15,9 @@
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <sstream>
-#include <stdexcept>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_format.h"
 #include "gpipe/base/json.h"
 
 namespace gpipe {

@@ -4,9 +4,6 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 
-#include <cstddef>
-#include <memory>
-
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/runtime/executor.h"
