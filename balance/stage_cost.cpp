@@ -1,7 +1,6 @@
 #include "balance/stage_cost.h"
 
 #include <cmath>
-#include <initializer_list>
 #include <numeric>
 
 #include "absl/strings/str_join.h"

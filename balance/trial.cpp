@@ -4,8 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
-#include <array>
-
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/snapshot.h"

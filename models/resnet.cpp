@@ -8,10 +8,6 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/utils.h>
 
-#include <array>
-#include <optional>
-#include <utility>
-
 #include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"
 #include "skip/skippable.h"

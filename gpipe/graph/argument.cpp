@@ -6,9 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <string_view>
 
 #include "gpipe/base/checks.h"
 

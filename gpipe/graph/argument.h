@@ -3,9 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/jit_type.h>
 
-#include <memory>
-#include <utility>
-
 #include "gpipe/graph/number.h"
 
 namespace gpipe {

@@ -2,8 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <optional>
-
 #include "gpipe/graph/argument.h"
 #include "gpipe/graph/graph.h"
 

@@ -3,10 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <functional>
-#include <memory>
-#include <stdexcept>
-
 #include "skip/skippable.h"
 
 namespace gpipe {

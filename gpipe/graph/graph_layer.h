@@ -1,7 +1,5 @@
 #pragma once
 
-#include <optional>
-
 #include "gpipe/graph/graph.h"
 #include "gpipe/tensors/value.h"
 

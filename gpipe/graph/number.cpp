@@ -3,12 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
-#include <string_view>
-#include <tuple>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

@@ -2,9 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <cstdint>
 #include <nlohmann/json.hpp>
-#include <vector>
 
 namespace gpipe {
 

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>
-#include <stdexcept>
 
 #include "gpipe/snapshot/safetensors.h"
 

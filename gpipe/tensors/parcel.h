@@ -5,7 +5,6 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
-#include <cstdint>
 
 #include "gpipe/tensors/value.h"
 
