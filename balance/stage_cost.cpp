@@ -36,6 +36,16 @@ std::int64_t readers_from(const std::vector<int>& layers, int first) {
   return layers.end() - std::lower_bound(layers.begin(), layers.end(), first);
 }
 
+using L = LayerProfile;
+constexpr double L::*kTimes[] = {&L::forward,  &L::stored,         &L::recompute,
+                                 &L::backward, &L::input_gradient, &L::weight_gradient};
+constexpr std::int64_t L::*kBytes[] = {&L::parameters, &L::gradients, &L::optimizer, &L::buffers, &L::saved};
+
+void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
+  for (const auto member : kTimes) sum.*member += sign * layer.*member;
+  for (const auto member : kBytes) sum.*member += sign * layer.*member;
+}
+
 double share_recomputed(const RunOptions& options) {
   if (options.checkpoint == Checkpoint::kNever) return 0;
   return options.checkpoint == Checkpoint::kAlways ? 1 : (options.chunks - 1.0) / options.chunks;
@@ -71,17 +81,8 @@ StageCost::StageCost(const Profile& profile)
   if (all_bytes_ > kMaxBytes) throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
-    auto& sum = sums_[i + 1] = sums_[i];
-    sum.forward += layer.forward;
-    sum.stored += layer.stored;
-    sum.recompute += layer.recompute;
-    sum.backward += layer.backward;
-    sum.input_gradient += layer.input_gradient;
-    sum.weight_gradient += layer.weight_gradient;
-    sum.parameters += layer.parameters;
-    sum.gradients += layer.gradients;
-    sum.optimizer += layer.optimizer;
-    sum.buffers += layer.buffers;
+    sums_[i + 1] = sums_[i];
+    add(sums_[i + 1], layer, 1);
     for (int position = layer.shares_with + 1; position <= i; ++position) can_cut_[position] = false;
   }
   for (const auto& block : profile_.blocks) {
@@ -123,12 +124,16 @@ std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::in
   return found;
 }
 
+LayerProfile StageCost::sum(int first, int end) const {
+  auto sum = sums_[end];
+  add(sum, sums_[first], -1);
+  return sum;
+}
+
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
-  const auto& before = sums_[first];
-  const auto& after = sums_[end];
+  const auto sum = this->sum(first, end);
   const double share = share_recomputed(options);
-  double seconds = (after.backward - before.backward) + (1 - share) * (after.forward - before.forward) +
-                   share * (after.stored - before.stored + after.recompute - before.recompute);
+  const double seconds = sum.backward + (1 - share) * sum.forward + share * (sum.stored + sum.recompute);
   const auto bytes = bytes_in(first, end);
   return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
@@ -136,9 +141,8 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
 bool StageCost::splits(int first) const { return profile_.input_requires_grad || gradients(0, first) > 0; }
 
 std::int64_t StageCost::static_bytes(int first, int end) const {
-  const auto& before = sums_[first];
-  const auto& after = sums_[end];
-  return after.parameters - before.parameters + after.buffers - before.buffers + after.optimizer - before.optimizer;
+  const auto sum = this->sum(first, end);
+  return sum.parameters + sum.buffers + sum.optimizer;
 }
 
 std::int64_t StageCost::reduction_bytes(int first, int end, const Network& network) const {
@@ -171,8 +175,7 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
 
 std::int64_t StageCost::most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   std::int64_t most = 0;
-  int first = 0;
-  for (const int end : ends(balance)) {
+  for (int first = 0; const int end : ends(balance)) {
     most = std::max(most, bytes(first, end, options));
     first = end;
   }
@@ -263,16 +266,15 @@ std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   const auto ends = this->ends(balance);
   Costs costs;
-  int first = 0;
-  for (const int end : ends) {
-    const auto& before = sums_[first];
-    const auto& after = sums_[end];
-    const auto seconds = [](double sum) { return std::max(sum, kMinSeconds); };
-    const auto backward = seconds(after.backward - before.backward);
-    costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
-                             backward, splits(first) ? seconds(after.input_gradient - before.input_gradient) : backward,
-                             splits(first) ? seconds(after.weight_gradient - before.weight_gradient) : kMinSeconds});
-    costs.stored.push_back(seconds(after.stored - before.stored));
+  for (int first = 0; const int end : ends) {
+    auto sum = this->sum(first, end);
+    if (!splits(first)) {
+      sum.input_gradient = sum.backward;
+      sum.weight_gradient = 0;
+    }
+    for (const auto time : kTimes) sum.*time = std::max(sum.*time, kMinSeconds);
+    costs.actions.push_back({sum.forward, sum.recompute, sum.backward, sum.input_gradient, sum.weight_gradient});
+    costs.stored.push_back(sum.stored);
     costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));
     first = end;
   }

@@ -57,6 +57,8 @@ class StageCost {
 
   // Costs of a stage of the layers first..end-1:
 
+  /// The layers' seconds, saved bytes, and bytes of parameters, gradients, optimizer and buffers.
+  LayerProfile sum(int first, int end) const;
   /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and
   /// their gradients over the link between the first two workers.
   double seconds(int first, int end, const RunOptions& options) const;
