@@ -74,6 +74,29 @@ class SkipReporter : public SkipContext {
   const bool graph_;
 };
 
+bool in_weights(double time, const Timeline& timeline) {
+  return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
+    return span.action.kind == Kind::W && span.start <= time && time <= span.end;
+  });
+}
+
+/// The bytes of blocks that differ in nothing else.
+using BytesOfBlocks = std::map<Block, std::int64_t>;
+
+void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
+  for (const auto& [block, size] : bytes) {
+    if (size > 0) blocks.emplace_back(block).bytes = size;
+  }
+}
+
+// The end of the action that a time is in.
+double end_of_action(double time, const Timeline& timeline) {
+  for (const Span& span : timeline.spans) {
+    if (span.start <= time && time <= span.end) return span.end;
+  }
+  return time;
+}
+
 }  // namespace
 
 std::int64_t bytes_of(const at::Tensor& tensor) {
@@ -186,33 +209,6 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
 }
-
-namespace {
-
-bool in_weights(double time, const Timeline& timeline) {
-  return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
-    return span.action.kind == Kind::W && span.start <= time && time <= span.end;
-  });
-}
-
-/// The bytes of blocks that differ in nothing else.
-using BytesOfBlocks = std::map<Block, std::int64_t>;
-
-void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
-  for (const auto& [block, size] : bytes) {
-    if (size > 0) blocks.emplace_back(block).bytes = size;
-  }
-}
-
-// The end of the action that a time is in.
-double end_of_action(double time, const Timeline& timeline) {
-  for (const Span& span : timeline.spans) {
-    if (span.start <= time && time <= span.end) return span.end;
-  }
-  return time;
-}
-
-}  // namespace
 
 std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& timeline) const {
   MutexLock lock(mutex_);

@@ -66,7 +66,9 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
   require(batch_size(sample) >= 1, "[profile] the sample is empty; give one micro-batch");
 }
 
-Profile make_profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
+}  // namespace
+
+Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
   auto rising = options;  // progress never falls back, even if the measurement starts again layer by layer
@@ -85,14 +87,8 @@ Profile make_profile(const Model& model, const Value& sample, const ProfileOptio
   return measure_alone(model, sample, rising);
 }
 
-}  // namespace
-
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
-  return make_profile(model, sample, options, /*plain=*/false);
-}
-
-Profile profile_plainly(const Model& model, const Value& sample, const ProfileOptions& options) {
-  return make_profile(model, sample, options, /*plain=*/true);
+  return profile(model, sample, options, /*plain=*/false);
 }
 
 std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,

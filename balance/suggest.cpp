@@ -103,7 +103,7 @@ class Profiling {
   Profile of_stages(int chunks) const {
     const auto sizes = micro_batch_sizes(batch_size(sample_), chunks, /*split_size=*/0);
     auto options = options_;
-    return run(profile, first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
+    return run(first_micro_batch(sample_, sizes), options.workers(cpu_stages_), /*plain=*/false);
   }
 
   /// Profiles the whole mini-batch, with nothing else running.
@@ -111,7 +111,7 @@ class Profiling {
     auto options = options_;
     done_ = profiles_ - 1;  // others may have been left out
     if (device_.is_cpu()) options.intraop_threads(0);
-    return run(profile_plainly, sample_, options.workers(1));
+    return run(sample_, options.workers(1), /*plain=*/true);
   }
 
   /// Whether of_stages(1) is the same as of_whole().
@@ -131,7 +131,7 @@ class Profiling {
   /// For each profile that is left.
   double seconds_left() const { return (options_.seconds() - (now() - start_)) / std::max(1.0, profiles_ - done_); }
 
-  Profile run(decltype(profile)& profile, const Value& micro_batch, ProfileOptions options) const {
+  Profile run(const Value& micro_batch, ProfileOptions options, bool plain) const {
     options.seconds(std::max(0.0, seconds_left()));
     const double done = done_++;
     if (options_.progress()) {
@@ -141,7 +141,7 @@ class Profiling {
         stopped_ = false;
       });
     }
-    return profile(model_, on(micro_batch, device_), options);
+    return profile(model_, on(micro_batch, device_), options, plain);
   }
 
   const Model& model_;

@@ -31,6 +31,20 @@ class DecoratedLayer : public Layer {
   const std::shared_ptr<torch::nn::Module> module_;
 };
 
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
+         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// Ignores exceptions.
+template <typename F>
+void attempt(F f) noexcept {
+  try {
+    f();
+  } catch (...) {
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer&, Value)> forward,
@@ -85,24 +99,6 @@ double median(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
 }
-
-namespace {
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
-         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
-}
-
-/// Ignores exceptions.
-template <typename F>
-void attempt(F f) noexcept {
-  try {
-    f();
-  } catch (...) {
-  }
-}
-
-}  // namespace
 
 /// The state of a parameter or buffer.
 struct RestoreModule::Saved {
