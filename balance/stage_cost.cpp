@@ -36,14 +36,16 @@ std::int64_t readers_from(const std::vector<int>& layers, int first) {
   return layers.end() - std::lower_bound(layers.begin(), layers.end(), first);
 }
 
-using L = LayerProfile;
-constexpr double L::*kTimes[] = {&L::forward,  &L::stored,         &L::recompute,
-                                 &L::backward, &L::input_gradient, &L::weight_gradient};
-constexpr std::int64_t L::*kBytes[] = {&L::parameters, &L::gradients, &L::optimizer, &L::buffers, &L::saved};
+constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward,        &LayerProfile::stored,
+                                                    &LayerProfile::recompute,      &LayerProfile::backward,
+                                                    &LayerProfile::input_gradient, &LayerProfile::weight_gradient};
+constexpr std::int64_t LayerProfile::*kSummedBytes[] = {&LayerProfile::parameters, &LayerProfile::gradients,
+                                                        &LayerProfile::optimizer, &LayerProfile::buffers,
+                                                        &LayerProfile::saved};
 
 void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
-  for (const auto member : kTimes) sum.*member += sign * layer.*member;
-  for (const auto member : kBytes) sum.*member += sign * layer.*member;
+  for (const auto member : kSummedSeconds) sum.*member += sign * layer.*member;
+  for (const auto member : kSummedBytes) sum.*member += sign * layer.*member;
 }
 
 double share_recomputed(const RunOptions& options) {
@@ -272,7 +274,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
       sum.input_gradient = sum.backward;
       sum.weight_gradient = 0;
     }
-    for (const auto time : kTimes) sum.*time = std::max(sum.*time, kMinSeconds);
+    for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time, kMinSeconds);
     costs.actions.push_back({sum.forward, sum.recompute, sum.backward, sum.input_gradient, sum.weight_gradient});
     costs.stored.push_back(sum.stored);
     costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));

@@ -56,12 +56,14 @@ class Wires {
   void finish();
 
  private:
+  int first_tag(int number) const { return (first_ + number) * kTagsPerWire; }
+
   Connections& connections_;
   const int first_;
   const std::chrono::milliseconds delivery_;
   const Allocate allocate_;
-  std::map<int, std::unique_ptr<WireSender>> senders_;
-  std::map<int, std::unique_ptr<WireReceiver>> receivers_;
+  std::map<int, WireSender> senders_;
+  std::map<int, WireReceiver> receivers_;
   std::map<int, std::list<std::pair<LayoutKey, std::deque<LastLayout>>>> layouts_;  // the last used key comes last
 };
 
