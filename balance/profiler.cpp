@@ -102,7 +102,6 @@ std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, co
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
                                           double param_scale, Checkpoint checkpoint) {
   check_stages(partitions, static_cast<int>(model.named_layers().size()));
-  if (chunks < 1) throw invalid("[balance] chunks must be positive, but is %d", chunks);
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
   // The bytes that operators allocate depend on their number of threads, so measure with the number of a stage.
   const int threads = std::max(1, at::get_num_threads() / partitions);

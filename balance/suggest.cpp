@@ -27,7 +27,6 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) chunks = {4, 8, 2, 16, 1, 32};
   std::vector<int> counts;
   for (const int wanted : chunks) {
-    if (wanted < 1) throw invalid("[suggest] chunks must be positive, but one is %d", wanted);
     const auto count = static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size());
     if (std::ranges::find(counts, count) == counts.end()) counts.push_back(count);
   }
@@ -162,8 +161,7 @@ std::optional<Candidate> unpartitioned(const Profiling& profiling, const std::ve
     const auto& first = profiles.front();
     const auto whole = profiling.has_whole() && first.chunks == 1 ? first.profile : profiling.of_whole();
     return make_candidate(whole, {static_cast<std::int64_t>(whole.layers.size())},
-                          {.chunks = 1, .checkpoint = Checkpoint::kNever},
-                          {.stages = 1, .memory_limit = options.memory_limit()});
+                          {.chunks = 1, .checkpoint = Checkpoint::kNever}, {.memory_limit = options.memory_limit()});
   } catch (const std::runtime_error&) {
     if (profiling.stopped()) throw;
     return std::nullopt;
