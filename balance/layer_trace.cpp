@@ -1,8 +1,5 @@
 #include "balance/layer_trace.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <atomic>
 
 #include "balance/trial.h"
@@ -31,7 +28,7 @@ struct PartBegins : torch::autograd::Node {
   PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    if (!trace->is_in(part)) trace->begins(part);
+    trace->begins(part);
     trace->passes_back(part.layer, gradients);
     return std::move(gradients);
   }
@@ -133,6 +130,7 @@ std::vector<LayerTrace::Mark> LayerTrace::take_marks() {
 }
 
 void LayerTrace::begins(const Part& part) {
+  if (const Part* present = part_of_this_thread(); present != nullptr && *present == part) return;
   // Wait for the device, so that the times are those of the work and not of its launch.
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   place_of_this_thread = {id_, part};
@@ -180,11 +178,6 @@ void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links
     profile.skips.push_back(
         {link.key.name, link.from, distinct_readers(link), bytes, version.changed(), wants_gradient});
   }
-}
-
-bool LayerTrace::is_in(const Part& part) const {
-  const Part* present = part_of_this_thread();
-  return present != nullptr && *present == part;
 }
 
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {

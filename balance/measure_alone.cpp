@@ -1,6 +1,3 @@
-#include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "absl/strings/str_format.h"

@@ -1,7 +1,5 @@
 #include "balance/measurement.h"
 
-#include <ATen/Functions.h>
-
 #include <numeric>
 
 #include "absl/strings/str_format.h"

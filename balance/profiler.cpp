@@ -1,9 +1,5 @@
 #include "balance/profiler.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
-
 #include "balance/balance.h"
 #include "balance/layer_trace.h"
 #include "balance/measurement.h"

@@ -1,8 +1,5 @@
 #include "balance/suggest.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"

@@ -1,7 +1,5 @@
 #include "balance/trial.h"
 
-#include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
 #include "absl/cleanup/cleanup.h"

@@ -1,9 +1,6 @@
 #include "gpipe/graph/argument.h"
 
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/Layout.h>
-#include <c10/core/MemoryFormat.h>
-#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <limits>

@@ -1,7 +1,6 @@
 #include "gpipe/graph/graph.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <deque>

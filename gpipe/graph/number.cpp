@@ -1,12 +1,9 @@
-#include "gpipe/graph/number.h"
-
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/graph/argument.h"
 
 namespace gpipe {
 namespace {

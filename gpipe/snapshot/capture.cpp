@@ -1,8 +1,4 @@
 #include <ATen/MemoryOverlap.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/QScheme.h>
-#include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>

@@ -2,7 +2,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/tensor.h>
-#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>

@@ -1,9 +1,5 @@
 #pragma once
 
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/intrusive_ptr.h>
-
 #include <algorithm>
 
 #include "gpipe/tensors/value.h"

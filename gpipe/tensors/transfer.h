@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
