@@ -25,7 +25,8 @@ thread_local Place place_of_this_thread;
 /// Identity node behind a layer's output, or a tensor that it stashes: the layer's part of the backward begins at the
 /// first of them.
 struct PartBegins : torch::autograd::Node {
-  PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
+  PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& forward)
+      : trace(std::move(trace)), part{Kind::B, false, forward.layer, forward.micro_batch} {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     trace->begins(part);
@@ -41,18 +42,11 @@ struct PartBegins : torch::autograd::Node {
 /// Reports the skips that a layer reads, and the gradients of the skips that it stashes.
 class SkipReporter : public SkipContext {
  public:
-  SkipReporter(std::shared_ptr<LayerTrace> trace, int layer, int micro_batch, bool graph)
-      : outer_(SkipContext::current()),
-        trace_(std::move(trace)),
-        layer_(layer),
-        micro_batch_(micro_batch),
-        graph_(graph) {}
+  SkipReporter(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part)
+      : outer_(SkipContext::current()), trace_(std::move(trace)), part_(part) {}
 
   void stash(const SkipKey& key, at::Tensor tensor) override {
-    if (graph_) {
-      const auto node = make_node<PartBegins>(trace_, LayerTrace::Part{Kind::B, false, layer_, micro_batch_});
-      tensor = append_node(Value(tensor), node).tensors().front();
-    }
+    if (part_.graph) tensor = append_node(Value(tensor), make_node<PartBegins>(trace_, part_)).tensors().front();
     outer_.stash(key, std::move(tensor));
   }
   at::Tensor pop(const SkipKey& key) override { return report(key, outer_.pop(key)); }
@@ -60,15 +54,13 @@ class SkipReporter : public SkipContext {
 
  private:
   at::Tensor report(const SkipKey& key, at::Tensor tensor) {
-    trace_->reads(layer_, micro_batch_, key, tensor);
+    trace_->reads(part_.layer, part_.micro_batch, key, tensor);
     return tensor;
   }
 
   SkipContext& outer_;
   const std::shared_ptr<LayerTrace> trace_;
-  const int layer_;
-  const int micro_batch_;
-  const bool graph_;
+  const LayerTrace::Part part_;
 };
 
 bool in_weights(double time, const Timeline& timeline) {
@@ -109,15 +101,14 @@ std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_pt
     const auto forward = [trace = shared_from_this(), i, count, forwards = 0](Layer& layer, Value input) mutable {
       const bool recompute = is_recomputing();
       const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
-      const int micro_batch = recompute ? 0 : forwards++;
-      trace->begins({recompute ? Kind::R : Kind::F, graph, i, micro_batch});
-      if (!recompute) trace->reaches(i, micro_batch, input.tensors());
-      SkipReporter context(trace, i, micro_batch, graph);
+      const Part part{recompute ? Kind::R : Kind::F, graph, i, recompute ? 0 : forwards++};
+      trace->begins(part);
+      if (!recompute) trace->reaches(i, part.micro_batch, input.tensors());
+      SkipReporter context(trace, part);
       SkipContextGuard guard(context);
       auto output = layer.forward(std::move(input));
-      if (i + 1 == count && !recompute) trace->reaches(count, micro_batch, output.tensors());
-      if (!graph) return output;
-      return append_node(output, make_node<PartBegins>(trace, Part{Kind::B, false, i, micro_batch}));
+      if (i + 1 == count && !recompute) trace->reaches(count, part.micro_batch, output.tensors());
+      return graph ? append_node(output, make_node<PartBegins>(trace, part)) : output;
     };
     layers[i] = decorate(std::move(layers[i]), forward);
   }
