@@ -41,14 +41,8 @@ WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::millisecon
 
 std::deque<LastLayout>& Wires::last_layouts(int number, const LayoutKey& key, std::size_t messages) {
   auto& of_wire = layouts_[number];
-  const auto found = std::find_if(of_wire.begin(), of_wire.end(), [&](const auto& each) { return each.first == key; });
-  if (found != of_wire.end()) {
-    of_wire.splice(of_wire.end(), of_wire, found);
-  } else {
-    if (of_wire.size() == kKeysPerWire) of_wire.pop_front();
-    of_wire.emplace_back(key, 0);
-  }
-  auto& layouts = of_wire.back().second;
+  if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();
+  auto& layouts = of_wire[key];
   if (layouts.size() < messages) layouts.resize(messages);
   return layouts;
 }
