@@ -3,7 +3,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/gradient_reduction.h"
 
@@ -256,13 +255,8 @@ StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
 }
 
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
-  auto ends = stage_ends(balance);
-  if (ends.empty() || ends.back() != layers_) {
-    throw invalid(
-        "[balance] balance [%s] does not fit %d layers; give positive numbers of layers that sum to the total",
-        absl::StrJoin(balance, ", "), layers_);
-  }
-  return ends;
+  check_balance(balance, layers_);
+  return stage_ends(balance);
 }
 
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {

@@ -12,12 +12,6 @@ namespace {
 /// With less time for measurements, the search moves fewer cuts.
 constexpr double kSecondsOfFullSearch = 10;
 
-Value on(const Value& sample, torch::Device device) {
-  auto tensors = sample.tensors();
-  for (auto& tensor : tensors) tensor = tensor.to(device).detach().set_requires_grad(tensor.requires_grad());
-  return Value(sample.form(), std::move(tensors));
-}
-
 /// The numbers of micro-batches that result from these numbers of chunks, without duplicates, in the order to try them:
 /// the usual ones first.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
@@ -137,7 +131,7 @@ class Profiling {
         stopped_ = false;
       });
     }
-    return profile(model_, on(micro_batch, device_), options, plain);
+    return profile(model_, copy_of(micro_batch, device_), options, plain);
   }
 
   const Model& model_;

@@ -85,9 +85,11 @@ Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& siz
   return Value(first.form, std::move(first.tensors));
 }
 
-Value copy_of(const Value& value) {
+Value copy_of(const Value& value, std::optional<c10::Device> device) {
   auto tensors = value.tensors();
-  for (auto& tensor : tensors) tensor = tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+  for (auto& tensor : tensors) {
+    tensor = copy_of(tensor, device.value_or(tensor.device())).set_requires_grad(tensor.requires_grad());
+  }
   return Value(value.form(), std::move(tensors));
 }
 
