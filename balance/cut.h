@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "absl/functional/function_ref.h"
 #include "balance/stage_cost.h"
 
 namespace gpipe {

@@ -100,26 +100,16 @@ int StageCost::most_stages() const {
   return static_cast<int>(std::count(can_cut_.begin() + 1, can_cut_.end(), true));  // the model's end counts as a cut
 }
 
-bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
-  std::int64_t end = 0;
-  for (const auto layers : balance) {
-    if (layers < 1 || layers > layers_ - end) return false;
-    end += layers;
-    if (!can_cut_[end]) return false;
-  }
-  return end == layers_;
-}
-
 std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance, int layers) const {
-  static_cast<void>(ends(balance));
-  layers = std::min(layers, layers_);
+  const auto ends = this->ends(balance);
   std::vector<std::vector<std::int64_t>> found;
   for (std::size_t s = 0; s + 1 < balance.size(); ++s) {
-    for (int moved = -layers; moved <= layers; ++moved) {
-      auto other = balance;
+    for (int cut = s == 0 ? 1 : ends[s - 1] + 1; cut < ends[s + 1]; ++cut) {
+      const int moved = cut - ends[s];
+      if (moved == 0 || std::abs(moved) > layers || !can_cut_before(cut)) continue;
+      auto& other = found.emplace_back(balance);
       other[s] += moved;
       other[s + 1] -= moved;
-      if (moved != 0 && can_cut(other)) found.push_back(std::move(other));
     }
   }
   return found;
@@ -225,19 +215,6 @@ std::int64_t StageCost::bytes_out(int first, int end) const {
   return bytes;
 }
 
-void StageCost::for_each_loan(const std::vector<int>& ends,
-                              absl::FunctionRef<void(const TieProfile&, int from, int to)> call) const {
-  for (const auto& tie : profile_.ties) {
-    const int owner = stage_of(tie.layers.front(), ends);
-    int last = owner;
-    for (const int layer : tie.layers) {
-      const int stage = stage_of(layer, ends);
-      if (stage != last) call(tie, owner, stage);
-      last = stage;
-    }
-  }
-}
-
 StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
                                        const std::vector<int>& placement) const {
   const auto ends = this->ends(balance);
@@ -247,10 +224,15 @@ StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
   SizedEdges sized{cut_edges(balance, links, placement, &cut_links), {}};
   for (std::size_t s = 0; s + 1 < ends.size(); ++s) sized.bytes.push_back(profile_.layers[ends[s] - 1].output);
   for (const int link : cut_links) sized.bytes.push_back(profile_.skips[link].bytes);
-  for_each_loan(ends, [&](const TieProfile& tie, int from, int to) {
-    sized.edges.push_back({from, to, "parameter " + tie.name});
-    sized.bytes.push_back(tie.bytes);
-  });
+  for (const auto& tie : profile_.ties) {
+    const int owner = stage_of(tie.layers.front(), ends);
+    for (int last = owner; const int layer : tie.layers) {
+      const int stage = stage_of(layer, ends);
+      if (std::exchange(last, stage) == stage) continue;
+      sized.edges.push_back({owner, stage, "parameter " + tie.name});
+      sized.bytes.push_back(tie.bytes);
+    }
+  }
   return sized;
 }
 
