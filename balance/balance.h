@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "balance/cut.h"
 #include "balance/profiler.h"
 

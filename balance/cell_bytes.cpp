@@ -1,16 +1,8 @@
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
 #include "balance/stage_cost.h"
 
 namespace gpipe {
-namespace {
-
-constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
-
-}  // namespace
-
 /// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
 /// when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
 /// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as
@@ -210,6 +202,7 @@ class StageCost::Cell {
   /// What a checkpointed cell copies: its buffers, except large ones, which are taken to be constant, and its inputs if
   /// layers change them.
   void keep_inputs() {
+    constexpr std::int64_t kLargeBuffer = 64 << 10;  // as is_large()
     for (int layer = first_; layer < end_; ++layer) {
       const auto bytes = cost_.profile_.layers[layer].buffers;
       if (bytes < kLargeBuffer) buffers_ += bytes;

@@ -2,27 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <optional>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
-
-namespace {
-
-void check_link(const LinkSpeed& link, const char* where) {
-  require(link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency),
-          "[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where, link.bandwidth,
-          link.latency);
-}
-
-}  // namespace
 
 const LinkSpeed& Network::link(int a, int b) const {
   // The ranks of both workers lie between these two, and the ranks of some replica of either are these two.
@@ -41,13 +25,15 @@ void check(const Network& network) {
   require(network.replicas >= 1, "[balance] replicas must be positive, but is %d", network.replicas);
   require(network.devices_per_host >= 0, "[balance] devices_per_host must not be negative, but is %d",
           network.devices_per_host);
-  check_link(network.inside, "inside a host");
-  check_link(network.between, "between hosts");
+  for (const auto& [link, where] :
+       {std::pair(network.inside, "inside a host"), std::pair(network.between, "between hosts")}) {
+    require(link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency),
+            "[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where,
+            link.bandwidth, link.latency);
+  }
 }
 
 namespace {
-
-using absl::StrFormat;
 
 /// Most actions that are simulated to move cuts, for all numbers of replicas together.
 constexpr std::int64_t kMostActions = 1'000'000;

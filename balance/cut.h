@@ -1,11 +1,8 @@
 #pragma once
 
-#include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "balance/profile.h"
 #include "balance/stage_cost.h"
 
 namespace gpipe {

@@ -1,18 +1,11 @@
-#include <cstdint>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
-#include <string>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
-#include "gpipe/base/checks.h"
+#include "gpipe/base/json.h"
 
 namespace gpipe {
 namespace {
@@ -25,7 +18,7 @@ constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
 constexpr double kMostBandwidth = kMostBytes;
 constexpr double kMostLatency = 1e3;
-constexpr int kDepth = 8;
+constexpr int kLevels = 8;
 
 // Defines visit(of, f), which calls f(name, member) for each of the members. A name in JSON is the member's.
 #define GPIPE_VISIT_MEMBER(member) f(#member, of.member);
@@ -58,13 +51,8 @@ class Reader {
     if (text.size() > longest) {
       refuse(absl::StrFormat("the text has %d bytes, but the limit is %d", text.size(), longest));
     }
-    const auto check_depth = [&](int depth, Json::parse_event_t event, const Json&) {
-      const bool opens = event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start;
-      if (opens && depth >= kDepth) refuse(absl::StrFormat("the text nests deeper than %d levels", kDepth));
-      return true;
-    };
     try {
-      return Json::parse(text, check_depth);
+      return parse_json(text, kLevels);
     } catch (const Json::exception& error) {
       // Drop the text read last: it may be long and contain any bytes.
       const std::string reason = error.what();

@@ -1,18 +1,10 @@
 #include "balance/layer_trace.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <algorithm>
 #include <atomic>
-#include <limits>
-#include <utility>
 
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
-#include "skip/skippable.h"
 
 namespace gpipe {
 
@@ -33,10 +25,11 @@ thread_local Place place_of_this_thread;
 /// Identity node behind a layer's output, or a tensor that it stashes: the layer's part of the backward begins at the
 /// first of them.
 struct PartBegins : torch::autograd::Node {
-  PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
+  PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& forward)
+      : trace(std::move(trace)), part{Kind::B, false, forward.layer, forward.micro_batch} {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
-    if (!trace->is_in(part)) trace->begins(part);
+    trace->begins(part);
     trace->passes_back(part.layer, gradients);
     return std::move(gradients);
   }
@@ -49,18 +42,11 @@ struct PartBegins : torch::autograd::Node {
 /// Reports the skips that a layer reads, and the gradients of the skips that it stashes.
 class SkipReporter : public SkipContext {
  public:
-  SkipReporter(std::shared_ptr<LayerTrace> trace, int layer, int micro_batch, bool graph)
-      : outer_(SkipContext::current()),
-        trace_(std::move(trace)),
-        layer_(layer),
-        micro_batch_(micro_batch),
-        graph_(graph) {}
+  SkipReporter(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part)
+      : outer_(SkipContext::current()), trace_(std::move(trace)), part_(part) {}
 
   void stash(const SkipKey& key, at::Tensor tensor) override {
-    if (graph_) {
-      const auto node = make_node<PartBegins>(trace_, LayerTrace::Part{Kind::B, false, layer_, micro_batch_});
-      tensor = append_node(Value(tensor), node).tensors().front();
-    }
+    if (part_.graph) tensor = append_node(Value(tensor), make_node<PartBegins>(trace_, part_)).tensors().front();
     outer_.stash(key, std::move(tensor));
   }
   at::Tensor pop(const SkipKey& key) override { return report(key, outer_.pop(key)); }
@@ -68,16 +54,37 @@ class SkipReporter : public SkipContext {
 
  private:
   at::Tensor report(const SkipKey& key, at::Tensor tensor) {
-    trace_->reads(layer_, micro_batch_, key, tensor);
+    trace_->reads(part_.layer, part_.micro_batch, key, tensor);
     return tensor;
   }
 
   SkipContext& outer_;
   const std::shared_ptr<LayerTrace> trace_;
-  const int layer_;
-  const int micro_batch_;
-  const bool graph_;
+  const LayerTrace::Part part_;
 };
+
+bool in_weights(double time, const Timeline& timeline) {
+  return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
+    return span.action.kind == Kind::W && span.start <= time && time <= span.end;
+  });
+}
+
+/// The bytes of blocks that differ in nothing else.
+using BytesOfBlocks = std::map<Block, std::int64_t>;
+
+void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
+  for (const auto& [block, size] : bytes) {
+    if (size > 0) blocks.emplace_back(block).bytes = size;
+  }
+}
+
+// The end of the action that a time is in.
+double end_of_action(double time, const Timeline& timeline) {
+  for (const Span& span : timeline.spans) {
+    if (span.start <= time && time <= span.end) return span.end;
+  }
+  return time;
+}
 
 }  // namespace
 
@@ -94,15 +101,14 @@ std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_pt
     const auto forward = [trace = shared_from_this(), i, count, forwards = 0](Layer& layer, Value input) mutable {
       const bool recompute = is_recomputing();
       const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
-      const int micro_batch = recompute ? 0 : forwards++;
-      trace->begins({recompute ? Kind::R : Kind::F, graph, i, micro_batch});
-      if (!recompute) trace->reaches(i, micro_batch, input.tensors());
-      SkipReporter context(trace, i, micro_batch, graph);
+      const Part part{recompute ? Kind::R : Kind::F, graph, i, recompute ? 0 : forwards++};
+      trace->begins(part);
+      if (!recompute) trace->reaches(i, part.micro_batch, input.tensors());
+      SkipReporter context(trace, part);
       SkipContextGuard guard(context);
       auto output = layer.forward(std::move(input));
-      if (i + 1 == count && !recompute) trace->reaches(count, micro_batch, output.tensors());
-      if (!graph) return output;
-      return append_node(output, make_node<PartBegins>(trace, Part{Kind::B, false, i, micro_batch}));
+      if (i + 1 == count && !recompute) trace->reaches(count, part.micro_batch, output.tensors());
+      return graph ? append_node(output, make_node<PartBegins>(trace, part)) : output;
     };
     layers[i] = decorate(std::move(layers[i]), forward);
   }
@@ -115,6 +121,7 @@ std::vector<LayerTrace::Mark> LayerTrace::take_marks() {
 }
 
 void LayerTrace::begins(const Part& part) {
+  if (const Part* present = part_of_this_thread(); present != nullptr && *present == part) return;
   // Wait for the device, so that the times are those of the work and not of its launch.
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   place_of_this_thread = {id_, part};
@@ -164,11 +171,6 @@ void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links
   }
 }
 
-bool LayerTrace::is_in(const Part& part) const {
-  const Part* present = part_of_this_thread();
-  return present != nullptr && *present == part;
-}
-
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {
   return place_of_this_thread.trace == id_ ? &place_of_this_thread.part : nullptr;
 }
@@ -191,33 +193,6 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
 }
-
-namespace {
-
-bool in_weights(double time, const Timeline& timeline) {
-  return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
-    return span.action.kind == Kind::W && span.start <= time && time <= span.end;
-  });
-}
-
-/// The bytes of blocks that differ in nothing else.
-using BytesOfBlocks = std::map<Block, std::int64_t>;
-
-void append(std::vector<Block>& blocks, const BytesOfBlocks& bytes) {
-  for (const auto& [block, size] : bytes) {
-    if (size > 0) blocks.emplace_back(block).bytes = size;
-  }
-}
-
-// The end of the action that a time is in.
-double end_of_action(double time, const Timeline& timeline) {
-  for (const Span& span : timeline.spans) {
-    if (span.start <= time && time <= span.end) return span.end;
-  }
-  return time;
-}
-
-}  // namespace
 
 std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& timeline) const {
   MutexLock lock(mutex_);

@@ -1,25 +1,12 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
-#include <cstdint>
 #include <limits>
-#include <map>
-#include <memory>
-#include <optional>
 #include <set>
-#include <utility>
-#include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "balance/profile.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/schedule/action.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/parcel.h"
-#include "gpipe/timeline.h"
 #include "skip/layout.h"
 
 namespace gpipe {
@@ -73,11 +60,10 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
-  // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
-  // input of `layer`, or the model's output if that is the number of layers. reads(): a layer reads a skip.
+  // Reports of the watched layers. begins(): a part begins on this thread, unless it has begun. reaches(): a
+  // micro-batch's activation is the input of `layer`, or the model's output if that is the number of layers. reads(): a
+  // layer reads a skip.
   void begins(const Part& part);
-  /// Returns whether the last part that began on this thread is this one.
-  bool is_in(const Part& part) const;
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
   void reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
   /// The gradients of a layer's outputs, at the beginning of its part of a backward.

@@ -1,15 +1,4 @@
-#include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/nn/module.h>
-
-#include <exception>
-#include <map>
-#include <memory>
-#include <stdexcept>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "balance/layer_trace.h"
@@ -18,7 +7,6 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/micro_batch.h"
-#include "skip/skippable.h"
 
 namespace gpipe {
 namespace {

@@ -1,26 +1,13 @@
 #include "balance/measurement.h"
 
-#include <ATen/Functions.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
-
-#include <algorithm>
-#include <array>
-#include <exception>
-#include <memory>
 #include <numeric>
-#include <stdexcept>
-#include <utility>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
-#include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/binding.h"
-#include "gpipe/gpipe.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
@@ -216,15 +203,8 @@ class Measurement {
                           ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
                           : last_backward(watched, failed->action.stage);
     const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
-    std::string message = failed->message;
-    try {
-      throw;
-    } catch (const c10::Error& error) {
-      message = error.what_without_backtrace();
-    } catch (...) {
-    }
     std::throw_with_nested(std::runtime_error(
-        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", message)));
+        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", failed->message)));
   }
 
   /// The layer of a stage whose part of the backward began last; -1 for none.

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <vector>
-
-#include "balance/model.h"
-#include "balance/profile.h"
 #include "balance/profiler.h"
-#include "skip/layout.h"
 
 namespace gpipe {
 
@@ -21,8 +16,8 @@ Profile measure(const Model::MakeLayers& layers, const Value& sample, const Prof
 /// std::runtime_error that names a layer that does not fit the device alone.
 Profile measure_alone(const Model& model, const Value& sample, const ProfileOptions& options);
 
-/// As profile(), but plain: see measure().
-Profile profile_plainly(const Model& model, const Value& sample, const ProfileOptions& options);
+/// As profile(); plain as in measure().
+Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain);
 
 /// Finds the parameters and buffers that layers share: sets `shares_with` of the profile's layers, and its ties. Shared
 /// parameters are ties if stages can lend them.

@@ -1,12 +1,5 @@
 #pragma once
 
-#include <torch/nn/module.h>
-#include <torch/nn/modules/container/sequential.h>
-
-#include <functional>
-#include <memory>
-#include <vector>
-
 #include "gpipe/autograd/layer.h"
 #include "gpipe/nested.h"
 #include "skip/layout.h"

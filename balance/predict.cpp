@@ -2,11 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
-
-#include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {
@@ -101,27 +96,22 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   const auto stage_edges = stage_.edges(balance, source_.placement);
   auto work = workload(balance, stage_edges);
-  std::int64_t crossing = 0;
+  Prediction prediction{{balance, source_.placement}};
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
-    if (crosses(work.edges[e])) crossing += options_.chunks * stage_edges.bytes[e];
+    if (crosses(work.edges[e])) prediction.crossing += options_.chunks * stage_edges.bytes[e];
   }
   auto simulation = simulate(program(std::move(work.layout), std::move(work.edges)), work.costs);
   const auto ends = stage_.ends(balance);
-  const double seconds = std::max(simulation.makespan, reduced(ends, simulation.timeline));
-  Prediction prediction{.balance = balance,
-                        .seconds = seconds,
-                        .reduction = seconds - simulation.makespan,
-                        .bubble = 1 - (1 - simulation.bubble) * simulation.makespan / seconds,
-                        .placement = source_.placement,
-                        .bytes = simulation.timeline.peak_bytes(),
-                        .crossing = crossing,
-                        .timeline = std::move(simulation.timeline)};
+  prediction.seconds = std::max(simulation.makespan, reduced(ends, simulation.timeline));
+  prediction.reduction = prediction.seconds - simulation.makespan;
+  prediction.bubble = 1 - (1 - simulation.bubble) * simulation.makespan / prediction.seconds;
+  prediction.bytes = simulation.timeline.peak_bytes();
+  prediction.timeline = std::move(simulation.timeline);
   const auto kept = static_bytes(balance);
   for (std::size_t w = 0; w < kept.size(); ++w) prediction.bytes[w] += kept[w];
   auto alone = options_;
   alone.network = {};
-  int first = 0;
-  for (const int end : ends) {
+  for (int first = 0; const int end : ends) {
     prediction.stages.push_back(stage_.seconds(first, end, alone));
     first = end;
   }

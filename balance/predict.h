@@ -1,33 +1,29 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <vector>
-
-#include "balance/profile.h"
 #include "balance/stage_cost.h"
 #include "gpipe/schedule/greedy.h"
-#include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe {
 
 /// Predicted cost of a step: forward and backward of one mini-batch, and the sums of gradients over replicas. Without
 /// the time of the loss and the optimizer.
-struct Prediction {
+struct PredictedStep {
   std::vector<std::int64_t> balance;
-  double seconds = 0;               ///< of the whole step
-  double reduction = 0;             ///< the part of `seconds` after the last backward, until all gradients are summed
-  double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
-  std::vector<int> placement;       ///< the worker of each stage
+  std::vector<int> placement;  ///< the worker of each stage
+  double seconds = 0;          ///< of the whole step
+  double reduction = 0;        ///< the part of `seconds` after the last backward, until all gradients are summed
+  double bubble = 0;           ///< idle time / (workers x seconds), in [0, 1)
   /// Peak bytes per worker: parameters, gradients, optimizer state, buffers, activations, and what sums gradients over
   /// replicas (see reduction_bytes()).
-  std::vector<std::int64_t> bytes;
-  /// Bytes of activations and skips that go to another worker in the forward of one mini-batch.
+  std::vector<std::int64_t> bytes = {};
+  /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
   std::int64_t crossing = 0;
-  Timeline timeline;  ///< of the simulation; its bytes exclude what stays during the step
+};
+
+struct Prediction : PredictedStep {
+  std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
+  Timeline timeline = {};           ///< of the simulation; its bytes exclude what stays during the step
 };
 
 /// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance

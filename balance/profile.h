@@ -1,12 +1,7 @@
 #pragma once
 
 #include <compare>
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <vector>
 
-#include "gpipe/schedule/action.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {

@@ -1,15 +1,5 @@
 #include "balance/profiler.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
-#include <torch/nn/module.h>
-
-#include <algorithm>
-#include <map>
-#include <string>
-#include <utility>
-
 #include "balance/balance.h"
 #include "balance/layer_trace.h"
 #include "balance/measurement.h"
@@ -72,7 +62,9 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
   require(batch_size(sample) >= 1, "[profile] the sample is empty; give one micro-batch");
 }
 
-Profile make_profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
+}  // namespace
+
+Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
   auto rising = options;  // progress never falls back, even if the measurement starts again layer by layer
@@ -91,14 +83,8 @@ Profile make_profile(const Model& model, const Value& sample, const ProfileOptio
   return measure_alone(model, sample, rising);
 }
 
-}  // namespace
-
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
-  return make_profile(model, sample, options, /*plain=*/false);
-}
-
-Profile profile_plainly(const Model& model, const Value& sample, const ProfileOptions& options) {
-  return make_profile(model, sample, options, /*plain=*/true);
+  return profile(model, sample, options, /*plain=*/false);
 }
 
 std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
@@ -112,7 +98,6 @@ std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, co
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
                                           double param_scale, Checkpoint checkpoint) {
   check_stages(partitions, static_cast<int>(model.named_layers().size()));
-  if (chunks < 1) throw invalid("[balance] chunks must be positive, but is %d", chunks);
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
   // The bytes that operators allocate depend on their number of threads, so measure with the number of a stage.
   const int threads = std::max(1, at::get_num_threads() / partitions);

@@ -2,11 +2,8 @@
 
 #include <torch/arg.h>
 
-#include <functional>
-
 #include "balance/model.h"
 #include "balance/profile.h"
-#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

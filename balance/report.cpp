@@ -2,16 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <set>
-#include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "balance/cut.h"
-#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
@@ -62,29 +57,53 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
           bytes_to_text(layer.parameters)};
 }
 
+// E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
+std::string schedule_of(const Candidate& candidate) {
+  const auto name = candidate.schedule.empty() ? "forward" : candidate.schedule;
+  switch (placed_by(candidate)) {
+    case PlacedBy::kSchedule:
+      break;
+    case PlacedBy::kStagesPerWorker:
+      return absl::StrCat(name, ", ", candidate.placement.size() / candidate.bytes.size(), " per worker");
+    case PlacedBy::kV:
+      return name + ", V";
+    case PlacedBy::kPlacement:
+      return absl::StrCat(name, " on ", absl::StrJoin(candidate.placement, ","));
+  }
+  return name;
+}
+
+std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }
+
+/// A line that tells that no candidate is as fast as the unpartitioned model, or nothing.
+std::string advice(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
+  if (!unpartitioned || !unpartitioned->fits || candidates.empty()) return "";
+  const double faster = candidates.front().seconds / unpartitioned->seconds;
+  if (faster <= 1) return "";
+  return absl::StrFormat(
+      "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast as the best "
+      "pipeline.\n",
+      faster);
+}
+
 }  // namespace
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
   Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters", "cut"});
   const auto cuts = cut_bytes(profile);
   const auto layers = static_cast<int>(profile.layers.size());
+  const StageCost cost(profile);
   int first = 0;
   int stage = 0;
-  for (const int end : balance.empty() ? std::vector<int>{layers} : StageCost(profile).ends(balance)) {
-    LayerProfile sum;
+  for (const int end : balance.empty() ? std::vector<int>{layers} : cost.ends(balance)) {
     for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
-      sum.forward += layer.forward;
-      sum.recompute += layer.recompute;
-      sum.backward += layer.backward;
-      sum.saved += layer.saved;
-      sum.parameters += layer.parameters;
       auto cells = row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output));
       if (i + 1 < layers) cells.push_back(cuts[i] ? bytes_to_text(*cuts[i]) : "-");
       if (i + 1 == end && end < layers) cells.emplace_back("<- cut here");
       table.add(std::move(cells));
     }
-    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum, ""));
+    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), cost.sum(first, end), ""));
     first = end;
   }
   return absl::StrFormat(
@@ -124,39 +143,6 @@ std::string prediction_table(const Prediction& prediction) {
       "mini-batch. bubble: share of the step during which workers wait.\n",
       table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble, shared ? "worker" : "stage");
 }
-
-namespace {
-
-// E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
-std::string schedule_of(const Candidate& candidate) {
-  const auto name = candidate.schedule.empty() ? "forward" : candidate.schedule;
-  switch (placed_by(candidate)) {
-    case PlacedBy::kSchedule:
-      break;
-    case PlacedBy::kStagesPerWorker:
-      return absl::StrCat(name, ", ", candidate.placement.size() / candidate.bytes.size(), " per worker");
-    case PlacedBy::kV:
-      return name + ", V";
-    case PlacedBy::kPlacement:
-      return absl::StrCat(name, " on ", absl::StrJoin(candidate.placement, ","));
-  }
-  return name;
-}
-
-std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }
-
-/// A line that tells that no candidate is as fast as the unpartitioned model, or nothing.
-std::string advice(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
-  if (!unpartitioned || !unpartitioned->fits || candidates.empty()) return "";
-  const double faster = candidates.front().seconds / unpartitioned->seconds;
-  if (faster <= 1) return "";
-  return absl::StrFormat(
-      "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast as the best "
-      "pipeline.\n",
-      faster);
-}
-
-}  // namespace
 
 std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned,
                             int rows) {

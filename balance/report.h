@@ -1,15 +1,6 @@
 #pragma once
 
-#include <cstdint>
-#include <limits>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "balance/cluster_plan.h"
-#include "balance/predict.h"
-#include "balance/profile.h"
-#include "balance/search.h"
 
 namespace gpipe {
 

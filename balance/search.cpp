@@ -1,17 +1,12 @@
 #include "balance/search.h"
 
 #include <algorithm>
-#include <map>
 #include <memory>
-#include <stdexcept>
 #include <tuple>
-#include <utility>
 
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/greedy.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -47,28 +42,14 @@ std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages
   return balances;
 }
 
-Candidate candidate_of(Prediction prediction, const RunOptions& run, const SearchOptions& options) {
-  check_devices(options, prediction.bytes.size());
-  const bool fits = options.memory_limit <= 0 || fullest(prediction.bytes, options).second <= options.memory_limit;
-  return {std::move(prediction.balance),
-          run.chunks,
-          run.checkpoint,
-          run.scheduling.schedule,
-          std::move(prediction.placement),
-          prediction.seconds,
-          prediction.bubble,
-          std::move(prediction.bytes),
-          fits,
-          prediction.crossing,
-          run.network.replicas,
-          prediction.reduction};
+Candidate candidate_of(PredictedStep step, const RunOptions& run, const SearchOptions& options) {
+  check_devices(options, step.bytes.size());
+  const bool fits = options.memory_limit <= 0 || fullest(step.bytes, options).second <= options.memory_limit;
+  return {std::move(step), run.chunks, run.checkpoint, run.scheduling.schedule, run.network.replicas, fits};
 }
 
 /// A candidate that may be improved.
 struct Entry {
-  Entry(const Profile& of, int stages, const RunOptions& options)
-      : profile(&of), run(options), predictor(std::make_unique<Predictor>(of, stages, options)) {}
-
   Candidate with(const std::vector<std::int64_t>& balance, const SearchOptions& options) const {
     return candidate_of(predictor->predict(balance), run, options);
   }
@@ -231,7 +212,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         if (stages > most_stages && options.schedulings.size() > 1) continue;
         auto& balances = known[{stages, scheduling.placement, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);
-        Entry entry(profile, stages, run);
+        Entry entry{&profile, run, std::make_unique<Predictor>(profile, stages, run)};
         entry.best = entry.with(balances.front(), options);
         for (std::size_t i = 1; i < balances.size(); ++i) {
           auto other = entry.with(balances[i], options);

@@ -1,31 +1,16 @@
 #pragma once
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "balance/predict.h"
-#include "balance/profile.h"
 
 namespace gpipe {
 
 /// A way to run a model, and its predicted cost.
-struct Candidate {
-  std::vector<std::int64_t> balance;
+struct Candidate : PredictedStep {
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  std::string schedule;             ///< of step(); empty: forward() and its backward
-  std::vector<int> placement;       ///< the worker of each stage
-  double seconds = 0;               ///< per step: forward and backward of the mini-batch
-  double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<std::int64_t> bytes;  ///< peak per worker
-  bool fits = true;                 ///< into the memory limit
-  /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
-  std::int64_t crossing = 0;
-  int replicas = 1;  ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  /// The part of `seconds` after the last backward, until the replicas have summed all gradients.
-  double reduction = 0;
+  std::string schedule;  ///< of step(); empty: forward() and its backward
+  int replicas = 1;      ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
+  bool fits = true;      ///< into the memory limit
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.

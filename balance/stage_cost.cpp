@@ -1,12 +1,8 @@
 #include "balance/stage_cost.h"
 
-#include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <numeric>
-#include <utility>
 
-#include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/gradient_reduction.h"
 
@@ -37,6 +33,18 @@ double all_bytes(const Profile& profile) {
 /// How many of these ascending layers come at or after `first`.
 std::int64_t readers_from(const std::vector<int>& layers, int first) {
   return layers.end() - std::lower_bound(layers.begin(), layers.end(), first);
+}
+
+constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward,        &LayerProfile::stored,
+                                                    &LayerProfile::recompute,      &LayerProfile::backward,
+                                                    &LayerProfile::input_gradient, &LayerProfile::weight_gradient};
+constexpr std::int64_t LayerProfile::*kSummedBytes[] = {&LayerProfile::parameters, &LayerProfile::gradients,
+                                                        &LayerProfile::optimizer, &LayerProfile::buffers,
+                                                        &LayerProfile::saved};
+
+void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
+  for (const auto member : kSummedSeconds) sum.*member += sign * layer.*member;
+  for (const auto member : kSummedBytes) sum.*member += sign * layer.*member;
 }
 
 double share_recomputed(const RunOptions& options) {
@@ -74,17 +82,8 @@ StageCost::StageCost(const Profile& profile)
   if (all_bytes_ > kMaxBytes) throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
-    auto& sum = sums_[i + 1] = sums_[i];
-    sum.forward += layer.forward;
-    sum.stored += layer.stored;
-    sum.recompute += layer.recompute;
-    sum.backward += layer.backward;
-    sum.input_gradient += layer.input_gradient;
-    sum.weight_gradient += layer.weight_gradient;
-    sum.parameters += layer.parameters;
-    sum.gradients += layer.gradients;
-    sum.optimizer += layer.optimizer;
-    sum.buffers += layer.buffers;
+    sums_[i + 1] = sums_[i];
+    add(sums_[i + 1], layer, 1);
     for (int position = layer.shares_with + 1; position <= i; ++position) can_cut_[position] = false;
   }
   for (const auto& block : profile_.blocks) {
@@ -101,37 +100,31 @@ int StageCost::most_stages() const {
   return static_cast<int>(std::count(can_cut_.begin() + 1, can_cut_.end(), true));  // the model's end counts as a cut
 }
 
-bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
-  std::int64_t end = 0;
-  for (const auto layers : balance) {
-    if (layers < 1 || layers > layers_ - end) return false;
-    end += layers;
-    if (!can_cut_[end]) return false;
-  }
-  return end == layers_;
-}
-
 std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance, int layers) const {
-  static_cast<void>(ends(balance));
-  layers = std::min(layers, layers_);
+  const auto ends = this->ends(balance);
   std::vector<std::vector<std::int64_t>> found;
   for (std::size_t s = 0; s + 1 < balance.size(); ++s) {
-    for (int moved = -layers; moved <= layers; ++moved) {
-      auto other = balance;
+    for (int cut = s == 0 ? 1 : ends[s - 1] + 1; cut < ends[s + 1]; ++cut) {
+      const int moved = cut - ends[s];
+      if (moved == 0 || std::abs(moved) > layers || !can_cut_before(cut)) continue;
+      auto& other = found.emplace_back(balance);
       other[s] += moved;
       other[s + 1] -= moved;
-      if (moved != 0 && can_cut(other)) found.push_back(std::move(other));
     }
   }
   return found;
 }
 
+LayerProfile StageCost::sum(int first, int end) const {
+  auto sum = sums_[end];
+  add(sum, sums_[first], -1);
+  return sum;
+}
+
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
-  const auto& before = sums_[first];
-  const auto& after = sums_[end];
+  const auto sum = this->sum(first, end);
   const double share = share_recomputed(options);
-  double seconds = (after.backward - before.backward) + (1 - share) * (after.forward - before.forward) +
-                   share * (after.stored - before.stored + after.recompute - before.recompute);
+  const double seconds = sum.backward + (1 - share) * sum.forward + share * (sum.stored + sum.recompute);
   const auto bytes = bytes_in(first, end);
   return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
@@ -139,9 +132,8 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
 bool StageCost::splits(int first) const { return profile_.input_requires_grad || gradients(0, first) > 0; }
 
 std::int64_t StageCost::static_bytes(int first, int end) const {
-  const auto& before = sums_[first];
-  const auto& after = sums_[end];
-  return after.parameters - before.parameters + after.buffers - before.buffers + after.optimizer - before.optimizer;
+  const auto sum = this->sum(first, end);
+  return sum.parameters + sum.buffers + sum.optimizer;
 }
 
 std::int64_t StageCost::reduction_bytes(int first, int end, const Network& network) const {
@@ -174,8 +166,7 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
 
 std::int64_t StageCost::most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   std::int64_t most = 0;
-  int first = 0;
-  for (const int end : ends(balance)) {
+  for (int first = 0; const int end : ends(balance)) {
     most = std::max(most, bytes(first, end, options));
     first = end;
   }
@@ -224,19 +215,6 @@ std::int64_t StageCost::bytes_out(int first, int end) const {
   return bytes;
 }
 
-void StageCost::for_each_loan(const std::vector<int>& ends,
-                              absl::FunctionRef<void(const TieProfile&, int from, int to)> call) const {
-  for (const auto& tie : profile_.ties) {
-    const int owner = stage_of(tie.layers.front(), ends);
-    int last = owner;
-    for (const int layer : tie.layers) {
-      const int stage = stage_of(layer, ends);
-      if (stage != last) call(tie, owner, stage);
-      last = stage;
-    }
-  }
-}
-
 StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
                                        const std::vector<int>& placement) const {
   const auto ends = this->ends(balance);
@@ -246,36 +224,35 @@ StageCost::SizedEdges StageCost::edges(const std::vector<std::int64_t>& balance,
   SizedEdges sized{cut_edges(balance, links, placement, &cut_links), {}};
   for (std::size_t s = 0; s + 1 < ends.size(); ++s) sized.bytes.push_back(profile_.layers[ends[s] - 1].output);
   for (const int link : cut_links) sized.bytes.push_back(profile_.skips[link].bytes);
-  for_each_loan(ends, [&](const TieProfile& tie, int from, int to) {
-    sized.edges.push_back({from, to, "parameter " + tie.name});
-    sized.bytes.push_back(tie.bytes);
-  });
+  for (const auto& tie : profile_.ties) {
+    const int owner = stage_of(tie.layers.front(), ends);
+    for (int last = owner; const int layer : tie.layers) {
+      const int stage = stage_of(layer, ends);
+      if (std::exchange(last, stage) == stage) continue;
+      sized.edges.push_back({owner, stage, "parameter " + tie.name});
+      sized.bytes.push_back(tie.bytes);
+    }
+  }
   return sized;
 }
 
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
-  auto ends = stage_ends(balance);
-  if (ends.empty() || ends.back() != layers_) {
-    throw invalid(
-        "[balance] balance [%s] does not fit %d layers; give positive numbers of layers that sum to the total",
-        absl::StrJoin(balance, ", "), layers_);
-  }
-  return ends;
+  check_balance(balance, layers_);
+  return stage_ends(balance);
 }
 
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   const auto ends = this->ends(balance);
   Costs costs;
-  int first = 0;
-  for (const int end : ends) {
-    const auto& before = sums_[first];
-    const auto& after = sums_[end];
-    const auto seconds = [](double sum) { return std::max(sum, kMinSeconds); };
-    const auto backward = seconds(after.backward - before.backward);
-    costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
-                             backward, splits(first) ? seconds(after.input_gradient - before.input_gradient) : backward,
-                             splits(first) ? seconds(after.weight_gradient - before.weight_gradient) : kMinSeconds});
-    costs.stored.push_back(seconds(after.stored - before.stored));
+  for (int first = 0; const int end : ends) {
+    auto sum = this->sum(first, end);
+    if (!splits(first)) {
+      sum.input_gradient = sum.backward;
+      sum.weight_gradient = 0;
+    }
+    for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time, kMinSeconds);
+    costs.actions.push_back({sum.forward, sum.recompute, sum.backward, sum.input_gradient, sum.weight_gradient});
+    costs.stored.push_back(sum.stored);
     costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));
     first = end;
   }

@@ -1,14 +1,8 @@
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
-
-#include "absl/functional/function_ref.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 
@@ -52,8 +46,8 @@ class StageCost {
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// The number of stages if the model is cut wherever it may be.
   int most_stages() const;
-  /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those
-  /// of ends().
+  /// Returns the balances that differ from `balance` in one cut, moved by at most `layers` layers to where it may be.
+  /// Errors: those of ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
   /// Returns, per stage, the index after its last layer. Errors: std::invalid_argument for a balance that does not sum
@@ -62,6 +56,8 @@ class StageCost {
 
   // Costs of a stage of the layers first..end-1:
 
+  /// The layers' seconds, saved bytes, and bytes of parameters, gradients, optimizer and buffers.
+  LayerProfile sum(int first, int end) const;
   /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and
   /// their gradients over the link between the first two workers.
   double seconds(int first, int end, const RunOptions& options) const;
@@ -95,17 +91,12 @@ class StageCost {
   SizedEdges edges(const std::vector<std::int64_t>& balance, const std::vector<int>& placement) const;
 
  private:
-  /// Whether a balance covers the model and cuts it only where allowed.
-  bool can_cut(const std::vector<std::int64_t>& balance) const;
   /// Whether a backward splits: the inputs of a stage that begins with this layer need gradients.
   bool splits(int first) const;
   /// The part of bytes_in() that is parameters of earlier stages.
   std::int64_t bytes_borrowed(int first, int end) const;
   /// Upper bound of the bytes of the stage's outputs for one micro-batch: activation, skips and lent parameters.
   std::int64_t bytes_out(int first, int end) const;
-  /// Calls call(tie, lender, borrower) for each stage that borrows a parameter. `ends` is as ends() returns it.
-  void for_each_loan(const std::vector<int>& ends,
-                     absl::FunctionRef<void(const TieProfile& tie, int from, int to)> call) const;
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;

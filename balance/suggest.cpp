@@ -1,26 +1,10 @@
 #include "balance/suggest.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <algorithm>
-#include <cstddef>
-#include <exception>
-#include <functional>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
-#include "absl/strings/str_format.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/binding.h"
 #include "gpipe/run/micro_batch.h"
-#include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -28,19 +12,12 @@ namespace {
 /// With less time for measurements, the search moves fewer cuts.
 constexpr double kSecondsOfFullSearch = 10;
 
-Value on(const Value& sample, torch::Device device) {
-  auto tensors = sample.tensors();
-  for (auto& tensor : tensors) tensor = tensor.to(device).detach().set_requires_grad(tensor.requires_grad());
-  return Value(sample.form(), std::move(tensors));
-}
-
 /// The numbers of micro-batches that result from these numbers of chunks, without duplicates, in the order to try them:
 /// the usual ones first.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) chunks = {4, 8, 2, 16, 1, 32};
   std::vector<int> counts;
   for (const int wanted : chunks) {
-    if (wanted < 1) throw invalid("[suggest] chunks must be positive, but one is %d", wanted);
     const auto count = static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size());
     if (std::ranges::find(counts, count) == counts.end()) counts.push_back(count);
   }
@@ -116,7 +93,7 @@ class Profiling {
   Profile of_stages(int chunks) const {
     const auto sizes = micro_batch_sizes(batch_size(sample_), chunks, /*split_size=*/0);
     auto options = options_;
-    return run(profile, first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
+    return run(first_micro_batch(sample_, sizes), options.workers(cpu_stages_), /*plain=*/false);
   }
 
   /// Profiles the whole mini-batch, with nothing else running.
@@ -124,7 +101,7 @@ class Profiling {
     auto options = options_;
     done_ = profiles_ - 1;  // others may have been left out
     if (device_.is_cpu()) options.intraop_threads(0);
-    return run(profile_plainly, sample_, options.workers(1));
+    return run(sample_, options.workers(1), /*plain=*/true);
   }
 
   /// Whether of_stages(1) is the same as of_whole().
@@ -144,7 +121,7 @@ class Profiling {
   /// For each profile that is left.
   double seconds_left() const { return (options_.seconds() - (now() - start_)) / std::max(1.0, profiles_ - done_); }
 
-  Profile run(decltype(profile)& profile, const Value& micro_batch, ProfileOptions options) const {
+  Profile run(const Value& micro_batch, ProfileOptions options, bool plain) const {
     options.seconds(std::max(0.0, seconds_left()));
     const double done = done_++;
     if (options_.progress()) {
@@ -154,7 +131,7 @@ class Profiling {
         stopped_ = false;
       });
     }
-    return profile(model_, on(micro_batch, device_), options);
+    return profile(model_, copy_of(micro_batch, device_), options, plain);
   }
 
   const Model& model_;
@@ -175,8 +152,7 @@ std::optional<Candidate> unpartitioned(const Profiling& profiling, const std::ve
     const auto& first = profiles.front();
     const auto whole = profiling.has_whole() && first.chunks == 1 ? first.profile : profiling.of_whole();
     return make_candidate(whole, {static_cast<std::int64_t>(whole.layers.size())},
-                          {.chunks = 1, .checkpoint = Checkpoint::kNever},
-                          {.stages = 1, .memory_limit = options.memory_limit()});
+                          {.chunks = 1, .checkpoint = Checkpoint::kNever}, {.memory_limit = options.memory_limit()});
   } catch (const std::runtime_error&) {
     if (profiling.stopped()) throw;
     return std::nullopt;

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <torch/arg.h>
 #include <torch/types.h>
-
-#include <cstdint>
-#include <functional>
-#include <vector>
 
 #include "balance/profiler.h"
 #include "balance/search.h"

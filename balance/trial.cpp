@@ -1,18 +1,8 @@
 #include "balance/trial.h"
 
-#include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_map.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/snapshot.h"
 #include "gpipe/tensors/parcel.h"
@@ -38,6 +28,20 @@ class DecoratedLayer : public Layer {
   const Forward forward_;
   const std::shared_ptr<torch::nn::Module> module_;
 };
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
+         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// Ignores exceptions.
+template <typename F>
+void attempt(F f) noexcept {
+  try {
+    f();
+  } catch (...) {
+  }
+}
 
 }  // namespace
 
@@ -81,9 +85,11 @@ Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& siz
   return Value(first.form, std::move(first.tensors));
 }
 
-Value copy_of(const Value& value) {
+Value copy_of(const Value& value, std::optional<c10::Device> device) {
   auto tensors = value.tensors();
-  for (auto& tensor : tensors) tensor = tensor.detach().clone().set_requires_grad(tensor.requires_grad());
+  for (auto& tensor : tensors) {
+    tensor = copy_of(tensor, device.value_or(tensor.device())).set_requires_grad(tensor.requires_grad());
+  }
   return Value(value.form(), std::move(tensors));
 }
 
@@ -93,24 +99,6 @@ double median(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
 }
-
-namespace {
-
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
-         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
-}
-
-/// Ignores exceptions.
-template <typename F>
-void attempt(F f) noexcept {
-  try {
-    f();
-  } catch (...) {
-  }
-}
-
-}  // namespace
 
 /// The state of a parameter or buffer.
 struct RestoreModule::Saved {

@@ -1,16 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "gpipe/autograd/layer.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe {
@@ -30,8 +19,8 @@ void trial_schedule(GPipe& pipe, const Value& batch);
 /// mini-batch's do.
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes);
 
-/// Returns a detached copy whose tensors require grad where the value's do.
-Value copy_of(const Value& value);
+/// Returns a detached copy on the device, if one is given, whose tensors require grad where the value's do.
+Value copy_of(const Value& value, std::optional<c10::Device> device = {});
 
 /// The middle value; the upper of the two middle ones for an even count; 0 for an empty list.
 double median(std::vector<double> values);

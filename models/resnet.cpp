@@ -4,13 +4,7 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/pooling.h>
-#include <torch/utils.h>
-
-#include <array>
-#include <optional>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"

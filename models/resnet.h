@@ -4,10 +4,8 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
 
-#include <cstdint>
 #include <filesystem>
 #include <map>
-#include <string>
 
 namespace gpipe::models {
 

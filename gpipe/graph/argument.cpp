@@ -1,16 +1,9 @@
 #include "gpipe/graph/argument.h"
 
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/Layout.h>
-#include <c10/core/MemoryFormat.h>
-#include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <string>
-#include <string_view>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 

@@ -1,7 +1,6 @@
 #include "gpipe/graph/description.h"
 
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "gpipe/base/checks.h"
 

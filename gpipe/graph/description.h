@@ -2,12 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "gpipe/graph/argument.h"
 #include "gpipe/graph/graph.h"
 

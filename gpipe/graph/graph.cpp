@@ -1,12 +1,10 @@
 #include "gpipe/graph/graph.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <utility>
+#include <deque>
 
-#include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"
 #include "gpipe/graph/description.h"
 
@@ -18,7 +16,7 @@ using Description = Graph::Description;
 /// Enters a context on this thread, for its lifetime.
 class ContextScope {
  public:
-  ContextScope(const Description::Context& context, at::DeviceType device) : device_(device) {
+  ContextScope(const Description::Context& context, at::DeviceType device) : context(context), device_(device) {
     if (context.grad) {
       grad_.emplace(*context.grad);
       return;
@@ -35,6 +33,8 @@ class ContextScope {
     set(before_);
   }
   ContextScope(const ContextScope&) = delete;
+
+  const Description::Context& context;
 
  private:
   void set(const Description::Context& context) const {
@@ -57,23 +57,18 @@ class Contexts {
 
   void enter(const std::vector<Description::Context>& wanted) {
     std::size_t shared = 0;
-    while (shared < std::min(wanted.size(), entered_.size()) && wanted[shared] == entered_[shared]) ++shared;
+    while (shared < std::min(wanted.size(), scopes_.size()) && wanted[shared] == scopes_[shared].context) ++shared;
     leave(shared);
-    for (; shared < wanted.size(); ++shared) {
-      scopes_.push_back(std::make_unique<ContextScope>(wanted[shared], device_));
-      entered_.push_back(wanted[shared]);
-    }
+    for (; shared < wanted.size(); ++shared) scopes_.emplace_back(wanted[shared], device_);
   }
 
  private:
   void leave(std::size_t outer) {
     while (scopes_.size() > outer) scopes_.pop_back();
-    entered_.resize(outer);
   }
 
   const at::DeviceType device_;
-  std::vector<Description::Context> entered_;
-  std::vector<std::unique_ptr<ContextScope>> scopes_;
+  std::deque<ContextScope> scopes_;
 };
 
 void check_modes(const std::vector<c10::IValue>& arguments) {

@@ -1,15 +1,7 @@
 #pragma once
 
-#include <torch/nn/module.h>
-
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "gpipe/graph/graph.h"
 #include "gpipe/tensors/value.h"
-#include "skip/skippable.h"
 
 namespace gpipe {
 

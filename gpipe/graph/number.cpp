@@ -1,16 +1,9 @@
-#include "gpipe/graph/number.h"
-
-#include <c10/util/Exception.h>
-
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
-#include <string_view>
-#include <tuple>
-#include <utility>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/graph/argument.h"
 
 namespace gpipe {
 namespace {
@@ -64,25 +57,28 @@ std::int64_t product(std::int64_t a, std::int64_t b) {
   return result;
 }
 
+template <typename Of>
+constexpr Rule rule(std::string_view name, Of of, bool is_condition = false) {
+  return {name, of, of, is_condition};
+}
+
 constexpr std::array kRules{
     Rule{"+", sum, [](double a, double b) { return a + b; }},
     Rule{"*", product, [](double a, double b) { return a * b; }},
     Rule{"//", floor_division, [](double a, double b) { return std::floor(a / b); }},
     Rule{"%", floor_remainder, [](double a, double b) { return a - b * std::floor(a / b); }},
-    Rule{"min", [](std::int64_t a, std::int64_t b) { return std::min(a, b); },
-         [](double a, double b) { return std::min(a, b); }},
-    Rule{"max", [](std::int64_t a, std::int64_t b) { return std::max(a, b); },
-         [](double a, double b) { return std::max(a, b); }},
+    rule("min", [](auto a, auto b) { return std::min(a, b); }),
+    rule("max", [](auto a, auto b) { return std::max(a, b); }),
     Rule{"/", nullptr, [](double a, double b) { return a / b; }},
     Rule{"**", nullptr, [](double a, double b) { return std::pow(a, b); }},
-    Rule{"<", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a < b; },
-         [](double a, double b) -> double { return a < b; }, true},
-    Rule{"<=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a <= b; },
-         [](double a, double b) -> double { return a <= b; }, true},
-    Rule{"==", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a == b; },
-         [](double a, double b) -> double { return a == b; }, true},
-    Rule{"!=", [](std::int64_t a, std::int64_t b) -> std::int64_t { return a != b; },
-         [](double a, double b) -> double { return a != b; }, true},
+    rule(
+        "<", [](auto a, auto b) -> decltype(a) { return a < b; }, true),
+    rule(
+        "<=", [](auto a, auto b) -> decltype(a) { return a <= b; }, true),
+    rule(
+        "==", [](auto a, auto b) -> decltype(a) { return a == b; }, true),
+    rule(
+        "!=", [](auto a, auto b) -> decltype(a) { return a != b; }, true),
 };
 
 std::int64_t integer(const c10::IValue& each) { return each.isBool() ? std::int64_t{each.toBool()} : each.toInt(); }

@@ -2,8 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <chrono>
-
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 

@@ -2,10 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
 #include <thread>
 
 namespace gpipe {

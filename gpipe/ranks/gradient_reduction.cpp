@@ -1,11 +1,8 @@
 #include "gpipe/ranks/gradient_reduction.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
-
-#include <algorithm>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/intraop.h"

@@ -18,15 +18,13 @@ constexpr std::chrono::hours kForEver{24 * 365};
 
 Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices)
     : store_(std::move(store)),
+      ranks_(ranks),
       rank_(ranks.rank()),
-      size_(ranks.size()),
-      listen_at_(ranks.listen_at()),
-      options_(ranks.options()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
       devices_(std::move(devices)),
       board_(std::make_unique<FailureBoard>(
-          store_, rank_, size_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
+          store_, rank_, ranks.size(), FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
 Job::~Job() {
   if (getpid() != process_) {  // a forked process has none of the threads, and shares the sockets
@@ -57,7 +55,7 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
     MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
     for (const auto& [owner, member] : members_) member.leave();
   }
-  if (lifelines_.empty() && size_ > 1) {
+  if (lifelines_.empty() && ranks_.size() > 1) {
     board_->report(absl::StrCat("rank ", rank_, " has left the job before the ranks have made a pipeline"));
   }
   const absl::Cleanup end = [this] {
@@ -110,13 +108,13 @@ std::string Job::share(const std::string& text, const std::function<void()>& pol
     ++texts_;
     return text;
   }
-  const auto end = std::chrono::steady_clock::now() + options_.join_timeout();
+  const auto end = std::chrono::steady_clock::now() + ranks_.options().join_timeout();
   const auto shared = await_value(*store_, key, end, [&] {
     board_->check("rank 0 shares nothing");
     if (poll) poll();
   });
   if (shared.empty()) {
-    throw_error("rank 0 has shared nothing within the join time-out, ", options_.join_timeout().count(),
+    throw_error("rank 0 has shared nothing within the join time-out, ", ranks_.options().join_timeout().count(),
                 " ms; share() must be called on all ranks, as often on each");
   }
   ++texts_;
@@ -125,7 +123,7 @@ std::string Job::share(const std::string& text, const std::function<void()>& pol
 
 void Job::connect() {
   try {
-    auto made = connect_by_gloo(store_, rank_, size_, listen_at_, options_.timeout());
+    auto made = connect_by_gloo(store_, rank_, ranks_.size(), ranks_.listen_at(), ranks_.options().timeout());
     MutexLock lock(mutex_);
     connections_ = std::move(made);
   } catch (const ConnectionError& error) {
@@ -134,14 +132,10 @@ void Job::connect() {
     throw;
   }
   if (!board_->failure().empty()) close();
-  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) lifelines_.push_back({r, {}, {}, {}});
-  std::vector<std::shared_ptr<Transfer>> transfers;
-  for (auto& each : lifelines_) {
-    transfers.push_back(connections_->receive(each.rank, kLifelineTag, std::span(&each.received, 1)));
-  }
-  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
-    lifelines_[i].thread =
-        std::thread([this, rank = lifelines_[i].rank, transfer = transfers[i]] { watch(rank, *transfer); });
+  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? ranks_.size() : 1); ++r) {
+    auto& each = lifelines_.emplace_back(Lifeline{.rank = r});
+    auto transfer = connections_->receive(r, kLifelineTag, std::span(&each.received, 1));
+    each.thread = std::thread([this, r, transfer = std::move(transfer)] { watch(r, *transfer); });
   }
 }
 
@@ -168,11 +162,11 @@ void Job::send_ends() {
   for (auto& each : lifelines_) {
     transfers.push_back(connections_->send(each.rank, kLifelineTag, std::span(&each.sent, 1)));
   }
-  for (const auto& transfer : transfers) transfer->wait(options_.timeout());
+  for (const auto& transfer : transfers) transfer->wait(ranks_.options().timeout());
 }
 
 void Job::leave_together() noexcept {
-  const auto end = std::chrono::steady_clock::now() + options_.timeout();
+  const auto end = std::chrono::steady_clock::now() + ranks_.options().timeout();
   try {
     leaving_ = true;
     if (rank_ != 0) send_ends();
@@ -202,7 +196,7 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
   poll_or_fail();
   const auto store = c10::make_intrusive<c10d::PrefixStore>(absl::StrCat("pipeline", pipelines_++), store_);
   try {
-    check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll_or_fail);
+    check_manifests(*store, rank_, ranks_.size(), manifest, ranks_.options().join_timeout(), poll_or_fail);
   } catch (const std::exception& error) {
     board_->report(error.what());
     throw;

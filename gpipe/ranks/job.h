@@ -19,7 +19,7 @@ namespace gpipe {
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
-  /// `devices` may be null.
+  /// `devices` may be null. `ranks` must outlive this.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
   /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
   /// ended.
@@ -59,9 +59,9 @@ class Job {
  private:
   struct Lifeline {
     int rank;
-    std::byte received;
-    std::byte sent;
-    std::thread thread;
+    std::byte received = {};
+    std::byte sent = {};
+    std::thread thread = {};
   };
   void connect();
   void watch(int rank, Transfer& transfer);
@@ -73,10 +73,8 @@ class Job {
   std::string activity();
 
   const c10::intrusive_ptr<c10d::Store> store_;
+  const Ranks& ranks_;
   const int rank_;
-  const int size_;
-  const ListenAt listen_at_;
-  const RanksOptions options_;
   const int exceptions_;  // on the stack when this was made
   const pid_t process_;
   int pipelines_ = 0;

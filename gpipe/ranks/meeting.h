@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include "absl/functional/function_ref.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/connections.h"

@@ -10,34 +10,13 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "absl/functional/function_ref.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
-class Socket {
- public:
-  explicit Socket(int descriptor = -1) : descriptor_(descriptor) {}
-  ~Socket() {
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-  Socket(Socket&& other) noexcept : descriptor_(other.release()) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    return *this;
-  }
-
-  int descriptor() const { return descriptor_; }
-  int release() { return std::exchange(descriptor_, -1); }
-
- private:
-  int descriptor_;
-};
-
-// Returns the first socket for an address of the host that `use` accepts; otherwise one without a descriptor.
-Socket first_socket(const std::string& host, int port, int type,
-                    absl::FunctionRef<bool(int descriptor, const addrinfo&)> use) {
+// Returns the first socket for an address of the host that `use` accepts, which the caller owns; -1 if there is none.
+int first_socket(const std::string& host, int port, int type, absl::FunctionRef<bool(int, const addrinfo&)> use) {
   addrinfo hints = {};
   hints.ai_socktype = type & ~SOCK_NONBLOCK;
   addrinfo* found = nullptr;
@@ -46,10 +25,11 @@ Socket first_socket(const std::string& host, int port, int type,
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
   for (const auto* address = found; address != nullptr; address = address->ai_next) {
-    Socket it(socket(address->ai_family, type | SOCK_CLOEXEC, address->ai_protocol));
-    if (it.descriptor() >= 0 && use(it.descriptor(), *address)) return it;
+    const int made = socket(address->ai_family, type | SOCK_CLOEXEC, address->ai_protocol);
+    if (made >= 0 && use(made, *address)) return made;
+    if (made >= 0) close(made);
   }
-  return Socket();
+  return -1;
 }
 
 // Connects within a second. Returns whether it has.
@@ -63,14 +43,17 @@ bool connect_soon(int descriptor, const addrinfo& address) {
 }
 
 struct Watch {
-  /// A connection to the store's process that carries nothing. It shows whether the process has ended. None for other
+  /// A connection to the store's process that carries nothing. It shows whether the process has ended. -1 for other
   /// stores.
-  Socket probe;
+  int probe = -1;
   std::atomic<bool> ended = false;
 
+  ~Watch() {
+    if (probe >= 0) close(probe);
+  }
   bool has_ended() {
-    pollfd state{.fd = probe.descriptor(), .events = POLLRDHUP, .revents = 0};
-    if (probe.descriptor() >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
+    pollfd state{.fd = probe, .events = POLLRDHUP, .revents = 0};
+    if (probe >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
     return ended;
   }
 };
@@ -120,7 +103,7 @@ class WatchedStore : public c10d::PrefixStore {
 std::string local_address_towards(const std::string& host) {
   char text[NI_MAXHOST];
   // Connecting a datagram socket sends nothing.
-  const auto socket = first_socket(host, /*port=*/9, SOCK_DGRAM, [&](int descriptor, const addrinfo& address) {
+  const int found = first_socket(host, /*port=*/9, SOCK_DGRAM, [&](int descriptor, const addrinfo& address) {
     sockaddr_storage local = {};
     socklen_t length = sizeof local;
     auto* const any = reinterpret_cast<sockaddr*>(&local);
@@ -128,13 +111,14 @@ std::string local_address_towards(const std::string& host) {
            getsockname(descriptor, any, &length) == 0 &&
            getnameinfo(any, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
   });
-  if (socket.descriptor() >= 0) return text;
-  throw_error("no network interface of this host reaches '", host, "'");
+  if (found < 0) throw_error("no network interface of this host reaches '", host, "'");
+  close(found);
+  return text;
 }
 
 int listen_at(const std::string& host, int port) {
   int error = EADDRNOTAVAIL;
-  auto socket = first_socket(host, port, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
+  const int found = first_socket(host, port, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
     const int on = 1;
     const bool listens = setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
                          bind(descriptor, address.ai_addr, address.ai_addrlen) == 0 &&
@@ -142,7 +126,7 @@ int listen_at(const std::string& host, int port) {
     error = errno;
     return listens;
   });
-  if (socket.descriptor() >= 0) return socket.release();
+  if (found >= 0) return found;
   throw_error("rank 0 cannot listen at ", host, ":", port, ": ", std::strerror(error),
               "; give an address of its host and a free port");
 }

@@ -6,7 +6,6 @@
 #include <ATen/ops/from_blob.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "gpipe/base/bytes.h"

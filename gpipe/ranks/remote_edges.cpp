@@ -32,35 +32,23 @@ Wires::Wires(Connections& connections, int first, std::chrono::milliseconds deli
     : connections_(connections), first_(first), delivery_(delivery), allocate_(std::move(allocate)) {}
 
 WireSender& Wires::sender(int number, int to_rank) {
-  auto& wire = senders_[number];
-  const int tag = (first_ + number) * kTagsPerWire;
-  if (!wire) wire = std::make_unique<WireSender>(connections_, to_rank, tag, delivery_);
-  return *wire;
+  return senders_.try_emplace(number, connections_, to_rank, first_tag(number), delivery_).first->second;
 }
 
 WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::milliseconds limit) {
-  auto& wire = receivers_[number];
-  const int tag = (first_ + number) * kTagsPerWire;
-  if (!wire) wire = std::make_unique<WireReceiver>(connections_, from_rank, tag, limit, allocate_);
-  return *wire;
+  return receivers_.try_emplace(number, connections_, from_rank, first_tag(number), limit, allocate_).first->second;
 }
 
 std::deque<LastLayout>& Wires::last_layouts(int number, const LayoutKey& key, std::size_t messages) {
   auto& of_wire = layouts_[number];
-  const auto found = std::find_if(of_wire.begin(), of_wire.end(), [&](const auto& each) { return each.first == key; });
-  if (found != of_wire.end()) {
-    of_wire.splice(of_wire.end(), of_wire, found);
-  } else {
-    if (of_wire.size() == kKeysPerWire) of_wire.pop_front();
-    of_wire.emplace_back(key, 0);
-  }
-  auto& layouts = of_wire.back().second;
+  if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();
+  auto& layouts = of_wire[key];
   if (layouts.size() < messages) layouts.resize(messages);
   return layouts;
 }
 
 void Wires::finish() {
-  for (const auto& [number, sender] : senders_) sender->finish();
+  for (auto& [number, sender] : senders_) sender.finish();
 }
 
 RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <list>
 #include <optional>
 
 #include "absl/functional/function_ref.h"
@@ -32,7 +31,7 @@ std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::v
 /// A kind of call, whose messages mostly have the same layouts in each call. The same on all ranks.
 using LayoutKey = std::vector<std::int64_t>;
 
-/// Both ends of a wire keep the layouts of the keys that it has used last, so many.
+/// Both ends of a wire keep the layouts of so many keys, and drop them all before one more.
 inline constexpr std::size_t kKeysPerWire = 8;
 
 /// The wires of one rank, which last as long as its connections. Thread safety: sender(), receiver() and last_layouts()
@@ -48,21 +47,23 @@ class Wires {
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
-  /// The last layouts of a wire's messages under a key, for at least `messages` of them. Valid until the wire drops the
-  /// key. Both ends use the same keys in the same order.
+  /// The last layouts of a wire's messages under a key, for at least `messages` of them. Valid until the wire drops its
+  /// keys. Both ends use the same keys in the same order.
   std::deque<LastLayout>& last_layouts(int number, const LayoutKey& key, std::size_t messages);
 
   /// Nothing more will be sent. Does not wait.
   void finish();
 
  private:
+  int first_tag(int number) const { return (first_ + number) * kTagsPerWire; }
+
   Connections& connections_;
   const int first_;
   const std::chrono::milliseconds delivery_;
   const Allocate allocate_;
-  std::map<int, std::unique_ptr<WireSender>> senders_;
-  std::map<int, std::unique_ptr<WireReceiver>> receivers_;
-  std::map<int, std::list<std::pair<LayoutKey, std::deque<LastLayout>>>> layouts_;  // the last used key comes last
+  std::map<int, WireSender> senders_;
+  std::map<int, WireReceiver> receivers_;
+  std::map<int, std::map<LayoutKey, std::deque<LastLayout>>> layouts_;
 };
 
 /// What a worker does during a part of a program: runs an action, or waits for another rank, or neither.

@@ -1,7 +1,6 @@
 #include "gpipe/ranks/team.h"
 
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <limits>
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <set>
 
 #include "gpipe/ranks/job.h"

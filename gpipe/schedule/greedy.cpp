@@ -5,7 +5,6 @@
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <numeric>
 #include <set>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"

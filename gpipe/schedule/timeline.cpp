@@ -5,6 +5,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/str_cat.h"
+
 namespace gpipe {
 namespace {
 
@@ -62,30 +64,26 @@ std::string to_chrome_json(const Timeline& timeline) {
   const auto nanos = [origin = timeline.start()](double time) { return std::round((time - origin) * 1e9); };
   const auto micros = [&](double time) { return nanos(time) / 1e3; };
   Json events = Json::array();
+  const auto add = [&](const char* phase, const std::string& name, const Json& members) {
+    events.push_back({{"name", name}, {"ph", phase}, {"pid", 0}});
+    events.back().update(members);
+  };
   for (int worker = 0; worker < timeline.workers; ++worker) {
-    events.push_back({{"name", "thread_name"},
-                      {"ph", "M"},
-                      {"pid", 0},
-                      {"tid", worker},
-                      {"args", {{"name", "worker " + std::to_string(worker)}}}});
+    add("M", "thread_name", {{"tid", worker}, {"args", {{"name", absl::StrCat("worker ", worker)}}}});
   }
   std::map<Key, const Span*> carriers;
   for (const Span& span : timeline.spans) {
     const auto [kind, stage, m] = span.action;
-    events.push_back(
-        {{"name", to_string(span.action)},
-         {"cat", "action"},
-         {"ph", "X"},
-         {"pid", 0},
+    const std::string letter(1, to_char(kind));
+    add("X", to_string(span.action),
+        {{"cat", "action"},
          {"tid", span.worker},
          {"ts", micros(span.start)},
          {"dur", (nanos(span.end) - nanos(span.start)) / 1e3},
-         {"args",
-          {{"stage", stage}, {"micro_batch", m}, {"kind", std::string(1, to_char(kind))}, {"step", span.step}}}});
-    const std::string graph = "bytes of worker " + std::to_string(span.worker);
+         {"args", {{"stage", stage}, {"micro_batch", m}, {"kind", letter}, {"step", span.step}}}});
     for (const auto& [time, bytes] : {std::pair(span.start, span.bytes.peak), std::pair(span.end, span.bytes.after)}) {
       if (span.bytes.peak == 0) continue;
-      events.push_back({{"name", graph}, {"ph", "C"}, {"pid", 0}, {"ts", micros(time)}, {"args", {{"bytes", bytes}}}});
+      add("C", absl::StrCat("bytes of worker ", span.worker), {{"ts", micros(time)}, {"args", {{"bytes", bytes}}}});
     }
     if (kind == Kind::R || kind == Kind::W) continue;
     const int replica = timeline.replicas == 1 ? 0 : span.worker / (timeline.workers / timeline.replicas);
@@ -100,14 +98,9 @@ std::string to_chrome_json(const Timeline& timeline) {
       if (to == carriers.end()) continue;
       // Viewers attach an arrow that ends on the border of a slice to the adjacent one, so it ends in the middle.
       for (const Span* end : {from, to->second}) {
-        events.push_back({{"name", edge.name},
-                          {"cat", "edge"},
-                          {"ph", end == from ? "s" : "f"},
-                          {"bp", "e"},
-                          {"id", arrows},
-                          {"pid", 0},
-                          {"tid", end->worker},
-                          {"ts", micros(end->start + (end->end - end->start) / 2)}});
+        const double middle = micros(end->start + (end->end - end->start) / 2);
+        add(end == from ? "s" : "f", edge.name,
+            {{"cat", "edge"}, {"bp", "e"}, {"id", arrows}, {"tid", end->worker}, {"ts", middle}});
       }
       ++arrows;
     }

@@ -1,8 +1,4 @@
 #include <ATen/MemoryOverlap.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/QScheme.h>
-#include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -10,10 +6,7 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <memory>
 #include <sstream>
-#include <stdexcept>
-#include <type_traits>
 #include <typeinfo>
 #include <unordered_map>
 

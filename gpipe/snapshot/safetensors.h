@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <istream>
 
 #include "absl/functional/function_ref.h"

@@ -2,14 +2,12 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/tensor.h>
-#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>
-#include <stdexcept>
 
 #include "gpipe/snapshot/safetensors.h"
 

@@ -1,7 +1,6 @@
 #include "gpipe/tensors/byte_counter.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace gpipe {
 

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
-
-#include <cstddef>
-#include <memory>
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"

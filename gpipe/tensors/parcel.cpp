@@ -2,9 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 
-#include <algorithm>
 #include <atomic>
-#include <functional>
 #include <span>
 
 #include "gpipe/base/checks.h"

@@ -1,14 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/intrusive_ptr.h>
-
 #include <algorithm>
-#include <cstdint>
-#include <string>
-#include <vector>
 
 #include "gpipe/tensors/value.h"
 

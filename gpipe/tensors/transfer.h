@@ -1,16 +1,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <optional>
 #include <span>
-#include <vector>
 
 namespace gpipe {
 

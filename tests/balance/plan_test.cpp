@@ -230,7 +230,7 @@ TEST(Predict, SimulatesAStep) {
   EXPECT_EQ(never.bytes[0], 30);
   const std::vector<std::int64_t> other = {1, 2};
   EXPECT_THAT(error_of<std::invalid_argument>([&] { predict(profile, other); }),
-              HasSubstr("balance [1, 2] does not fit 2 layers"));
+              HasSubstr("balance [1, 2] sums to 3, but the model has 2 layers"));
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);

@@ -179,7 +179,7 @@ TEST(Profiler, RefusesInvalidArguments) {
               HasSubstr("at least one checkpoint mode"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {}); }), HasSubstr("at least one device"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); }),
-              HasSubstr("but one is 0"));
+              HasSubstr("chunks must be positive, but is 0"));
 }
 
 /// A layer on a simulated device whose memory holds the graphs of four such layers.

@@ -33,8 +33,8 @@ mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "mi
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_takes_what_is_absent core_tests gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" ""
        Verifier.*)
-mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + channel.latency" "start" Simulator.*)
-mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + channel.sending" "start" Simulator.*)
+mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + direction.latency" "start" Simulator.*)
+mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + direction.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/simulator.cpp
        "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
