@@ -1,25 +1,15 @@
 // Profiles and clusters in JSON. One reader reads both.
-#include <gmock/gmock.h>
 
-#include <cstdint>
-#include <limits>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "balance/cluster.h"
 #include "balance/profile.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using ::testing::SizeIs;
-using ::testing::StartsWith;
 using Json = nlohmann::json;
 
 Profile two_layers() {

@@ -1,13 +1,7 @@
 // The data of the example programs: IDX files, drawn digits and scenes, masks, mini-batches, and what is drawn of them.
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
 #include <torch/utils.h>
-
-#include <map>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
@@ -16,13 +10,10 @@
 #include "examples/unet/scene.h"
 #include "examples/unet/segmentation.h"
 #include "gpipe/loss.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe::examples {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 // --- IDX
 
@@ -147,18 +138,6 @@ TEST(SceneTest, PartsOfACarHaveTheirOwnClasses) {
   EXPECT_THROW(unet::draw_scene(3, 0, {15, 64}), std::invalid_argument);
 }
 
-TEST(SceneTest, CarHasAReasonableSizeAndScenesDiffer) {
-  std::set<double> means;
-  for (int number = 0; number < 100; ++number) {
-    const auto scene = unet::draw_scene(0, number, {96, 64});
-    const auto share = scene.mask.to(at::kFloat).mean().item<double>();
-    EXPECT_GT(share, 0.03) << number;
-    EXPECT_LT(share, 0.5) << number;
-    means.insert(scene.image.to(at::kFloat).mean().item<double>());
-  }
-  EXPECT_EQ(means.size(), 100u);
-}
-
 TEST(MaskTest, PaintedLabelsAreReadBack) {
   const TemporaryDirectory directory;
   for (const int classes : {2, 3, 21, unet::kMaxClasses}) {
@@ -195,12 +174,6 @@ class LoaderTest : public ::testing::Test {
   std::vector<unet::Sample> samples_;
 };
 
-bool equal(const std::vector<Example>& a, const std::vector<Example>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Example& x, const Example& y) {
-    return at::equal(x.input, y.input) && at::equal(x.target, y.target);
-  });
-}
-
 TEST_F(LoaderTest, BatchesHoldTheFiles) {
   const auto batches = all({.batch_size = 4});
   ASSERT_EQ(batches.size(), 3u);
@@ -211,20 +184,6 @@ TEST_F(LoaderTest, BatchesHoldTheFiles) {
   EXPECT_EQ(all({.batch_size = 11}, {24, 16})[0].target.sizes(), at::IntArrayRef({11, 1, 16, 24}));
   for (auto& sample : samples_) sample.mask.clear();
   EXPECT_EQ(all({.batch_size = 11})[0].target.sum().item<int>(), 0);
-}
-
-TEST_F(LoaderTest, BatchesDependOnSeedAndEpochAlone) {
-  const auto batches = [&](int workers, bool augment, std::uint64_t seed, int epoch, std::int64_t first = 0) {
-    return all(
-        {.batch_size = 2, .workers = workers, .augment = augment, .seed = seed, .epoch = epoch, .first_batch = first});
-  };
-  const auto first = batches(1, true, 5, 1);
-  EXPECT_TRUE(equal(batches(0, true, 5, 1), first));
-  EXPECT_TRUE(equal(batches(4, true, 5, 1), first));
-  EXPECT_TRUE(equal(batches(1, true, 5, 1, 4), {first.begin() + 4, first.end()}));
-  EXPECT_FALSE(equal(batches(1, false, 5, 1), first));
-  EXPECT_FALSE(equal(batches(1, true, 6, 1), first));
-  EXPECT_FALSE(equal(batches(1, true, 5, 2), first));
 }
 
 TEST_F(LoaderTest, MaskMovesWithTheImage) {
@@ -242,16 +201,6 @@ TEST_F(LoaderTest, MaskMovesWithTheImage) {
     mirrored += (batch.target.slice(3, 32).sum({1, 2, 3}) > 0).sum().item<int>();
   }
   EXPECT_NEAR(mirrored, 55, 25);
-}
-
-TEST_F(LoaderTest, DamagedFileFailsItsBatch) {
-  std::filesystem::resize_file(samples_[5].image, std::filesystem::file_size(samples_[5].image) / 2);
-  for (const int workers : {0, 4}) {
-    Loader loader(samples_, {48, 32}, {.batch_size = 2, .workers = workers});
-    EXPECT_TRUE(loader.next());
-    EXPECT_TRUE(loader.next());
-    EXPECT_THAT(error_of([&] { loader.next(); }), HasSubstr(samples_[5].image.string()));
-  }
 }
 
 TEST_F(LoaderTest, EachSampleIsInOnePart) {
@@ -290,17 +239,6 @@ TEST(SegmentationTest, TwoClassesEqualASoftmaxOfTwoLogits) {
   EXPECT_NEAR(unet::segmentation_loss(logit, labels).item<double>(),
               unet::segmentation_loss(both, labels).item<double>(), 1e-5);
   EXPECT_TRUE(torch::allclose(unet::to_probabilities(logit), unet::to_probabilities(both), 1e-5, 1e-6));
-}
-
-// GPipe::step() computes the loss per micro-batch.
-TEST(SegmentationTest, LossDecomposesOverUnequalMicroBatches) {
-  torch::manual_seed(3);
-  for (const int channels : {1, 4}) {
-    const auto logits = torch::randn({7, channels, 5, 6});
-    const auto labels = torch::randint(std::max(2, channels), {7, 1, 5, 6}).to(torch::kByte);
-    const auto check = check_loss(tensor_loss(unet::segmentation_loss), logits, labels, /*chunks=*/3);
-    EXPECT_NEAR(check.from_micro_batches, check.whole, 1e-6);
-  }
 }
 
 TEST(SegmentationTest, ScoresCountPixels) {

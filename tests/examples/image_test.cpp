@@ -1,20 +1,13 @@
 #include "examples/common/image.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-
-#include <string>
-#include <vector>
 
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe::examples {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 // Pictures of 11 x 9 pixels in each format.
 const std::filesystem::path kImages = std::filesystem::path(__FILE__).parent_path() / "images";

@@ -1,6 +1,5 @@
 // A model that is given as factories of its layers.
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {

@@ -1,7 +1,6 @@
 // Shared by the tests of whole pipelines. torch/torch.h includes most headers of C++.
 #pragma once
 
-#include <gmock/gmock.h>
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -9,6 +8,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/timeline.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 

@@ -1,20 +1,13 @@
 #include "gpipe/graph/graph.h"
+#include "tests/support/matchers.h"
 
 #include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
 #include <torch/torch.h>
-
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 namespace gpipe {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
 using testing::Property;
-using testing::ThrowsMessage;
 
 std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tensor> inputs,
                             const Graph::State& state = {}) {

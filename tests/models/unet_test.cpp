@@ -1,18 +1,5 @@
 #include "models/unet.h"
 
-#include <gmock/gmock.h>
-#include <torch/types.h>
-#include <torch/utils.h>
-
-#include <cstdint>
-#include <limits>
-#include <map>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "balance/model.h"
 #include "tests/gpipe/helpers.h"
 
@@ -49,18 +36,6 @@ TEST(UNet, LayerNamesAreAsDocumented) {
   const auto names = layer_names(unet(tiny().depth(4)));
   EXPECT_EQ(names.size(), 4 * 8 + 6 + 4 * 8 + 1);
   EXPECT_THAT(names, ::testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
-}
-
-TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
-  auto model = unet(tiny().depth(3));
-  verify_skippables(model);
-  const auto layers = Model(model).named_layers();
-  std::vector<std::pair<std::string, std::string>> ends;
-  for (const auto& link : skip_links(layers))
-    ends.emplace_back(layers[link.from].name, layers[link.readers.at(0)].name);
-  EXPECT_THAT(ends, ::testing::ElementsAre(::testing::Pair("down1_stash", "up1_join"),
-                                           ::testing::Pair("down2_stash", "up2_join"),
-                                           ::testing::Pair("down3_stash", "up3_join")));
 }
 
 TEST(UNet, JoinsConcatenateTheSkipAndTheUpsampledTensor) {
@@ -132,14 +107,6 @@ TEST(UNet, OneModelCanContainSeveral) {
   chain->eval();
   const auto x = image({5, 6});
   EXPECT_TRUE(torch::equal(chain->forward(x), second->forward(first->forward(x))));
-}
-
-TEST(UNet, CloneComputesTheSame) {
-  auto model = unet(tiny());
-  model->eval();
-  auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
-  const auto x = image({8, 8});
-  EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
 }
 
 TEST(UNet, ErrorsNameTheOptionAndItsValue) {

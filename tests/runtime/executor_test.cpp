@@ -1,11 +1,13 @@
+// The executor and its channels.
 #include "gpipe/runtime/executor.h"
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <future>
-#include <map>
 #include <thread>
 
+#include "gpipe/runtime/channel.h"
 #include "gpipe/schedules.h"
 #include "tests/runtime/fake_cells.h"
 
@@ -228,6 +230,34 @@ TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
   for (const Span& span : timeline.spans) ran += to_string(span.action) + " ";
   EXPECT_EQ(ran, "0F0 0F1 0F2 0R2 ");
   EXPECT_EQ(timeline.spans.front().step, 7);
+}
+
+TEST(Channel, TakeWaitsForThePut) {
+  Channel channel(2);
+  std::atomic<bool> waits = false;
+  bool was_put = false;
+  std::thread consumer([&] {
+    waits = true;
+    EXPECT_TRUE(channel.take(1));
+    EXPECT_TRUE(was_put);
+  });
+  while (!waits) std::this_thread::yield();
+  channel.put(0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  was_put = true;
+  channel.put(1);
+  consumer.join();
+}
+
+TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
+  Channel channel(2);
+  std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
+  channel.put(0);
+  channel.cancel();
+  consumer.join();
+  channel.cancel();
+  EXPECT_FALSE(channel.take(0));
+  EXPECT_FALSE(channel.take(1));
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 // Generated programs of all named schedules on the real executor, with random delays and errors.
 #include "tests/runtime/generated_programs.h"
 
-#include <memory>
-
 #include "tests/runtime/fake_cells.h"
 
 namespace gpipe::testing {

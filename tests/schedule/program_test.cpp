@@ -1,7 +1,6 @@
 // Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
 #include "gpipe/schedule/program.h"
 
-#include <limits>
 #include <span>
 
 #include "gpipe/schedule/schedule_source.h"

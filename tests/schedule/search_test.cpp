@@ -1,7 +1,5 @@
 // Schedules that simulation finds: list schedules, the search for the fastest one, and the choice of "auto".
 #include <array>
-#include <functional>
-#include <limits>
 #include <string_view>
 
 #include "gpipe/schedule/auto_schedule.h"

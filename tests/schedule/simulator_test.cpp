@@ -1,10 +1,6 @@
 // The simulator: times, cells and bytes.
 #include "gpipe/simulator.h"
 
-#include <functional>
-#include <limits>
-#include <map>
-
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"

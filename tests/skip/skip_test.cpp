@@ -4,10 +4,6 @@
 namespace gpipe {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::ThrowsMessage;
-
 std::shared_ptr<StashImpl> stashing(const std::string& name) { return std::make_shared<StashImpl>(name, 1); }
 std::shared_ptr<PopImpl> popping(const std::string& name) {
   return std::make_shared<PopImpl>(name, [](Tensor x, Tensor skip) { return x + skip; });

@@ -3,12 +3,9 @@
 
 #include <malloc.h>
 
-#include <iterator>
-
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"
-#include "tests/gpipe/tied_model.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {
