@@ -77,11 +77,6 @@ TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
   // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
   const Network slow{.inside = {.bandwidth = 5}};
   EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(slow, 3)).seconds, 14 + 2 + 2);
-  // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its
-  // first backward ends at 16 s, then two micro-batches' gradients follow each other.
-  auto profile = equal_layers(2);
-  profile.skips = {{"a", 0, {1}, 10}, {"b", 0, {1}, 10}};
-  EXPECT_DOUBLE_EQ(predict(profile, {1, 1}, run_on(slow, 2)).seconds, 16 + 2 * 6 + 2);
 }
 
 TEST(Predict, TransfersDependOnTheHosts) {

@@ -109,20 +109,6 @@ TEST(DrawingTest, TableHasEnlargedTilesSideBySide) {
   EXPECT_GT(table.narrow(1, 0, 36).max().item<int>(), 200) << "no title";
 }
 
-TEST(DrawingTest, ConfusionAndCurvesShowTheirNumbers) {
-  const auto cell = [](const std::vector<std::int64_t>& counts, int row, int column) {
-    return mnist::draw_confusion(counts, 2).image()[0].narrow(0, 88 + 49 * row, 48).narrow(1, 96 + 49 * column, 48);
-  };
-  EXPECT_EQ(cell({75, 25, 0, 4}, 0, 1)[0][0].item<int>(), 128) << "the square root of one quarter";
-  EXPECT_EQ(cell({75, 25, 0, 4}, 1, 0).max().item<int>(), 0) << "an empty cell has no number";
-  EXPECT_FALSE(at::equal(cell({75, 25, 0, 4}, 1, 1), cell({75, 25, 0, 5}, 1, 1)));
-  const std::map<std::string, std::vector<double>> falling = {{"loss", {3, 2, 1}}, {"dice", {0.5, 0.6, 0.7}}};
-  auto rising = falling;
-  rising["loss"] = {1, 2, 3};
-  EXPECT_FALSE(at::equal(draw_curves(falling).image(), draw_curves(rising).image()));
-  EXPECT_NO_THROW(draw_curves({{"loss", {1}}, {"dice", {1}}}));
-}
-
 // --- Scenes, masks and mini-batches
 
 using unet::list_samples;
@@ -251,16 +237,6 @@ TEST(SegmentationTest, ScoresCountPixels) {
   EXPECT_DOUBLE_EQ(scores[2].iou, 3.0 / 5);
   EXPECT_EQ(scores[3].dice, 1) << "neither predicted nor true";
   EXPECT_DOUBLE_EQ(scores[0].dice, (2.0 / 3 + 3.0 / 4 + 1) / 3);
-}
-
-TEST(SegmentationTest, ModelOptionsAreStoredAsFlags) {
-  const unet::ModelOptions options{.classes = 5, .depth = 2, .channels = 6, .bilinear = true};
-  auto flags = to_flags(options);
-  EXPECT_EQ(to_flags(unet::from_flags(flags)), flags);
-  flags["--depth"] = "many";
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("--depth is many"));
-  flags.erase("--depth");
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("does not store --depth"));
 }
 
 }  // namespace

@@ -28,13 +28,6 @@ inline const LossFunction kMse =
     tensor_loss([](const Tensor& out, const Tensor& target) { return torch::mse_loss(out, target); });
 inline const StepOptions kOfSums = StepOptions().reduction(Reduction::kSum);
 
-/// Matches a callable that throws an `Error` whose message contains the text.
-template <class Error>
-auto throws(const std::string& text) {
-  return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(text));
-}
-inline auto refused(const std::string& why) { return throws<std::invalid_argument>(why); }
-
 /// Whether two tensors are bit-equal, or both undefined.
 inline bool same(const Tensor& a, const Tensor& b) {
   return a.defined() == b.defined() && (!a.defined() || torch::equal(a, b));

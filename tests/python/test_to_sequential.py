@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 import gpipe
 from gpipe import to_sequential
-from gpipe.balance import balance_by_time, suggest
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
 
@@ -265,17 +264,6 @@ def test_copies_and_pickles():
         verify_skippables(sequence[:3])
     twice = nn.Sequential(sequence[:5], sequence[5:])
     assert torch.equal(twice(batch()), sequence(batch()))
-
-
-def test_balances_and_pipelines_of_modules():
-    net = make_net()
-    assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
-    suggestion = suggest(net, batch(), ["cpu", "cpu"], chunks=[2], seconds=1)
-    assert sum(suggestion.best.balance) == 12
-    assert "first.linear" in suggestion.profile_of(suggestion.best).table(suggestion.best.balance)
-    pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
-    assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
-    assert pipe(batch()).shape == (6, 3)
 
 
 def counts_through_a_view(self, x):

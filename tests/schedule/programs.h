@@ -10,11 +10,6 @@
 
 namespace gpipe::testing {
 
-/// Matches a callable that throws std::invalid_argument with a message that contains the text.
-inline auto refuses(const std::string& text) {
-  return ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(text));
-}
-
 /// The inverse of to_string(Action).
 inline Action action(const std::string& text) {
   Action result;

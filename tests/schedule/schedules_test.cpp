@@ -166,16 +166,16 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
   const std::string one_each = "needs stage s on worker s, one stage per worker";
   const std::string loops = "needs stage s on worker s mod the number of workers";
   EXPECT_THAT(make("1f1f", looped(2, 1, 2)),
-              refuses("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b"));
+              refused("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b"));
   EXPECT_THAT(make("1f1b", looped(2, 2, 2)),
-              refuses("schedule '1f1b' " + one_each + ", but the layout has 4 stages on workers 0, 1, 0, 1"));
-  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)), refuses(one_each));
-  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}), refuses(loops));
-  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)), refuses(loops));
-  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), refuses("the same number of stages"));
+              refused("schedule '1f1b' " + one_each + ", but the layout has 4 stages on workers 0, 1, 0, 1"));
+  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)), refused(one_each));
+  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}), refused(loops));
+  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)), refused(loops));
+  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), refused("the same number of stages"));
   for (const auto& name : {"zb_v", "v_half", "v_min", "dualpipe_v"}) {
-    EXPECT_THAT(make(name, looped(2, 2, 2)), refuses("needs stages s and 2p - 1 - s on worker s of p"));
-    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}), refuses("but the layout has 3 stages on workers 0, 1, 0"));
+    EXPECT_THAT(make(name, looped(2, 2, 2)), refused("needs stages s and 2p - 1 - s on worker s of p"));
+    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}), refused("but the layout has 3 stages on workers 0, 1, 0"));
   }
   EXPECT_THROW(make("gpipe", {2, 0, {0, 1}})(), std::invalid_argument);
   EXPECT_THROW(looped_placement(0, 2), std::invalid_argument);

@@ -17,4 +17,11 @@ using ::testing::Not;
 using ::testing::StartsWith;
 using ::testing::ThrowsMessage;
 
+/// Matches a callable that throws an `Error` whose message contains the text.
+template <class Error>
+auto throws(const std::string& text) {
+  return ThrowsMessage<Error>(HasSubstr(text));
+}
+inline auto refused(const std::string& why) { return throws<std::invalid_argument>(why); }
+
 }  // namespace gpipe
