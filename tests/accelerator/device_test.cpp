@@ -1,6 +1,8 @@
 // The device itself finds mistakes. GeneratedOnDevices compares its operators with the CPU's.
 #include "tests/accelerator/device.h"
 
+#include <torch/torch.h>
+
 #include "gpipe/tensors/transfer.h"
 #include "tests/support/matchers.h"
 
@@ -43,77 +45,6 @@ TEST_F(CheckedDevice, FindsAnUnfinishedCopyToTheHost) {
   torch::ones({4}, device(0)).to(torch::kCPU, /*non_blocking=*/true);
   EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("does not block")));
 }
-
-/// What streams 0 and 7 of devices 0 and 1 and this host do with an allocation of the first: "r0" and "w0" are a read
-/// and a write of the first stream, "1<0" makes the second wait for its work, "h0" makes the host wait, "u1" tells the
-/// allocator of the second, "t1" is a read that another host thread launches, and "f" frees the memory.
-struct Script {
-  std::string name;
-  std::string steps;
-  std::string violation = "";
-};
-void PrintTo(const Script& it, std::ostream* out) { *out << it.name; }
-
-const Script kScripts[] = {
-    {"AStreamRunsItsWorkInOrder", "w0 r0 w0 f"},
-    {"AReadMustWaitForTheWrite", "w0 r1",
-     "a read reads a tensor of shape [2, 3] on stream 7 of device 1, which has not waited for a write on stream 0 of "
-     "device 0"},
-    {"AnEventOrdersTheWorkBeforeIt", "w0 1<0 r1"},
-    {"AnEventOrdersNoWorkAfterIt", "1<0 w0 r1", "a write on stream 0"},
-    {"AWriteMustWaitForReads", "w0 1<0 r1 w0", "which has not waited for a read on stream 7"},
-    {"OrderIsTransitive", "w0 2<0 1<2 r1"},
-    {"ReadsNeedNoOrder", "w0 1<0 r1 r0"},
-    {"AHostThatWaitsOrdersItsOwnLaterWork", "w0 h0 r1"},
-    {"AHostThatWaitsOrdersNoOthersWork", "w0 h0 t1", "a write on stream 0"},
-    {"MemoryIsFreedAfterItsUses", "w0 1<0 r1 f", "the allocator was not told"},
-    {"TheAllocatorWaitsForStreamsThatItKnows", "w0 1<0 r1 u1 f"},
-    {"MemoryIsFreedAfterWorkThatItsStreamWaitedFor", "1<0 w1 0<1 f"}};
-
-class StreamOrderScripts : public ::testing::TestWithParam<Script> {};
-
-TEST_P(StreamOrderScripts, HaveOnlyTheirViolations) {
-  constexpr std::int64_t kSizes[] = {2, 3};
-  StreamOrder order;
-  const int streams[] = {order.index(0, 0), order.index(1, 7), order.index(1, 8)};
-  Allocation memory{.home = streams[0]};
-  const auto use = [&](int stream, bool writes) {
-    order.launch(stream, writes ? "a write" : "a read", std::vector<Access>{{&memory, writes, kSizes}});
-  };
-  std::istringstream steps(GetParam().steps);
-  for (std::string step; steps >> step;) {
-    const int stream = step.size() < 2 ? 0 : streams[step[1] == '<' ? step[0] - '0' : step[1] - '0'];
-    Clock event;
-    switch (step[0]) {
-      case 'r':
-      case 'w':
-        use(stream, step[0] == 'w');
-        break;
-      case 't':
-        std::thread([&] { use(stream, false); }).join();
-        break;
-      case 'h':
-        order.synchronize(stream);
-        break;
-      case 'u':
-        order.used(memory, stream);
-        break;
-      case 'f':
-        order.freed(memory);
-        break;
-      default:
-        order.record(event, streams[step[2] - '0']);
-        order.wait(stream, event);
-    }
-  }
-  const auto violations = order.take_violations();
-  EXPECT_EQ(violations.empty(), GetParam().violation.empty());
-  if (!violations.empty()) EXPECT_THAT(violations, ElementsAre(HasSubstr(GetParam().violation)));
-  EXPECT_THAT(order.take_violations(), IsEmpty()) << "violations are taken once";
-}
-
-INSTANTIATE_TEST_SUITE_P(All, StreamOrderScripts, ::testing::ValuesIn(kScripts),
-                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace gpipe::accelerator

@@ -2,7 +2,7 @@
 
 # The torch-free core.
 mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "!present_[micro_batch] && !cancelled_" "false"
-       Channel.*)
+       GeneratedPrograms.*)
 mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/channel.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)

@@ -152,25 +152,6 @@ TEST(WireFailure, RefusesMalformedMessages) {
   expect_refused({.layout_bytes = 0}, "0 0", {"message 0 without a layout"});
 }
 
-TEST(WireFailure, IsRousedByAClose) {
-  for (const int closes : {0, 1}) {
-    Wire wire;
-    wire.expect(2);
-    std::jthread closer([&] { wire.network.of(closes).close(); });
-    EXPECT_THROW(wire.receive(0), ConnectionError);
-    closer.join();
-    EXPECT_THROW(wire.receive(1), ConnectionError);
-    EXPECT_THROW(wire.send(0, {"", ""}), ConnectionError);
-  }
-}
-
-TEST(WireFailure, TellsOfALostConnectionWhenItReceives) {
-  Wire wire;
-  wire.network.of(0).close();
-  EXPECT_NO_THROW(wire.expect(2));
-  EXPECT_THROW(wire.receive(0), ConnectionError);
-}
-
 TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
   Wire wire;
   wire.expect(5);

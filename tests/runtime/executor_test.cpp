@@ -232,23 +232,6 @@ TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
   EXPECT_EQ(timeline.spans.front().step, 7);
 }
 
-TEST(Channel, TakeWaitsForThePut) {
-  Channel channel(2);
-  std::atomic<bool> waits = false;
-  bool was_put = false;
-  std::thread consumer([&] {
-    waits = true;
-    EXPECT_TRUE(channel.take(1));
-    EXPECT_TRUE(was_put);
-  });
-  while (!waits) std::this_thread::yield();
-  channel.put(0);
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  was_put = true;
-  channel.put(1);
-  consumer.join();
-}
-
 TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
   Channel channel(2);
   std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });

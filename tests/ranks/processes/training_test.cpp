@@ -5,7 +5,6 @@
 
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/random_cases.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {

@@ -1,4 +1,5 @@
 #include <gmock/gmock.h>
+#include <torch/torch.h>
 
 #include "gpipe/gpipe.h"
 
