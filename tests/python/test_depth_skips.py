@@ -1,4 +1,4 @@
-"""Values that many later layers read, in converted models: attention residuals, DenseNet, U-Net++."""
+"""Values that many later layers read, in converted models with attention residuals."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from torch import nn
 import gpipe
 from gpipe import _C, checks
 from gpipe.balance import predict, profile
-from helpers import results_of
+from helpers import named_gradients, results_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "python"))
 from attention_residuals import Transformer, cross_entropy
@@ -42,11 +42,7 @@ def reference():
     for part, of_part in zip(input.split(SIZES), target.split(SIZES)):
         outputs.append(sequence(part))
         (cross_entropy(outputs[-1], of_part) * len(part) / sum(SIZES)).backward()
-    return torch.cat(outputs).detach(), gradients_of(sequence)
-
-
-def gradients_of(module):
-    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    return torch.cat(outputs).detach(), named_gradients(sequence)
 
 
 def equal_parts(layers, stages):
@@ -61,7 +57,7 @@ def step(schedule, placement, checkpoint, group=None):
     pipe = gpipe.GPipe(sequence, equal_parts(len(sequence), len(placement)), chunks=len(SIZES), **options)
     pipe.zero_grad()
     _, output = pipe.step(input, target, cross_entropy, return_output=True)
-    return output, gradients_of(pipe)
+    return output, named_gradients(pipe)
 
 
 def placements(schedule):

@@ -17,6 +17,7 @@ import gpipe
 from gpipe import to_sequential
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
+from helpers import named_gradients
 
 
 class Block(nn.Module):
@@ -346,10 +347,6 @@ def total(output):
     return sum(leaf.sin().sum() for leaf in tree_leaves(output) if leaf is not None)
 
 
-def gradients(module):
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "function",
     [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap]
@@ -369,12 +366,12 @@ def test_what_is_hard_to_divide(function):
             total(outputs[-1]).backward()
             assert type(outputs[-1]) is type(outputs[0])
             torch.testing.assert_close(outputs[-1], outputs[0])
-            torch.testing.assert_close(gradients(module), gradients(plain))
+            torch.testing.assert_close(named_gradients(module), named_gradients(plain))
     for module in (plain, pipe):
         module.zero_grad()
     pipe.step(batch(), batch(), lambda output, target: total(output), reduction="sum")
     total(plain(batch())).backward()
-    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    torch.testing.assert_close(named_gradients(pipe), named_gradients(plain))
 
 
 class Skipping(nn.Module):
