@@ -2,17 +2,8 @@
 // the call, or with an earlier event, some scenario has a violation. This program's functions stand in for the
 // library's. Calls from one place, `chosen`, are left out, or return the events of the call before.
 #include <dlfcn.h>
-#include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <functional>
-#include <map>
-#include <mutex>
 #include <span>
-#include <sstream>
-#include <string>
-#include <utility>
 
 #include "gpipe/tensors/transfer.h"
 #include "tests/accelerator/device.h"

@@ -1,16 +1,7 @@
 // Pipelines on devices that check the order of streams, and what they ask of the devices. More generated cases:
 //   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 accelerator_tests --gtest_filter='GeneratedOnDevices*'
-#include <gtest/gtest.h>
-#include <torch/torch.h>
 
-#include <functional>
-#include <map>
-#include <memory>
 #include <random>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "gpipe/base/clock.h"
 #include "gpipe/gradients.h"

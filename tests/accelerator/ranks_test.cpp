@@ -1,6 +1,5 @@
 // Pipelines over ranks, on devices that check the order of streams. Threads of this process are the ranks. Tensors pass
 // through the host, or go by wires between the devices.
-#include <gmock/gmock.h>
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/accelerator/device.h"
@@ -14,11 +13,6 @@ using accelerator::CheckedWires;
 using accelerator::device;
 using accelerator::held;
 using accelerator::stream_order;
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 class RanksOnDevices : public ::testing::TestWithParam<std::tuple<std::string, Checkpoint, Way>> {};
 

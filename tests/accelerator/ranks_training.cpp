@@ -1,13 +1,7 @@
 #include "tests/accelerator/ranks_training.h"
 
-#include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
-#include <map>
-#include <mutex>
-#include <set>
-#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "gpipe/ranks/connections.h"

@@ -1,11 +1,6 @@
 // A training over ranks that are threads of this process.
 #pragma once
 
-#include <functional>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/device_wire.h"
 #include "tests/gpipe/helpers.h"

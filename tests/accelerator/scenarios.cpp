@@ -1,15 +1,11 @@
 #include "tests/accelerator/scenarios.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <gmock/gmock.h>
-
-#include <sstream>
 
 #include "gpipe/tensors/transfer.h"
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {

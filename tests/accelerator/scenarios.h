@@ -1,11 +1,6 @@
 // What users do with a pipeline, on devices.
 #pragma once
 
-#include <functional>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 

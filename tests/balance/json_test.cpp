@@ -1,25 +1,15 @@
 // Profiles and clusters in JSON. One reader reads both.
-#include <gmock/gmock.h>
 
-#include <cstdint>
-#include <limits>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "balance/cluster.h"
 #include "balance/profile.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using ::testing::SizeIs;
-using ::testing::StartsWith;
 using Json = nlohmann::json;
 
 Profile two_layers() {
@@ -97,28 +87,45 @@ TEST_F(ProfileJson, RefusesOtherVersions) {
   expect_refused("/version", {4.5, "4", nullptr, std::uint64_t{1} << 32 | 4});
 }
 
-TEST_F(ProfileJson, IndicesAreIntegersInRange) {
+TEST_F(ProfileJson, ValuesHaveTheirTypesAndRanges) {
   const auto wraps = (std::int64_t{1} << 32) + 1;
-  expect_refused("/layers/1/shares_with", {0.5, 1.0, true, "1", nullptr, Json::array(), -1, 2, wraps});
-  expect_refused("/blocks/0/layer", {0.5, -1, 2, wraps});
-  expect_refused("/blocks/0/freed_by", {0.5, -3, 2, wraps, std::numeric_limits<std::uint64_t>::max()});
-  expect_refused("/blocks/0/reaches", {0.5, 0, 3, wraps});
-  expect_refused("/blocks/1/readers/0", {0.5, -1, 2, wraps});
-  expect_refused("/skips/0/from", {0.5, -1, 2, wraps});
-  expect_refused("/skips/0/readers/0", {0.5, -1, 2, wraps});
-  expect_refused("/workers", {0.5, 0, -1, wraps});
-  expect_refused("/intraop_threads", {0.5, -1, wraps});
-}
-
-TEST_F(ProfileJson, TiesHaveAscendingLayers) {
-  expect_refused("/ties/0/layers/0", {0.5, -1, 2});
-  expect_refused("/ties/0/layers/1", {0.5, 0, 2});
-  EXPECT_THAT(refusal("/ties/0/layers", Json::array()), HasSubstr("/ties/0/layers is empty"));
-}
-
-TEST_F(ProfileJson, SkipsLeadForward) {
+  const Json::array_t wrong_seconds = {-1, -1e-9, 2e9, 1e308, true, "1", nullptr};
+  const std::map<std::string, Json::array_t> wrong = {
+      {"/device", {1, nullptr}},
+      {"/workers", {0.5, 0, -1, wraps}},
+      {"/intraop_threads", {0.5, -1, wraps}},
+      {"/layers", {"l0", 2, Json::object()}},
+      {"/layers/1", {"l0", 2, Json::array()}},
+      {"/layers/0/changes_input", {1, "true"}},
+      {"/layers/1/shares_with", {0.5, 1.0, true, "1", nullptr, Json::array(), -1, 2, wraps}},
+      {"/layers/0/forward", wrong_seconds},
+      {"/layers/0/stored", wrong_seconds},
+      {"/layers/0/recompute", wrong_seconds},
+      {"/layers/0/backward", wrong_seconds},
+      {"/layers/0/input_gradient", wrong_seconds},
+      {"/layers/0/weight_gradient", wrong_seconds},
+      {"/blocks/0/layer", {0.5, -1, 2, wraps}},
+      {"/blocks/0/born", {"R", "f", 0}},
+      {"/blocks/0/until", {"R", ""}},
+      {"/blocks/0/freed_by", {0.5, -3, 2, wraps, std::numeric_limits<std::uint64_t>::max()}},
+      {"/blocks/0/reaches", {0.5, 0, 3, wraps}},
+      {"/blocks/1/readers/0", {0.5, -1, 2, wraps}},
+      {"/skips/0/from", {0.5, -1, 2, wraps}},
+      {"/skips/0/readers/0", {0.5, -1, 2, wraps}},
+      {"/skips/0/changed", {0}},
+      {"/ties/0/layers/0", {0.5, -1, 2}},
+      {"/ties/0/layers/1", {0.5, 0, 2}},
+  };
+  for (const auto& [place, values] : wrong) expect_refused(place, values);
+  for (const auto* place : {"/layers", "/ties/0/layers"}) {
+    EXPECT_THAT(refusal(place, Json::array()), HasSubstr(std::string(place) + " is empty"));
+  }
   EXPECT_THAT(refusal(with(with(good_, "/skips/0/from", 1), "/skips/0/readers/0", 0).dump()),
               HasSubstr("/skips/0/readers/0 is 0, but must be from 1 to 1"));
+  auto text = good_.dump();
+  const std::string seconds = "\"backward\":2.0";
+  text.replace(text.find(seconds), seconds.size(), "\"backward\":1e999");
+  EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
 }
 
 TEST_F(ProfileJson, BytesAreIntegersInRange) {
@@ -135,27 +142,6 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
   expect_refused("/samples", {0});
   EXPECT_THAT(refusal("/blocks/0/bytes", std::int64_t{1} << 53),
               HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
-}
-
-TEST_F(ProfileJson, SecondsAreFiniteAndNotNegative) {
-  for (const auto* name : {"forward", "stored", "recompute", "backward", "input_gradient", "weight_gradient"}) {
-    expect_refused(std::string("/layers/0/") + name, {-1, -1e-9, 2e9, 1e308, true, "1", nullptr});
-  }
-  auto text = good_.dump();
-  const std::string seconds = "\"backward\":2.0";
-  text.replace(text.find(seconds), seconds.size(), "\"backward\":1e999");
-  EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
-}
-
-TEST_F(ProfileJson, TypesAreNotConverted) {
-  expect_refused("/device", {1, nullptr});
-  expect_refused("/layers/0/changes_input", {1, "true"});
-  expect_refused("/skips/0/changed", {0});
-  expect_refused("/blocks/0/born", {"R", "f", 0});
-  expect_refused("/blocks/0/until", {"R", ""});
-  expect_refused("/layers", {"l0", 2, Json::object()});
-  expect_refused("/layers/1", {"l0", 2, Json::array()});
-  EXPECT_THAT(refusal("/layers", Json::array()), HasSubstr("/layers is empty"));
 }
 
 TEST_F(ProfileJson, RefusesDeepAndLongTexts) {

@@ -1,12 +1,8 @@
 // Cuts, predictions and suggestions from hand-written profiles, without a model.
-#include <gmock/gmock.h>
 
-#include <algorithm>
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <random>
-#include <stdexcept>
 
 #include "balance/cut.h"
 #include "balance/predict.h"
@@ -15,17 +11,11 @@
 #include "balance/search.h"
 #include "balance/stage_cost.h"
 #include "gpipe/schedule/verifier.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
 /// A profile of layers with these forward times, and backwards that take twice as long. Each layer's output has 10
@@ -146,16 +136,6 @@ TEST(Predict, SendsTiedParametersWithEachMicroBatch) {
   EXPECT_GT(tied.seconds, before.seconds + 4);
   EXPECT_GE(tied.bytes[1], before.bytes[1] + 2 * 4000) << "the last stage holds a copy per micro-batch";
   EXPECT_THAT(balance_by_time(profile, 1, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(4));
-}
-
-TEST(Cut, BalancesBySizeWithSkips) {
-  auto profile = chain({1, 1, 1, 1});
-  profile.layers[3].parameters = profile.layers[3].gradients = 100;
-  EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
-  // Layer 0 stashes 500 bytes for the last layer. Its stage holds them for every cut.
-  profile.skips = {{"skip", 0, {3}, 500}};
-  profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, {3}});
-  EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
 }
 
 TEST(Cut, BalancesBySizeOptimally) {

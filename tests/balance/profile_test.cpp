@@ -1,9 +1,5 @@
 // Profiles, suggestions and predictions of real models. Compares bytes, never times.
-#include <gmock/gmock.h>
 #include <torch/torch.h>
-
-#include <mutex>
-#include <set>
 
 #include "balance/balance.h"
 #include "balance/measurement.h"
@@ -17,13 +13,10 @@
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
-#include "tests/support/support.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 namespace nn = torch::nn;
 
 ProfileOptions brief() { return ProfileOptions().seconds(0).repeats(1); }
@@ -95,11 +88,17 @@ TEST(Profiler, MeasuresEachLayer) {
 }
 
 TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
-  const auto tuple = Value(std::make_tuple(rows(), torch::randint(0, 5, {4})));
-  const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
-  EXPECT_TRUE(of_tuples.layers[1].changes_input);
-  const auto of_skips = profile(skip_model(), rows(), brief().workers(3));
-  EXPECT_EQ(of_skips.skips.size(), 5U);
+  using Pair = std::tuple<Tensor, Tensor>;
+  nn::Sequential of_pairs(
+      function_layer([](Pair in) { return Pair(std::get<0>(in) * 2, std::get<1>(in)); }), function_layer([](Pair in) {
+        std::get<0>(in).relu_();
+        return in;
+      }),
+      function_layer([](Pair in) { return std::get<0>(in) + std::get<1>(in).unsqueeze(1); }), nn::Linear(6, 6));
+  const auto pair = Value(Pair(rows(), torch::randint(0, 5, {4})));
+  EXPECT_TRUE(profile(of_pairs, pair, brief().workers(2)).layers[1].changes_input);
+  nn::Sequential with_skips(nn::Linear(6, 6), Stash("a"), StashOdd(), Stash("b"), Pop("a"), PopOdd(), Pop("b"));
+  EXPECT_EQ(profile(with_skips, rows(), brief().workers(3)).skips.size(), 5U);
 }
 
 nn::Sequential model_with_a_tie() {

@@ -1,12 +1,5 @@
 // RestoreModule: restores what trial runs change in a model.
-#include <gmock/gmock.h>
 #include <torch/torch.h>
-
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <stdexcept>
-#include <vector>
 
 #include "balance/balance.h"
 #include "balance/suggest.h"
@@ -15,12 +8,10 @@
 #include "gpipe/tensors/byte_counter.h"
 #include "models/unet.h"
 #include "tests/gpipe/helpers.h"
-#include "tests/support/support.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::HasSubstr;
 using torch::Tensor;
 namespace nn = torch::nn;
 

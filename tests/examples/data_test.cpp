@@ -1,13 +1,7 @@
 // The data of the example programs: IDX files, drawn digits and scenes, masks, mini-batches, and what is drawn of them.
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
 #include <torch/utils.h>
-
-#include <map>
-#include <set>
-#include <string>
-#include <vector>
 
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
@@ -16,13 +10,10 @@
 #include "examples/unet/scene.h"
 #include "examples/unet/segmentation.h"
 #include "gpipe/loss.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe::examples {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 // --- IDX
 
@@ -118,20 +109,6 @@ TEST(DrawingTest, TableHasEnlargedTilesSideBySide) {
   EXPECT_GT(table.narrow(1, 0, 36).max().item<int>(), 200) << "no title";
 }
 
-TEST(DrawingTest, ConfusionAndCurvesShowTheirNumbers) {
-  const auto cell = [](const std::vector<std::int64_t>& counts, int row, int column) {
-    return mnist::draw_confusion(counts, 2).image()[0].narrow(0, 88 + 49 * row, 48).narrow(1, 96 + 49 * column, 48);
-  };
-  EXPECT_EQ(cell({75, 25, 0, 4}, 0, 1)[0][0].item<int>(), 128) << "the square root of one quarter";
-  EXPECT_EQ(cell({75, 25, 0, 4}, 1, 0).max().item<int>(), 0) << "an empty cell has no number";
-  EXPECT_FALSE(at::equal(cell({75, 25, 0, 4}, 1, 1), cell({75, 25, 0, 5}, 1, 1)));
-  const std::map<std::string, std::vector<double>> falling = {{"loss", {3, 2, 1}}, {"dice", {0.5, 0.6, 0.7}}};
-  auto rising = falling;
-  rising["loss"] = {1, 2, 3};
-  EXPECT_FALSE(at::equal(draw_curves(falling).image(), draw_curves(rising).image()));
-  EXPECT_NO_THROW(draw_curves({{"loss", {1}}, {"dice", {1}}}));
-}
-
 // --- Scenes, masks and mini-batches
 
 using unet::list_samples;
@@ -145,18 +122,6 @@ TEST(SceneTest, PartsOfACarHaveTheirOwnClasses) {
   }
   EXPECT_THROW(unet::draw_scene(3, 0, {192, 128}, 5), std::invalid_argument);
   EXPECT_THROW(unet::draw_scene(3, 0, {15, 64}), std::invalid_argument);
-}
-
-TEST(SceneTest, CarHasAReasonableSizeAndScenesDiffer) {
-  std::set<double> means;
-  for (int number = 0; number < 100; ++number) {
-    const auto scene = unet::draw_scene(0, number, {96, 64});
-    const auto share = scene.mask.to(at::kFloat).mean().item<double>();
-    EXPECT_GT(share, 0.03) << number;
-    EXPECT_LT(share, 0.5) << number;
-    means.insert(scene.image.to(at::kFloat).mean().item<double>());
-  }
-  EXPECT_EQ(means.size(), 100u);
 }
 
 TEST(MaskTest, PaintedLabelsAreReadBack) {
@@ -195,12 +160,6 @@ class LoaderTest : public ::testing::Test {
   std::vector<unet::Sample> samples_;
 };
 
-bool equal(const std::vector<Example>& a, const std::vector<Example>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Example& x, const Example& y) {
-    return at::equal(x.input, y.input) && at::equal(x.target, y.target);
-  });
-}
-
 TEST_F(LoaderTest, BatchesHoldTheFiles) {
   const auto batches = all({.batch_size = 4});
   ASSERT_EQ(batches.size(), 3u);
@@ -211,20 +170,6 @@ TEST_F(LoaderTest, BatchesHoldTheFiles) {
   EXPECT_EQ(all({.batch_size = 11}, {24, 16})[0].target.sizes(), at::IntArrayRef({11, 1, 16, 24}));
   for (auto& sample : samples_) sample.mask.clear();
   EXPECT_EQ(all({.batch_size = 11})[0].target.sum().item<int>(), 0);
-}
-
-TEST_F(LoaderTest, BatchesDependOnSeedAndEpochAlone) {
-  const auto batches = [&](int workers, bool augment, std::uint64_t seed, int epoch, std::int64_t first = 0) {
-    return all(
-        {.batch_size = 2, .workers = workers, .augment = augment, .seed = seed, .epoch = epoch, .first_batch = first});
-  };
-  const auto first = batches(1, true, 5, 1);
-  EXPECT_TRUE(equal(batches(0, true, 5, 1), first));
-  EXPECT_TRUE(equal(batches(4, true, 5, 1), first));
-  EXPECT_TRUE(equal(batches(1, true, 5, 1, 4), {first.begin() + 4, first.end()}));
-  EXPECT_FALSE(equal(batches(1, false, 5, 1), first));
-  EXPECT_FALSE(equal(batches(1, true, 6, 1), first));
-  EXPECT_FALSE(equal(batches(1, true, 5, 2), first));
 }
 
 TEST_F(LoaderTest, MaskMovesWithTheImage) {
@@ -242,16 +187,6 @@ TEST_F(LoaderTest, MaskMovesWithTheImage) {
     mirrored += (batch.target.slice(3, 32).sum({1, 2, 3}) > 0).sum().item<int>();
   }
   EXPECT_NEAR(mirrored, 55, 25);
-}
-
-TEST_F(LoaderTest, DamagedFileFailsItsBatch) {
-  std::filesystem::resize_file(samples_[5].image, std::filesystem::file_size(samples_[5].image) / 2);
-  for (const int workers : {0, 4}) {
-    Loader loader(samples_, {48, 32}, {.batch_size = 2, .workers = workers});
-    EXPECT_TRUE(loader.next());
-    EXPECT_TRUE(loader.next());
-    EXPECT_THAT(error_of([&] { loader.next(); }), HasSubstr(samples_[5].image.string()));
-  }
 }
 
 TEST_F(LoaderTest, EachSampleIsInOnePart) {
@@ -292,17 +227,6 @@ TEST(SegmentationTest, TwoClassesEqualASoftmaxOfTwoLogits) {
   EXPECT_TRUE(torch::allclose(unet::to_probabilities(logit), unet::to_probabilities(both), 1e-5, 1e-6));
 }
 
-// GPipe::step() computes the loss per micro-batch.
-TEST(SegmentationTest, LossDecomposesOverUnequalMicroBatches) {
-  torch::manual_seed(3);
-  for (const int channels : {1, 4}) {
-    const auto logits = torch::randn({7, channels, 5, 6});
-    const auto labels = torch::randint(std::max(2, channels), {7, 1, 5, 6}).to(torch::kByte);
-    const auto check = check_loss(tensor_loss(unet::segmentation_loss), logits, labels, /*chunks=*/3);
-    EXPECT_NEAR(check.from_micro_batches, check.whole, 1e-6);
-  }
-}
-
 TEST(SegmentationTest, ScoresCountPixels) {
   const auto predicted = at::tensor({1, 2, 2, 0, 2, 2, 0, 0}, at::kByte);
   const auto truth = at::tensor({1, 2, 1, 0, 2, 2, 2, 0}, at::kByte);
@@ -313,16 +237,6 @@ TEST(SegmentationTest, ScoresCountPixels) {
   EXPECT_DOUBLE_EQ(scores[2].iou, 3.0 / 5);
   EXPECT_EQ(scores[3].dice, 1) << "neither predicted nor true";
   EXPECT_DOUBLE_EQ(scores[0].dice, (2.0 / 3 + 3.0 / 4 + 1) / 3);
-}
-
-TEST(SegmentationTest, ModelOptionsAreStoredAsFlags) {
-  const unet::ModelOptions options{.classes = 5, .depth = 2, .channels = 6, .bilinear = true};
-  auto flags = to_flags(options);
-  EXPECT_EQ(to_flags(unet::from_flags(flags)), flags);
-  flags["--depth"] = "many";
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("--depth is many"));
-  flags.erase("--depth");
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("does not store --depth"));
 }
 
 }  // namespace

@@ -43,8 +43,6 @@ same 1f1b interleaved
 says interleaved 'stage 3: 6 layers, .* parameters, on worker 1, cpu$'
 for stage in 0 1 2 3; do echo "$stage"F{0,1,2,3} "$stage"B{3,2,1,0}; done >lists
 run listed "${schedules[@]}" --schedule @lists -v 33 -e 1
-rarely refuse stages "'lists' has 4 stages" --chunks 4 --schedule @lists --balance 11,12
-rarely refuse rest "'lists' has 4 micro-batches" "${schedules[@]}" --schedule @lists
 
 # Each flag has an effect on the one epoch of by-size.
 differs() { [[ $(column "$1" 2) != $(column by-size 2) ]] || fail "$1 has no effect"; }
@@ -72,13 +70,9 @@ run one -e 1 --overwrite
 rarely refuse text "but has 'half'" --balance half,23
 rarely refuse both 'has 2 stages, but --stages is 3' --balance 5,18 --stages 3
 refuse device 'gpu' --devices gpu
-rarely refuse few 'there are 2 for 3 workers' --stages 3 --devices cpu,cpu
 refuse schedule 'never' --schedule never
-rarely refuse mode '--checkpoint' --checkpoint sometimes
 for value in 0 -1 1e99 x; do rarely refuse range "must be a number from 0.001 to 1, but is '$value'" --scale $value; done
-rarely refuse half '--epochs' --epochs 1.5
 rarely refuse size "'big' is not a size" --data synthetic --size big
-rarely refuse flag '--no-such-flag' --no-such-flag
 refuse trace '/proc/trace' --trace /proc/trace
 "$program" --help | grep -q -- '--epochs INT.*=24' || fail "--help lists no defaults"
 

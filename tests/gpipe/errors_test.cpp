@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "gpipe/binding.h"
 #include "gpipe/ranks.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
@@ -113,6 +114,37 @@ TEST(Errors, UndoALayersChangeOfItsParameter) {
   const auto before = table->weight.detach().clone();
   EXPECT_THROW(pipe->forward(torch::tensor({0, 1})), c10::Error);
   EXPECT_TRUE(torch::equal(table->weight, before));
+}
+
+// What Python's tests do not check of a binding.
+
+TEST(LanguageBinding, ReplacesAnError) {
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  const auto on_error = [](const ErrorInfo& info, const std::exception_ptr&) { throw std::domain_error(info.message); };
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.on_error = on_error});
+  EXPECT_THROW(pipe->forward(torch::randn({4, 5})), std::domain_error);
+  EXPECT_EQ(pipe->last_error()->layer, 0);
+  EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
+}
+
+struct StructureOfPair : Structure {
+  bool equals(const Structure&) const override { return true; }
+  std::string describe() const override { return "a pair"; }
+};
+
+TEST(LanguageBinding, CannotGiveObjectsToCppLayers) {
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  const auto make_pair = [](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
+    begin(0);
+    const std::shared_ptr<const Structure> structure = std::make_shared<StructureOfPair>();
+    return Value(structure, {input.tensor() * 2, input.tensor() * 3});
+  };
+  const auto run_second = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
+    begin(0);
+    return make_layers(*model)[1]->forward(std::move(input));
+  };
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), {.run_layers = {make_pair, run_second}});
+  EXPECT_THAT([&] { pipe->forward(Value(torch::randn({4, 4}))); }, refused("cannot take a pair"));
 }
 
 constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();

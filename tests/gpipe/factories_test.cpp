@@ -1,6 +1,5 @@
 // A model that is given as factories of its layers.
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -15,14 +14,10 @@ LayerFactories five_layers() {
           {"last", [] { return make_layer("last", nn::AnyModule(Linear(4, 2))); }}};
 }
 
-GPipe make_pipe(LayerFactories model, Balance balance) {
-  torch::manual_seed(5);
-  return GPipe(std::move(model), std::move(balance), in_chunks(2));
-}
-
-TEST(Factories, EachLayerHasARandomScope) {
+TEST(Factories, EachLayerHasItsNameAndARandomScope) {
   for (const auto& balance : {Balance{5}, Balance{2, 3}, Balance{1, 1, 1, 1, 1}}) {
-    const auto pipe = make_pipe(five_layers(), balance);
+    torch::manual_seed(5);
+    const GPipe pipe(five_layers(), balance, in_chunks(2));
     const auto generator = generator_state();
 
     torch::manual_seed(5);
@@ -38,14 +33,10 @@ TEST(Factories, EachLayerHasARandomScope) {
     add(4, [] { return Linear(4, 2); });
     EXPECT_TRUE(same(pipe->parameters(), expected));
     EXPECT_TRUE(same(generator, generator_state()));
+    EXPECT_THAT(pipe->named_children().keys(), ElementsAre("first", "1", "norm", "3", "last"));
+    EXPECT_EQ(pipe->parameter_names().front().name, "first.weight");
+    EXPECT_EQ(pipe->buffer_names().front().name, "norm.running_mean");
   }
-}
-
-TEST(Factories, LayersHaveTheirNamesOrIndices) {
-  const auto pipe = make_pipe(five_layers(), {2, 3});
-  EXPECT_THAT(pipe->named_children().keys(), ::testing::ElementsAre("first", "1", "norm", "3", "last"));
-  EXPECT_EQ(pipe->parameter_names().front().name, "first.weight");
-  EXPECT_EQ(pipe->buffer_names().front().name, "norm.running_mean");
 }
 
 // Layers 1 and 2 share the parameter of the first one; a skip goes from layer 0 to layer 4.

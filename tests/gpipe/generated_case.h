@@ -52,7 +52,7 @@ Sequential build(const Spec& spec);
 /// what is wrong with a case, or "". Operators run on one thread meanwhile.
 void expect_no_fault(const Seeds& seeds, bool portable, const std::function<std::string(const Spec&)>& fault_of);
 
-/// The features of a case, to be counted.
+/// The features of a case, each of which must occur.
 std::vector<std::string> features(const Spec& spec);
 extern const std::size_t kFeatures;
 

@@ -138,10 +138,15 @@ void several_tensors(Builder& b) {
 // Integers, an operation in place at the head of a layer, and a tensor returned twice.
 void tuple_layers(Builder& b) {
   b.add([](Tensor x) -> TensorPair { return {x * 1, ids_of(x)}; });
-  b.push(Embed(b.width));
-  b.push(InPlace());
-  b.push(Mix(b.width));
-  b.push(Unmix());
+  b.add([](TensorPair in) -> std::tuple<Tensor, Tensor, Tensor> {
+    auto& [x, ids] = in;
+    x.relu_();
+    return {x, x, ids};
+  });
+  b.add([w = b.parameter({b.width})](std::tuple<Tensor, Tensor, Tensor> in) {
+    auto& [x, y, ids] = in;
+    return x * w + (y.sigmoid() * w + x.sin()) * ids.unsqueeze(1);
+  });
 }
 
 void in_place_on_a_view(Builder& b) {

@@ -1,7 +1,6 @@
 // Shared by the tests of whole pipelines. torch/torch.h includes most headers of C++.
 #pragma once
 
-#include <gmock/gmock.h>
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -9,6 +8,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/timeline.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 
@@ -27,13 +27,6 @@ inline GPipeOptions in_chunks(std::int64_t chunks, Checkpoint checkpoint = Check
 inline const LossFunction kMse =
     tensor_loss([](const Tensor& out, const Tensor& target) { return torch::mse_loss(out, target); });
 inline const StepOptions kOfSums = StepOptions().reduction(Reduction::kSum);
-
-/// Matches a callable that throws an `Error` whose message contains the text.
-template <class Error>
-auto throws(const std::string& text) {
-  return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(text));
-}
-inline auto refused(const std::string& why) { return throws<std::invalid_argument>(why); }
 
 /// Whether two tensors are bit-equal, or both undefined.
 inline bool same(const Tensor& a, const Tensor& b) {

@@ -1,4 +1,4 @@
-// Layers and models to cut: functions, skips of every kind, several tensors.
+// Layers and models to cut: functions, skips of every kind, a shared parameter.
 #pragma once
 
 #include "tests/gpipe/helpers.h"
@@ -80,52 +80,39 @@ TORCH_MODULE(PopOdd);
 
 inline Sequential mlp() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
 
-/// Ten layers: crossing, nested and same-stage skips, with dropout between them.
-inline Sequential skip_model() {
-  return Sequential(Linear(6, 6), Stash("a"), StashOdd(), Linear(6, 6), Stash("b"), torch::nn::Dropout(0.3), Pop("a"),
-                    Linear(6, 6), PopOdd(), Pop("b"));
-}
-
-struct EmbedImpl : torch::nn::Module {
-  explicit EmbedImpl(std::int64_t width = 6) : table(register_module("table", torch::nn::Embedding(5, width))) {}
-  std::tuple<Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
-    auto& [x, ids] = in;
-    return {x + table(ids), ids};
-  }
-  torch::nn::Embedding table;
-};
-TORCH_MODULE(Embed);
-
-/// Changes its input in place, and returns the same tensor twice.
-struct InPlaceImpl : torch::nn::Module {
-  std::tuple<Tensor, Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
-    auto& [x, ids] = in;
-    x.relu_();
-    return {x, x, ids};
-  }
-};
-TORCH_MODULE(InPlace);
-
-struct MixImpl : torch::nn::Module {
-  explicit MixImpl(std::int64_t width = 6) : weight(register_parameter("weight", torch::randn({width}))) {}
-  std::vector<Tensor> forward(std::tuple<Tensor, Tensor, Tensor> in) {
-    auto& [x, y, ids] = in;
-    return {x * weight, y.sigmoid() * weight + x.sin(), ids.to(x.scalar_type())};
-  }
+/// A layer whose only parameter is that of another layer.
+struct SharerImpl : torch::nn::Module {
+  using Forward = std::function<Tensor(const Tensor& x, const Tensor& weight)>;
+  SharerImpl(const Tensor& of_other, Forward function)
+      : weight(register_parameter("weight", of_other, of_other.requires_grad())), function(std::move(function)) {}
+  Tensor forward(const Tensor& x) { return function(x, weight); }
   Tensor weight;
+  Forward function;
 };
-TORCH_MODULE(Mix);
+TORCH_MODULE(Sharer);
 
-struct UnmixImpl : torch::nn::Module {
-  Tensor forward(const std::vector<Tensor>& in) { return in[0] + in[1] * in[2].unsqueeze(1); }
-};
-TORCH_MODULE(Unmix);
+inline Tensor mix(const Tensor& x, const Tensor& weight) { return x + x.matmul(weight.t()).tanh().matmul(weight); }
+inline Tensor project(const Tensor& x, const Tensor& weight) { return x.matmul(weight.t()); }
 
-/// Six layers: tuples, vectors, integer tensors, in-place operations at the head of a stage, dropout.
-inline Sequential tuple_model() {
-  return Sequential(Embed(), InPlace(), Mix(), Unmix(),
-                    torch::nn::Dropout(torch::nn::DropoutOptions(0.3).inplace(true)),
-                    torch::nn::ReLU(torch::nn::ReLUOptions(true)));
+inline constexpr std::int64_t kWords = 11;
+
+/// Seven layers. The first, the third and the last share a matrix.
+inline Sequential tied_model(torch::Dtype dtype = torch::kFloat64, std::int64_t width = 6) {
+  torch::manual_seed(1);
+  torch::nn::Embedding words(kWords, width);
+  Sequential model(words, Linear(width, width), Sharer(words->weight, mix), torch::nn::Tanh(), Linear(width, width),
+                   torch::nn::Tanh(), Sharer(words->weight, project));
+  model->to(dtype);
+  return model;
 }
+
+inline Tensor words_of(std::int64_t samples) {
+  torch::manual_seed(2);
+  return torch::randint(kWords, {samples});
+}
+inline Tensor next_words(const Tensor& words) { return (words * 7 + 3) % kWords; }
+
+inline const LossFunction kCrossEntropy =
+    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
 
 }  // namespace gpipe

@@ -11,7 +11,6 @@
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {

@@ -1,14 +1,9 @@
-// Random test cases: how many there are, drawing them, and shrinking one that fails.
+// Random test cases: how many there are, and drawing them.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <iostream>
-#include <map>
 #include <random>
-#include <string>
-#include <vector>
 
 namespace gpipe {
 
@@ -27,34 +22,9 @@ inline Seeds seeds_from_environment(std::uint64_t count) {
   return {read("GPIPE_GENERATED_SEED", 1), read("GPIPE_GENERATED_CASES", count)};
 }
 
-/// How often each feature occurred.
-using Counts = std::map<std::string, int>;
-
-inline void print(const std::string& title, const Counts& counts) {
-  std::cout << title << ":";
-  for (const auto& [feature, count] : counts) std::cout << " " << feature << " " << count << ",";
-  std::cout << std::endl;
-}
-
-inline void print(const Seeds& seeds, const Counts& counts) {
-  print(std::to_string(seeds.count) + " cases from seed " + std::to_string(seeds.first), counts);
-}
-
 /// A number from `low` to `high`, the same with every standard library.
 inline int draw(std::mt19937_64& random, int low, int high) {
   return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
-}
-
-/// Shrinks a failing case: takes the first smaller case that fails too, until none does.
-template <class Case, class Smaller, class Fails>
-Case shrink(Case failing, Smaller smaller, Fails fails) {
-  for (bool shrunk = true; shrunk;) {
-    const std::vector<Case> candidates = smaller(failing);
-    const auto found = std::find_if(candidates.begin(), candidates.end(), fails);
-    shrunk = found != candidates.end();
-    if (shrunk) failing = *found;
-  }
-  return failing;
 }
 
 }  // namespace gpipe

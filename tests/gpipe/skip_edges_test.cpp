@@ -4,25 +4,6 @@
 namespace gpipe {
 namespace {
 
-TEST(SkipEdges, JoinNestedLayersAndKeepNamespacesApart) {
-  const auto block = [](Namespace ns) {
-    NestedSequential encode{{"linear", Linear(6, 6)}, {"stash", Stash("a")}};
-    NestedSequential decode{{"linear", Linear(6, 6)}, {"pop", Pop("a")}};
-    isolate(*encode, ns);
-    isolate(*decode, ns);
-    return std::pair(encode, decode);
-  };
-  auto [outer_encode, outer_decode] = block(Namespace());
-  auto [inner_encode, inner_decode] = block(Namespace());
-  auto model = Sequential(outer_encode, inner_encode, Linear(6, 6), inner_decode, outer_decode);
-  model->to(torch::kFloat64);
-  const auto x = torch::randn({4, 6}, torch::kFloat64).requires_grad_();
-  const auto expected = gradient_of(model->forward(x).sum(), x);
-  GPipe pipe(model, {1, 1, 1, 1, 1}, in_chunks(2));
-  EXPECT_EQ(pipe->program(1)->edges().size(), 6U);
-  EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), x), expected));
-}
-
 TEST(SkipEdges, OfAValueWithManyReadersCrossOncePerWorker) {
   auto model = Sequential(Linear(6, 6), Stash("s"), Peek("s"), Peek("s"), Linear(6, 6), Peek("s"), Pop("s"));
   model->to(torch::kFloat64);

@@ -5,7 +5,7 @@
 
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
-#include "tests/gpipe/tied_model.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {

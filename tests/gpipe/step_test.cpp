@@ -6,7 +6,6 @@
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
-#include "tests/support/support.h"
 
 namespace gpipe {
 namespace {

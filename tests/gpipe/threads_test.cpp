@@ -2,7 +2,6 @@
 #include <ATen/Parallel.h>
 
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {

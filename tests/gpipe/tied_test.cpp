@@ -1,5 +1,5 @@
 // Parameters that layers of several stages share. The generated cases have such layers too.
-#include "tests/gpipe/tied_model.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {

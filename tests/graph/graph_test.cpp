@@ -1,20 +1,13 @@
 #include "gpipe/graph/graph.h"
+#include "tests/support/matchers.h"
 
 #include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
 #include <torch/torch.h>
-
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 namespace gpipe {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
 using testing::Property;
-using testing::ThrowsMessage;
 
 std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tensor> inputs,
                             const Graph::State& state = {}) {
@@ -22,22 +15,6 @@ std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tens
 }
 
 at::Tensor number(double value) { return torch::tensor({value}); }
-
-TEST(Graph, RunsAboveAutograd) {
-  const std::string linear = R"({"values": 5, "inputs": [0], "tensors": [["weight", 1], ["bias", 2]],
-    "calls": [{"operator": "aten::linear", "args": [{"value": 0}, {"value": 1}, {"value": 2}], "result": 3},
-              {"operator": "aten::relu_", "args": [{"value": 3}], "result": 4}],
-    "outputs": [{"value": 4}]})";
-  const auto x = torch::randn({3, 2});
-  const auto weight = torch::randn({4, 2}).requires_grad_();
-  const auto bias = torch::randn({4}).requires_grad_();
-  const auto output = run(linear, {x}, {{weight, bias}}).front();
-  const auto expected = torch::linear(x, weight, bias).relu();
-  EXPECT_TRUE(torch::equal(output, expected));
-  EXPECT_TRUE(torch::equal(torch::autograd::grad({output.sum()}, {weight})[0],
-                           torch::autograd::grad({expected.sum()}, {weight})[0]));
-  EXPECT_THAT(Graph(linear).tensors(), ElementsAre("weight", "bias"));
-}
 
 TEST(Graph, FollowsTheModesOfPlaces) {
   const std::string both = R"({"values": 3, "inputs": [0], "places": ["a", "b"],

@@ -1,19 +1,12 @@
-#include <gmock/gmock.h>
 #include <torch/torch.h>
-
-#include <stdexcept>
-#include <string>
 
 #include "gpipe/graph/graph_layer.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot/safetensors.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {
-
-using testing::HasSubstr;
-using testing::ThrowsMessage;
 
 /// A model of one layer, or with a second one whose weight is tied to the first one's.
 torch::nn::Sequential model(const TemporaryDirectory& folder, bool is_tied = false) {

@@ -1,18 +1,5 @@
 #include "models/unet.h"
 
-#include <gmock/gmock.h>
-#include <torch/types.h>
-#include <torch/utils.h>
-
-#include <cstdint>
-#include <limits>
-#include <map>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "balance/model.h"
 #include "tests/gpipe/helpers.h"
 
@@ -49,18 +36,6 @@ TEST(UNet, LayerNamesAreAsDocumented) {
   const auto names = layer_names(unet(tiny().depth(4)));
   EXPECT_EQ(names.size(), 4 * 8 + 6 + 4 * 8 + 1);
   EXPECT_THAT(names, ::testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
-}
-
-TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
-  auto model = unet(tiny().depth(3));
-  verify_skippables(model);
-  const auto layers = Model(model).named_layers();
-  std::vector<std::pair<std::string, std::string>> ends;
-  for (const auto& link : skip_links(layers))
-    ends.emplace_back(layers[link.from].name, layers[link.readers.at(0)].name);
-  EXPECT_THAT(ends, ::testing::ElementsAre(::testing::Pair("down1_stash", "up1_join"),
-                                           ::testing::Pair("down2_stash", "up2_join"),
-                                           ::testing::Pair("down3_stash", "up3_join")));
 }
 
 TEST(UNet, JoinsConcatenateTheSkipAndTheUpsampledTensor) {
@@ -134,12 +109,27 @@ TEST(UNet, OneModelCanContainSeveral) {
   EXPECT_TRUE(torch::equal(chain->forward(x), second->forward(first->forward(x))));
 }
 
-TEST(UNet, CloneComputesTheSame) {
-  auto model = unet(tiny());
-  model->eval();
-  auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
-  const auto x = image({8, 8});
-  EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
+// All stages on the first GPU, or the second stage on the CPU. Skipped on machines without a GPU.
+TEST(Cuda, UNetComputesTheSameAsTheUnpartitionedModel) {
+  if (!torch::cuda::is_available()) GTEST_SKIP() << "this machine has no CUDA device";
+  const torch::Device gpu(torch::kCUDA, 0);
+  torch::manual_seed(1);
+  auto model = unet(UNetOptions().depth(2).base_channels(4));
+  model->to(torch::kFloat64);
+  model->eval();  // running statistics: micro-batches do not change the function
+  const auto x = torch::randn({4, 3, 16, 16}, torch::kFloat64).requires_grad_();
+  const auto y = model->forward(x);
+  const auto expected = gradient_of(y.pow(2).sum(), x);
+  const auto third = static_cast<std::int64_t>(model->size()) / 3;
+  const Balance balance = {third, third, static_cast<std::int64_t>(model->size()) - 2 * third};
+  for (const auto second : {gpu, torch::Device(torch::kCPU)}) {
+    for (const auto checkpoint : kModes) {
+      GPipe pipe(model, balance, in_chunks(2, checkpoint).devices({gpu, second, gpu}));
+      const auto output = pipe->forward(x.to(torch::kCUDA));
+      EXPECT_TRUE(torch::allclose(output.cpu(), y, 1e-9, 1e-11));
+      EXPECT_TRUE(torch::allclose(gradient_of(output.pow(2).sum(), x).cpu(), expected, 1e-9, 1e-11));
+    }
+  }
 }
 
 TEST(UNet, ErrorsNameTheOptionAndItsValue) {

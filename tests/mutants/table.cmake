@@ -2,7 +2,7 @@
 
 # The torch-free core.
 mutant(channel_does_not_wait core_tests gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
-       Channel.*)
+       GeneratedPrograms.*)
 mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
@@ -60,7 +60,7 @@ mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= own
 mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())"
        "if (false)" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
-       "? stored_ : stored_" InPlace.*)
+       "? stored_ : stored_" InPlace.*:Generated*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
        "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" ""
        Recompute.*:Generated*)

@@ -50,6 +50,10 @@ def gradients(module):
     return [parameter.grad for parameter in module.parameters()]
 
 
+def named_gradients(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
 def cluster_text(**changed):
     """Returns a cluster as JSON: one host with two devices, except for what is changed."""
     link = {"bandwidth": 1e9, "latency": 0}

@@ -17,7 +17,7 @@ from torch import nn
 import gpipe
 import zoo
 from gpipe.skip import pop, skippable, stash
-from helpers import Add, Join, Split, Stash, gradients, make_tied_model, results_of, tied_batch
+from helpers import Add, Join, Split, Stash, gradients, make_tied_model, named_gradients, results_of, tied_batch
 
 sys.path.append(str(Path(__file__).parents[2] / "docs/museum"))
 import page  # noqa: E402
@@ -93,7 +93,7 @@ def two_workers(schedule):
 def step_over(ranks, model, balance, data, loss=squares, chunks=4, schedule="1f1b", **options):
     """Returns the loss of a step, and the gradients by name."""
     pipe = gpipe.GPipe(model, balance, group=ranks, chunks=chunks, schedule=schedule, **options)
-    return pipe.step(*data, loss, reduction="sum"), {name: each.grad for name, each in pipe.named_parameters()}
+    return pipe.step(*data, loss, reduction="sum"), named_gradients(pipe)
 
 
 def hook_a_received_tensor(ranks):

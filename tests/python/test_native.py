@@ -11,6 +11,7 @@ from torch import nn
 
 import gpipe
 from gpipe.losses import native_loss
+from helpers import named_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNKS = 3
@@ -79,14 +80,10 @@ def test_numbers_that_only_checks_use_need_no_python():
     assert gpipe.to_sequential(Checked(4, 4), torch.rand(6, 4)).report() == "1 of 1 layers run without Python"
 
 
-def gradients_of(pipe):
-    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
-
-
 def results_of(pipe, x, y):
     torch.manual_seed(1)
     loss = pipe.step(x, y, F.cross_entropy)
-    return loss, gradients_of(pipe), {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+    return loss, named_gradients(pipe), {name: buffer.clone() for name, buffer in pipe.named_buffers()}
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -114,9 +111,9 @@ def test_a_recompute_repeats_what_its_forward_did():
                 each(x)
             each[0].register_forward_hook(lambda *_: pytest.fail("the forward had no hook"))
         loss.backward()
-    assert gradients_of(pipe).keys() == gradients_of(expected).keys()
-    for name, gradient in gradients_of(pipe).items():
-        assert torch.equal(gradient, gradients_of(expected)[name]), name
+    assert named_gradients(pipe).keys() == named_gradients(expected).keys()
+    for name, gradient in named_gradients(pipe).items():
+        assert torch.equal(gradient, named_gradients(expected)[name]), name
 
 
 def test_a_replaced_parameter_is_used():
@@ -153,7 +150,7 @@ def test_losses_of_torch_are_computed_without_python(loss, monkeypatch):
     results = []
     for _ in range(2):
         pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1], chunks=CHUNKS)
-        results.append((pipe.step(x, y, loss), gradients_of(pipe)))
+        results.append((pipe.step(x, y, loss), named_gradients(pipe)))
         monkeypatch.setattr("gpipe.pipeline.native_loss", lambda loss: None)
     torch.testing.assert_close(*results, rtol=0, atol=0)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import gpipe
 import typed_program
-from gpipe.skip import peek, pop, skippable, stash
 
 
 def perceptron():
@@ -104,42 +103,6 @@ def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
     assert [module.training for module in pipe.modules()] == modes
     with torch.no_grad():
         torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
-
-
-@skippable(stash=["x"])
-class First(nn.Linear):
-    def forward(self, x):
-        x = super().forward(x)
-        stash("x", x)
-        return x
-
-
-@skippable(peek=["x"])
-class Middle(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * peek("x").sigmoid()
-
-
-@skippable(pop=["x"])
-class Last(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + (yield pop("x"))
-
-
-def test_any_number_of_layers_peek_at_a_skip():
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(First(8, 8), Middle(8, 8), nn.Tanh(), Middle(8, 8), Last(8, 8)).double()
-
-    x = torch.randn(6, 8, dtype=torch.float64)
-    whole, model = make(), make()
-    whole(x).sum().backward()
-    pipe = gpipe.GPipe(model, [1, 1, 2, 1], chunks=2, placement=[0, 1, 0, 1])
-    pipe(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), whole.parameters()):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    with pytest.raises(TypeError, match="layer '1' .* peeks at 'x', which no earlier layer stashes"):
-        gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Middle(8, 8)), [1, 1])
 
 
 def test_a_typed_program_runs(tmp_path):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from helpers import Add, Fail, Join, Mix, Pair, Split, Stash, join, results_of, run_job
+from helpers import Add, Fail, Join, Mix, Pair, Split, Stash, join, named_gradients, results_of, run_job
 
 
 def make_model(in_device="cpu"):
@@ -181,7 +181,7 @@ def train_on_sequences(ranks, steps=8):
         lengths = torch.randint(2, 9 + 3 * len(losses), (8,))
         tokens = torch.randint(1, 20, (8, int(lengths.max()))) * (torch.arange(lengths.max()) < lengths[:, None])
         losses.append(pipe.step(tokens, torch.randint(3, (8,)), F.cross_entropy))
-    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}, len(set(shapes))
+    return losses, named_gradients(pipe), len(set(shapes))
 
 
 def test_the_lengths_of_sequences_change_between_steps_and_micro_batches():

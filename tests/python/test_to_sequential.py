@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import gpipe
 from gpipe import to_sequential
-from gpipe.balance import balance_by_time, suggest
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
+from helpers import named_gradients
 
 
 class Block(nn.Module):
@@ -267,17 +267,6 @@ def test_copies_and_pickles():
     assert torch.equal(twice(batch()), sequence(batch()))
 
 
-def test_balances_and_pipelines_of_modules():
-    net = make_net()
-    assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
-    suggestion = suggest(net, batch(), ["cpu", "cpu"], chunks=[2], seconds=1)
-    assert sum(suggestion.best.balance) == 12
-    assert "first.linear" in suggestion.profile_of(suggestion.best).table(suggestion.best.balance)
-    pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
-    assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
-    assert pipe(batch()).shape == (6, 3)
-
-
 def counts_through_a_view(self, x):
     h = self.b(self.a(x) * self.count.clone())
     self.count[0].add_(1)
@@ -358,10 +347,6 @@ def total(output):
     return sum(leaf.sin().sum() for leaf in tree_leaves(output) if leaf is not None)
 
 
-def gradients(module):
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "function",
     [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap]
@@ -381,12 +366,12 @@ def test_what_is_hard_to_divide(function):
             total(outputs[-1]).backward()
             assert type(outputs[-1]) is type(outputs[0])
             torch.testing.assert_close(outputs[-1], outputs[0])
-            torch.testing.assert_close(gradients(module), gradients(plain))
+            torch.testing.assert_close(named_gradients(module), named_gradients(plain))
     for module in (plain, pipe):
         module.zero_grad()
     pipe.step(batch(), batch(), lambda output, target: total(output), reduction="sum")
     total(plain(batch())).backward()
-    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    torch.testing.assert_close(named_gradients(pipe), named_gradients(plain))
 
 
 class Skipping(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from helpers import gradients, make_dropouts, make_linears, training_step
+from helpers import make_dropouts, make_linears, training_step
 
 
 class Count(TorchDispatchMode):
@@ -114,21 +114,17 @@ def test_compiled_layers_compute_the_same(checkpoint):
     torch.testing.assert_close(training_step(whole, x), expected)
 
 
-def test_backwards_of_compiled_layers_overlap_and_split():
+def test_backwards_of_compiled_layers_overlap():
     def slow(graph, inputs):
         return make_boxed_func(lambda *values: time.sleep(0.02) or graph(*values))
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=slow)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
     compiled = nn.Sequential(*(torch.compile(layer, backend=backend) for layer in copy.deepcopy(model)))
-    x, target = torch.rand(8, 4), torch.rand(8, 4)
+    x = torch.rand(8, 4)
     for _ in range(2):
         actual = training_step(gpipe.GPipe(compiled, [1, 1], chunks=4), x)
         torch.testing.assert_close(actual, training_step(gpipe.GPipe(model, [1, 1], chunks=4), x))
-    for layers in compiled, model:
-        layers.zero_grad()
-        gpipe.GPipe(layers, [1, 1], chunks=4, schedule="zb_h1").step(x, target, nn.functional.mse_loss)
-    torch.testing.assert_close(gradients(compiled), gradients(model))
 
 
 def test_compilation_after_a_pipeline_has_ended():

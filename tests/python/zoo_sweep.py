@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.pipelining import SplitPoint, pipeline
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import gpipe
 import zoo
 from gpipe.exported.exporter import whole_modules
-from test_any_model import parts_of, samples_of, weighted_sum
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import tables  # noqa: E402
@@ -36,6 +35,27 @@ ROUNDED = {
     "make it otherwise; with an `attention_mask` that has padding, all bits are equal",
     "timm convit_tiny": "a view of a buffer goes to the next layer as a copy, with other strides",
 }
+
+
+def parts_of(tree, chunks):
+    """Returns the micro-batches of an object."""
+    size = -(-samples_of(tree) // chunks)
+    starts = range(0, samples_of(tree), size)
+    return [tree_map(lambda leaf: leaf[i : i + size] if torch.is_tensor(leaf) else leaf, tree) for i in starts]
+
+
+def samples_of(tree):
+    return len(next(leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)))
+
+
+def weighted_sum(output, _=None):
+    """A loss that treats samples alike and elements differently."""
+    total = 0.0
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            rows = leaf.double().flatten(1)
+            total = total + (rows * torch.linspace(-1, 1, rows.shape[1], dtype=torch.float64)).sin().sum()
+    return total
 
 
 def state_after(model, step, seed=1):
@@ -74,9 +94,13 @@ def backward(losses, output):
     return [loss, *tree_leaves(output)]
 
 
-def compare(model, args, kwargs, opaque):
+def input_of(args, kwargs):
+    """Returns the input of a sequence that is converted for these arguments."""
+    return kwargs or (args[0] if len(args) == 1 else args)
+
+
+def convert(model, args, kwargs, opaque):
     """Yields what is found about a model, one fact after the other."""
-    input = kwargs or (args[0] if len(args) == 1 else args)
     called = []
     leaves = {path: each for path, each in model.named_modules() if not list(each.children())}
     hooks = [each.register_forward_pre_hook(lambda *_, path=path: called.append(path)) for path, each in leaves.items()]
@@ -89,6 +113,13 @@ def compare(model, args, kwargs, opaque):
     sequence = gpipe.to_sequential(model, *args, opaque=opaque, **kwargs)
     native, *others = sequence.report().splitlines()
     yield {"layers": len(sequence), "native": int(native.split()[0]), "others": others}
+    half = len(sequence) // 2
+    yield from compare(model, args, kwargs, sequence, balance=[half, len(sequence) - half], chunks=2)
+
+
+def compare(model, args, kwargs, sequence, chunks, **options):
+    """Yields how a model differs from its sequence, and without dropout from a pipeline with these options."""
+    input = input_of(args, kwargs)
 
     def on(module, *args, **kwargs):
         output = module(*args, **kwargs)
@@ -97,16 +128,14 @@ def compare(model, args, kwargs, opaque):
     theirs = state_after(model, lambda: on(model, *args, **kwargs))
     yield {"difference": difference(state_after(model, lambda: on(sequence, input)), theirs)}
 
-    # A pipeline of two stages with two micro-batches, without dropout.
     norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
     for tree in (model, *(layer.model for layer in sequence)):
         for path, module in tree.named_modules():
             module.training = path in norms
-    half = len(sequence) // 2
-    pipe = gpipe.GPipe(sequence, [half, len(sequence) - half], chunks=2)
+    pipe = gpipe.GPipe(sequence, chunks=chunks, **options)
 
     def by_micro_batch():
-        outputs = [model(*part[0], **part[1]) for part in parts_of((args, kwargs), 2)]
+        outputs = [model(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
         leaves = [each for each in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(each[0])]
         return backward(map(weighted_sum, outputs), [torch.cat(each) for each in leaves])
 
@@ -116,7 +145,7 @@ def compare(model, args, kwargs, opaque):
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
         # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
-        theirs = state_after(model, lambda: on(functools.partial(gpipe.run_unpartitioned, chunks=2), sequence, input))
+        theirs = state_after(model, lambda: on(functools.partial(gpipe.run_unpartitioned, chunks=chunks), sequence, input))
     yield {"pipeline": difference(ours, theirs)}
 
 
@@ -139,7 +168,7 @@ def record(name, results):
     found, opaque = {"name": name, "error": ""}, {}
     while True:
         try:
-            for each in compare(model.train(), args, kwargs, opaque.values()):
+            for each in convert(model.train(), args, kwargs, opaque.values()):
                 found |= each
         except Exception as error:
             found["error"] += f"{type(error).__name__}: {error}\n"

@@ -1,13 +1,8 @@
 #include "gpipe/ranks/proposal.h"
-
-#include <gmock/gmock.h>
-
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr Mesh kThree{.positions = 3, .replicas = 1};
 

@@ -1,17 +1,13 @@
 #include "gpipe/ranks/wire.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest-spi.h>
-
 #include <array>
 #include <thread>
 
 #include "tests/ranks/wires.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 TEST(Wire, DrainsUntilTheMemoryMayChange) {
   Wire wire(/*seed=*/4);
@@ -156,25 +152,6 @@ TEST(WireFailure, RefusesMalformedMessages) {
   expect_refused({.layout_bytes = 0}, "0 0", {"message 0 without a layout"});
 }
 
-TEST(WireFailure, IsRousedByAClose) {
-  for (const int closes : {0, 1}) {
-    Wire wire;
-    wire.expect(2);
-    std::jthread closer([&] { wire.network.of(closes).close(); });
-    EXPECT_THROW(wire.receive(0), ConnectionError);
-    closer.join();
-    EXPECT_THROW(wire.receive(1), ConnectionError);
-    EXPECT_THROW(wire.send(0, {"", ""}), ConnectionError);
-  }
-}
-
-TEST(WireFailure, TellsOfALostConnectionWhenItReceives) {
-  Wire wire;
-  wire.network.of(0).close();
-  EXPECT_NO_THROW(wire.expect(2));
-  EXPECT_THROW(wire.receive(0), ConnectionError);
-}
-
 TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
   Wire wire;
   wire.expect(5);
@@ -223,39 +200,6 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
     late->wait(kLongLimit);
     network.of(1).close();
   }
-}
-
-// The network of these tests is strict.
-
-template <typename T>
-auto bytes(T& values) {
-  return std::as_writable_bytes(std::span(values));
-}
-
-TEST(FakeConnections, MoveNothingToARankThatHasStopped) {
-  FakeNetwork network(3);
-  std::array<int, 2> memory = {};
-  const auto receive = network.of(1).receive(0, 0, bytes(memory));
-  const auto send = network.of(0).send(1, 0, bytes(memory));
-  const auto other = network.of(2).receive(1, 0, bytes(memory));
-  network.stop(1);
-  EXPECT_THROW(send->wait(kShortLimit), TimeoutError);
-  EXPECT_THROW(other->wait(kShortLimit), TimeoutError);
-  network.of(0).close();
-  network.of(2).close();
-  network.await_the_others_end(1);
-  EXPECT_THROW(receive->wait(kLongLimit), ConnectionError);
-}
-
-TEST(FakeConnections, ReportAMessageThatIsTooLongAndATransferThatIsDropped) {
-  FakeNetwork network(2);
-  std::array<int, 2> memory = {};
-  const auto send = network.of(0).send(1, 0, bytes(memory));
-  EXPECT_THROW(send->wait(kShortLimit), TimeoutError) << "nothing receives it";
-  auto receive = network.of(1).receive(0, 0, bytes(memory).first(7));
-  EXPECT_NONFATAL_FAILURE(EXPECT_THROW(receive->wait(kLongLimit), ConnectionError), "sent 8 bytes");
-  receive = network.of(1).receive(0, 0, bytes(memory));
-  EXPECT_NONFATAL_FAILURE(receive.reset(), "rank 1 dropped a message from rank 0");
 }
 
 }  // namespace

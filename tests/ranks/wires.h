@@ -3,9 +3,6 @@
 
 #include <exception>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
-#include <string>
 #include <string_view>
 
 #include "gpipe/ranks/remote_edges.h"

@@ -1,9 +1,10 @@
+// The executor and its channels.
 #include "gpipe/runtime/executor.h"
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <future>
-#include <map>
 #include <thread>
 
 #include "tests/runtime/fake_cells.h"
@@ -189,6 +190,17 @@ TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
   for (const Span& span : timeline.spans) ran += to_string(span.action) + " ";
   EXPECT_EQ(ran, "0F0 0F1 0F2 0R2 ");
   EXPECT_EQ(timeline.spans.front().step, 7);
+}
+
+TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
+  Channel channel(2);
+  std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
+  channel.put(0);
+  channel.cancel();
+  consumer.join();
+  channel.cancel();
+  EXPECT_FALSE(channel.take(0));
+  EXPECT_FALSE(channel.take(1));
 }
 
 }  // namespace

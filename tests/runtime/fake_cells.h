@@ -1,9 +1,7 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <exception>
-#include <functional>
 #include <optional>
 #include <thread>
 

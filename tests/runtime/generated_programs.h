@@ -1,7 +1,6 @@
 // Random programs of all named schedules.
 #pragma once
 
-#include <cstddef>
 #include <random>
 
 #include "tests/gpipe/random_cases.h"

@@ -1,36 +1,14 @@
 #pragma once
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <deque>
 #include <initializer_list>
 #include <random>
-#include <set>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedules.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe::testing {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
-
-/// Matches a callable that throws std::invalid_argument with a message that contains the text.
-inline auto refuses(const std::string& text) {
-  return ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(text));
-}
 
 /// The inverse of to_string(Action).
 inline Action action(const std::string& text) {

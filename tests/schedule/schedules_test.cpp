@@ -2,7 +2,6 @@
 #include "gpipe/schedules.h"
 
 #include <array>
-#include <functional>
 #include <optional>
 
 #include "gpipe/schedule/schedule_source.h"
@@ -137,22 +136,14 @@ TEST(Schedules, RunForAnyNumberOfMicroBatchesWithASkipBetweenAnyTwoStages) {
   });
 }
 
-// The interleaved lists, zb_v's and dualpipe_v's are those that PyTorch 2.11 makes.
+// These are the lists that PyTorch 2.11 makes.
 TEST(Schedules, HaveTheirLists) {
   const auto lists = [](const char* name, const Layout& layout) {
     return to_text(make_schedule(name, layout, Checkpoint::kNever));
   };
-  EXPECT_EQ(lists("1f1b", looped(3, 1, 4)),
-            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\n"
-            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
-            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n");
   EXPECT_EQ(lists("interleaved_1f1b", looped(2, 2, 4)),
             "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
             "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3\n");
-  EXPECT_EQ(lists("zb_h1", looped(3, 1, 4)),
-            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3\n"
-            "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3\n"
-            "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3\n");
   EXPECT_EQ(lists("interleaved_zb", looped(2, 2, 2)),
             "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1\n"
             "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1\n");
@@ -163,9 +154,6 @@ TEST(Schedules, HaveTheirLists) {
             "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4\n"
             "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4\n");
   // With fewer micro-batches than the rule needs, the others are left out.
-  EXPECT_EQ(lists("zb_v", v_shaped(2, 1)),
-            "0F0 3F0 3I0 3W0 0I0 0W0\n"
-            "1F0 2F0 2I0 2W0 1I0 1W0\n");
   EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 1)),
             "0F0 3F0 3I0 3W0 0B0\n"
             "1F0 2F0 2B0 1B0\n");
@@ -178,16 +166,16 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
   const std::string one_each = "needs stage s on worker s, one stage per worker";
   const std::string loops = "needs stage s on worker s mod the number of workers";
   EXPECT_THAT(make("1f1f", looped(2, 1, 2)),
-              refuses("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b"));
+              refused("unknown schedule '1f1f'; choose one of gpipe, 1f1b, looped_bfs, interleaved_1f1b"));
   EXPECT_THAT(make("1f1b", looped(2, 2, 2)),
-              refuses("schedule '1f1b' " + one_each + ", but the layout has 4 stages on workers 0, 1, 0, 1"));
-  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)), refuses(one_each));
-  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}), refuses(loops));
-  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)), refuses(loops));
-  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), refuses("the same number of stages"));
+              refused("schedule '1f1b' " + one_each + ", but the layout has 4 stages on workers 0, 1, 0, 1"));
+  EXPECT_THAT(make("zb_h2", looped(2, 2, 2)), refused(one_each));
+  EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}), refused(loops));
+  EXPECT_THAT(make("interleaved_zb", v_shaped(2, 2)), refused(loops));
+  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), refused("the same number of stages"));
   for (const auto& name : {"zb_v", "v_half", "v_min", "dualpipe_v"}) {
-    EXPECT_THAT(make(name, looped(2, 2, 2)), refuses("needs stages s and 2p - 1 - s on worker s of p"));
-    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}), refuses("but the layout has 3 stages on workers 0, 1, 0"));
+    EXPECT_THAT(make(name, looped(2, 2, 2)), refused("needs stages s and 2p - 1 - s on worker s of p"));
+    EXPECT_THAT(make(name, {3, 2, {0, 1, 0}}), refused("but the layout has 3 stages on workers 0, 1, 0"));
   }
   EXPECT_THROW(make("gpipe", {2, 0, {0, 1}})(), std::invalid_argument);
   EXPECT_THROW(looped_placement(0, 2), std::invalid_argument);

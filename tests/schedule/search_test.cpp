@@ -1,7 +1,5 @@
 // Schedules that simulation finds: list schedules, the search for the fastest one, and the choice of "auto".
 #include <array>
-#include <functional>
-#include <limits>
 #include <string_view>
 
 #include "gpipe/schedule/auto_schedule.h"
@@ -173,14 +171,14 @@ TEST(Greedy, RefusesWhatDoesNotFit) {
   const auto search = [&](std::vector<std::int64_t> most_bytes) {
     return [&work, most_bytes] { greedy_schedule(work, most_bytes); };
   };
-  EXPECT_THAT(search({1}), refuses("got limits for 1 workers, but the layout has 2: give one per worker"));
-  EXPECT_THAT(search({1, 1}), refuses("the costs have no bytes"));
+  EXPECT_THAT(search({1}), refused("got limits for 1 workers, but the layout has 2: give one per worker"));
+  EXPECT_THAT(search({1, 1}), refused("the costs have no bytes"));
   work.costs.bytes.resize(1);
-  EXPECT_THAT(search({1, 1}), refuses("bytes for 1 stages"));
+  EXPECT_THAT(search({1, 1}), refused("bytes for 1 stages"));
   work.costs.edges.clear();
-  EXPECT_THAT(search({}), refuses("costs for 0 edges"));
+  EXPECT_THAT(search({}), refused("costs for 0 edges"));
   work.edges[0].to = 2;
-  EXPECT_THAT(search({}), refuses("must go to a later stage"));
+  EXPECT_THAT(search({}), refused("must go to a later stage"));
   work.layout.placement = {0, 2};
   EXPECT_THROW(search({})(), std::invalid_argument);
 }

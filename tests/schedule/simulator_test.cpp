@@ -1,10 +1,6 @@
 // The simulator: times, cells and bytes.
 #include "gpipe/simulator.h"
 
-#include <functional>
-#include <limits>
-#include <map>
-
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
@@ -254,16 +250,16 @@ TEST(Footprint, RefusesBytesOfOtherStages) {
   const auto running = [](const std::vector<CellBytes>& bytes) {
     return [bytes] { run(2, 2, Checkpoint::kNever, bytes); };
   };
-  EXPECT_THAT(running({cells(0)}), refuses("got bytes for 1 stages, but the program has 2 stages"));
+  EXPECT_THAT(running({cells(0)}), refused("got bytes for 1 stages, but the program has 2 stages"));
   auto bad = cells(1);
   bad.backward.held = {{10, Kind::I, 2}};
-  EXPECT_THAT(running({cells(0), bad}), refuses("held until I of stage 2, but there are 2 stages"));
+  EXPECT_THAT(running({cells(0), bad}), refused("held until I of stage 2, but there are 2 stages"));
   for (const int stage : {-1, 2}) {
     auto timeline = run(2, 2, Checkpoint::kNever, {}).timeline;
     timeline.spans.front().action.stage = stage;
     const auto accounting = [&] { account(timeline, {cells(0), cells(1)}); };
     const auto text = "the timeline has stage " + std::to_string(stage) + ", but bytes are given for 2 stages";
-    EXPECT_THAT(accounting, refuses(text));
+    EXPECT_THAT(accounting, refused(text));
   }
 }
 

@@ -4,10 +4,6 @@
 namespace gpipe {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::ThrowsMessage;
-
 std::shared_ptr<StashImpl> stashing(const std::string& name) { return std::make_shared<StashImpl>(name, 1); }
 std::shared_ptr<PopImpl> popping(const std::string& name) {
   return std::make_shared<PopImpl>(name, [](Tensor x, Tensor skip) { return x + skip; });
@@ -51,37 +47,6 @@ TEST(SkipContext, EachThreadHasItsOwn) {
   SkipContext::current().stash(key, torch::ones({1}));
   std::thread([&] { EXPECT_THROW(SkipContext::current().pop(key), std::runtime_error); }).join();
   EXPECT_TRUE(SkipContext::current().pop(key).defined());
-}
-
-/// Records the calls of stash() and pop().
-struct Recorder : SkipContext {
-  void stash(const SkipKey& key, Tensor) override { log.push_back("stash " + to_string(key)); }
-  Tensor pop(const SkipKey& key) override {
-    log.push_back("pop " + to_string(key));
-    return torch::ones({1});
-  }
-  Tensor peek(const SkipKey& key) override { return pop(key); }
-  std::vector<std::string> log;
-};
-
-TEST(SkipContextGuard, SetsTheContextAndNests) {
-  const auto& own = SkipContext::current();
-  const auto stash = stashing("x");
-  const auto pop = popping("x");
-  Recorder outer;
-  Recorder inner;
-  {
-    const SkipContextGuard outer_guard(outer);
-    stash->forward(torch::ones({1}));
-    {
-      const SkipContextGuard inner_guard(inner);
-      pop->forward(torch::ones({1}));
-    }
-    EXPECT_EQ(&SkipContext::current(), &outer);
-  }
-  EXPECT_EQ(&SkipContext::current(), &own);
-  EXPECT_THAT(outer.log, testing::ElementsAre("stash 'x'"));
-  EXPECT_THAT(inner.log, testing::ElementsAre("pop 'x'"));
 }
 
 TEST(Skippable, RefusesInvalidDeclarations) {

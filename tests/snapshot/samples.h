@@ -1,18 +1,14 @@
 // Shared by the tests of snapshots. torch/torch.h includes most headers of C++.
 #pragma once
 
-#include <gmock/gmock.h>
 #include <torch/torch.h>
 
 #include <fstream>
 
 #include "gpipe/snapshot.h"
-#include "tests/support/support.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 inline std::string bytes_of(const std::filesystem::path& path) {
   std::ostringstream bytes;

@@ -1,3 +1,7 @@
+#include <sys/resource.h>
+
+#include <csignal>
+
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/snapshot/samples.h"
 
@@ -71,6 +75,24 @@ TEST(ReplaceFile, KeepsThePreviousFileUntilAllIsWritten) {
     EXPECT_EQ(bytes_of(path), "old");
   });
   EXPECT_EQ(bytes_of(path), "new");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+}
+
+TEST(ReplaceFile, KeepsThePreviousFileIfTheNewOneIsTooLarge) {
+  const TemporaryDirectory folder;
+  write_bytes(folder / "file", "old");
+  const std::string large(std::size_t{2} << 20, 'x');
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit limit{1 << 20, before.rlim_max};
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto write_large = [&](const ByteSink& sink) { sink(large.data(), large.size()); };
+  const auto error = error_of([&] { replace_file(folder / "file", write_large); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(error, AllOf(HasSubstr((folder / "file").string()), HasSubstr("File too large")));
+  EXPECT_EQ(bytes_of(folder / "file"), "old");
   EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 }
 

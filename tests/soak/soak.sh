@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Disturbs trainings: kills them, and limits their disk, files, threads and memory.
+# Disturbs trainings: limits their disk, files, threads and memory. recovery_test.sh kills them.
 #   soak.sh [MINUTES (default 5) [BUILD_FOLDER (default build/dev) [WORK_FOLDER (default: a new one in /tmp)]]]
 # After each event the snapshot must be whole. The training must resume from it and end with the history of an
 # undisturbed one. A run that cannot continue must print one line and exit with an error code. Events that need
@@ -76,23 +76,6 @@ prepare() {
   resume
 }
 
-killed() {
-  local moment pid
-  moment=$(random "$whole_ms")
-  event="kill after $moment ms"
-  prepare
-  "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log &
-  pid=$!
-  sleep "$(printf '%d.%03d' $((moment / 1000)) $((moment % 1000)))"
-  if (($(random 2) == 0)); then
-    event+=", at the next write of a snapshot"
-    until [[ -e run/latest.snapshot.tmp || -e run/best.snapshot.tmp ]]; do kill -0 $pid 2>/dev/null || break; done
-  fi
-  [[ ! -e run/latest.snapshot.tmp && ! -e run/best.snapshot.tmp ]] || middle=$((middle + 1))
-  kill -KILL $pid 2>/dev/null || true
-  wait $pid 2>/dev/null || true
-}
-
 # disturbed EVENT COMMAND...: the command gets the training as further arguments, and runs it.
 disturbed() {
   local status=0
@@ -133,15 +116,13 @@ full_disk() {
 
 "$program" --samples 16 --size 64x64 --epochs 1 --depth 1 --channels 1 --output data >out.log
 rm -f data/*.snapshot
-started=$(date +%s%3N)
 "${train[@]}" --epochs $epochs --output whole >out.log
-whole_ms=$(($(date +%s%3N) - started))
 "${train[@]}" --epochs $begun --output begun >out.log
 snapshot_bytes=$(stat -c %s whole/latest.snapshot)
 needed_kib=500000
 until bash -c 'ulimit -v $0 -c 0 && "$1" --help; exit $?' $needed_kib "$program" >out.log 2>&1; do needed_kib=$((needed_kib + 100000)); done
 
-kinds=(killed killed killed file_size open_files memory)
+kinds=(file_size open_files memory)
 if unshare -m mount -t tmpfs tmpfs /mnt 2>/dev/null; then
   kinds+=(full_disk)
 else
@@ -158,7 +139,6 @@ fi
 
 # --- The events.
 
-middle=0
 SECONDS=0
 while ((SECONDS < minutes * 60)); do
   kind=${kinds[$(random ${#kinds[@]})]}
@@ -171,6 +151,5 @@ event="none"
 keep=0
 echo "in $SECONDS s:"
 for kind in "${!tried[@]}"; do echo "  $kind: ${tried[$kind]}; ${failed[$kind]:-0} ended the run with an error"; done
-echo "  killed while writing a snapshot: $middle"
 echo "all trainings resumed"
 [[ -n ${3:-} ]] || rm -rf "$work"

@@ -6,9 +6,6 @@
 #include <unistd.h>
 
 #include <fstream>
-#include <limits>
-#include <numeric>
-#include <thread>
 
 #include "gpipe/gradients.h"
 #include "gpipe/timeline.h"

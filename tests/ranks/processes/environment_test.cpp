@@ -9,9 +9,6 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
-#include <iterator>
-#include <set>
-#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "gpipe/ranks/meeting.h"
@@ -20,8 +17,6 @@
 
 namespace gpipe {
 namespace {
-
-using ::testing::Each;
 
 /// Names an attempt on all ranks, which come in this order, a while one after the other.
 std::vector<std::string> attempt(c10d::Store& store, const std::vector<int>& order) {

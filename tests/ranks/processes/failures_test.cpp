@@ -5,7 +5,6 @@
 #include <ATen/autocast_mode.h>
 
 #include <csignal>
-#include <thread>
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/instruments.h"

@@ -9,8 +9,6 @@
 #include <cstdio>
 #include <fstream>
 #include <iostream>
-#include <set>
-#include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 namespace gpipe {

@@ -1,10 +1,6 @@
 // Tests that run as jobs of several processes.
 #pragma once
 
-#include <chrono>
-#include <functional>
-#include <map>
-
 #include "gpipe/rank_state.h"
 #include "gpipe/ranks.h"
 #include "tests/gpipe/helpers.h"
@@ -13,11 +9,6 @@ namespace gpipe {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 /// The rank of this process in a job of run_job(); -1 in the process that starts the job.
 int rank_of_this_process();

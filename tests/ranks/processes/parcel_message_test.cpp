@@ -1,6 +1,5 @@
 #include "gpipe/ranks/parcel_message.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "gpipe/tensors/transfer.h"

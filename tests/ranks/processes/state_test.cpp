@@ -1,10 +1,7 @@
 // The state of a model over processes: parameters that ranks share, snapshots that ranks join, layers that factories
 // make.
 
-#include <algorithm>
-
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/tied_model.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {

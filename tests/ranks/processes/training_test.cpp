@@ -3,12 +3,8 @@
 
 #include <malloc.h>
 
-#include <iterator>
-
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/random_cases.h"
-#include "tests/gpipe/tied_model.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {
@@ -314,19 +310,16 @@ Seeds cases() { return seeds_from_environment(16); }
 /// Runs generated cases that have enough workers. All ranks generate the same.
 void run_cases(const std::shared_ptr<Ranks>& ranks) {
   const auto seeds = cases();
-  Counts seen;
   std::uint64_t run = 0;
   for (std::uint64_t seed = seeds.first; run < seeds.count; ++seed) {
     const auto spec = generate(seed, /*portable=*/true);
     if (spec.workers < ranks->size()) continue;
     ++run;
-    for (const auto& feature : features(spec)) ++seen[feature];
     const auto outcome = compare(spec, std::nullopt, ranks);
     if (outcome.verdict != Outcome::kDifferent) continue;
     ADD_FAILURE() << outcome.what << "\n  " << to_string(spec);
     break;  // the other ranks may wait
   }
-  print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);
 }
 
 // Pipelines over processes equal the reference bit by bit.

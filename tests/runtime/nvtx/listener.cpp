@@ -1,8 +1,9 @@
-#include "tests/runtime/nvtx/listener.h"
-
+// A tool that records NVTX ranges. NVTX loads this library if NVTX_INJECTION64_PATH has its path.
 #include <nvtx3/nvToolsExt.h>
 
 #include <mutex>
+#include <string>
+#include <vector>
 
 namespace gpipe::nvtx {
 namespace {
@@ -33,6 +34,7 @@ int pop(nvtxDomainHandle_t) {
 
 }  // namespace
 
+/// Returns the ranges that have ended, as "domain: name", each after those around it: "outer > inner". Thread-safe.
 std::vector<std::string> ended_ranges() {
   const std::lock_guard<std::mutex> lock(mutex);
   return ended;
