@@ -46,12 +46,12 @@ struct Timeline;
 /// ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from the
 /// default generator (see RandomScope). In training mode, the checkpoint option decides which cells are recomputed.
 ///
-/// Thread safety: call forward, backward and step on any thread but the pipeline's workers; concurrent calls take turns.
-/// Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
+/// Thread safety: call forward, backward and step on any thread but the pipeline's workers; concurrent calls take
+/// turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
-/// Errors: a call throws what a layer threw; see last_error(). Gradients, parameters, buffers and generators are then as
-/// before the call, and the next call works. A backward throws std::runtime_error in the place of an object that is not
-/// a std::exception.
+/// Errors: a call throws what a layer threw; see last_error(). Gradients, parameters, buffers and generators are then
+/// as before the call, and the next call works. A backward throws std::runtime_error in the place of an object that is
+/// not a std::exception.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
@@ -130,8 +130,8 @@ class GPipeImpl : public torch::nn::Module {
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator, each worker then waits for its device at the end of the call. Spans have the bytes in use, unless
-  /// PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
+  /// On an accelerator, each worker then waits for its device at the end of the call. Spans have the bytes in use,
+  /// unless PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
   /// Whether no mini-batch and no graph uses the pipeline.
@@ -154,12 +154,12 @@ class GPipeImpl : public torch::nn::Module {
   /// `if (pipe->largest(signal) != 0) break;`
   std::uint64_t largest(std::uint64_t number);
 
-  /// Returns the sums, in the order of replicas, of the numbers that the first rank of each gives, such as scores of its
-  /// part. All ranks give as many.
+  /// Returns the sums, in the order of replicas, of the numbers that the first rank of each gives, such as scores of
+  /// its part. All ranks give as many.
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
-  /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's parameters,
-  /// in its order, on all ranks. Errors: std::invalid_argument for another count.
+  /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's
+  /// parameters, in its order, on all ranks. Errors: std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.

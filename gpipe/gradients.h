@@ -9,8 +9,8 @@ namespace gpipe {
 
 /// Clips the gradients by their total norm, as torch::nn::utils::clip_grad_norm_(), with the same bits at any number of
 /// ranks. Returns the total norm before clipping, a scalar on the CPU. Errors: std::invalid_argument for a norm that is
-/// not positive; std::runtime_error for a total norm that is not finite, if `error_if_nonfinite`; the gradients are then
-/// unchanged.
+/// not positive; std::runtime_error for a total norm that is not finite, if `error_if_nonfinite`; the gradients are
+/// then unchanged.
 at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
 
 /// Divides the gradients by the scale of their loss (StepOptions::scale). Returns whether all are finite, on all ranks:

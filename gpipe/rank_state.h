@@ -14,7 +14,7 @@ namespace gpipe {
 
 /// Joins the snapshots of all ranks, which each captures from its pipeline and its optimizer. Returns on rank 0 the
 /// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history;
-/// elsewhere, one without tensors. All ranks call it. The optimizers are of the pipeline's parameters(), in their order.
+/// elsewhere, one without tensors. All ranks call it. The optimizers have the pipeline's parameters() in their order.
 ///
 ///   auto whole = gpipe::gather(*pipe, mine);
 ///   if (ranks->rank() == 0) gpipe::write_snapshot("latest.snapshot", whole);
@@ -23,8 +23,8 @@ namespace gpipe {
 /// std::invalid_argument, on the others std::runtime_error, for a snapshot that is not of this rank's pipeline.
 Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
 
-/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank: leaves
-/// out the state of layers on other ranks. An error on one rank leaves the others restored.
+/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank:
+/// leaves out the state of layers on other ranks. An error on one rank leaves the others restored.
 Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
 
 /// The names in the state of a pipeline's model.

@@ -59,8 +59,8 @@ class Ranks {
 
   /// Joins the job that the environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Under torchrun uses its
   /// store, and waits until all ranks have come. Otherwise rank 0 serves a store at MASTER_ADDR. Errors:
-  /// std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be served
-  /// or reached, or a rank does not come within the join time-out.
+  /// std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
+  /// served or reached, or a rank does not come within the join time-out.
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
                                                  const std::function<void()>& poll = nullptr);
 

@@ -56,9 +56,9 @@ struct Snapshot {
 ///   weights = safetensors.torch.load_file("latest.snapshot")  # the names of other tensors begin with a dot
 ///
 /// Tied tensors are written under each of their names. The path names the previous snapshot until this one is on the
-/// disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type that
-/// the format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a tuple of
-/// them.
+/// disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type
+/// that the format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a
+/// tuple of them.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Errors: std::runtime_error with the path

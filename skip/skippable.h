@@ -49,9 +49,9 @@ std::string to_string(const SkipKey& key);
 ///     torch::Tensor forward(torch::Tensor x) { return x + pop("features"); }
 ///   };
 ///
-/// A skip has at most one pop(), and no later reader. Any number of earlier layers may peek(). In a pipeline a skip goes
-/// once to each worker that reads it, and is freed after its last reader. In a plain Sequential it is passed on the
-/// calling thread, and is freed by its pop or the next stash.
+/// A skip has at most one pop(), and no later reader. Any number of earlier layers may peek(). In a pipeline a skip
+/// goes once to each worker that reads it, and is freed after its last reader. In a plain Sequential it is passed on
+/// the calling thread, and is freed by its pop or the next stash.
 ///
 /// Each layer stashes, pops or peeks at each name that it declares once in every forward. Any tensor can be stashed,
 /// also an undefined one. Changing it in place before its last reader has it is an error.

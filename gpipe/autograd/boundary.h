@@ -104,10 +104,10 @@ torch::autograd::Edge leave(const at::Tensor& tensor);
 using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor> gradients, bool retain_graph)>;
 
 /// Makes one autograd node the history of those `outputs`, which are detached, that are `differentiable`. `inputs` are
-/// the pipeline's inputs and parameters, so that autograd::grad, hooks and DDP see each of them once. The function lives
-/// until a backward without retain_graph, and runs on the streams that are current now on `devices` and on the outputs'
-/// devices. Errors, in backward: c10::NotImplementedError for create_graph; c10::Error for a second backward without
-/// retain_graph; what the function throws, or std::runtime_error if that is not a std::exception.
+/// the pipeline's inputs and parameters, so that autograd::grad, hooks and DDP see each of them once. The function
+/// lives until a backward without retain_graph, and runs on the streams that are current now on `devices` and on the
+/// outputs' devices. Errors, in backward: c10::NotImplementedError for create_graph; c10::Error for a second backward
+/// without retain_graph; what the function throws, or std::runtime_error if that is not a std::exception.
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
                      BackwardFunction function);

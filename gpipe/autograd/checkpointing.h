@@ -14,7 +14,7 @@ class StoredInputs {
   StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
 
   /// Call after the forward and after the recompute, with the inputs that the pass got. Errors: std::runtime_error if
-  /// they were changed in place and no copies are stored; `when` ends its message. From then on the stage stores copies.
+  /// they were changed in place and no copies are stored, as they are from then on; `when` ends its message.
   void check_unchanged(const std::vector<Parcel>& inputs, const std::string& when);
 
   /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when

@@ -22,8 +22,8 @@ struct RootGradients {
 ///   2. it has no hooks, nor have its saved tensors;
 ///   3. no node that runs in I leads to the same parameter, or to the same view of one.
 /// So all other nodes run once, and each parameter's gradient is computed in one part, with the bits of a whole
-/// backward. Cells with equal graphs split alike, whatever their numbers of samples. In I, a deferred node computes only
-/// the gradients that lead to inputs. Changes the graph. Used by one thread at a time.
+/// backward. Cells with equal graphs split alike, whatever their numbers of samples. In I, a deferred node computes
+/// only the gradients that lead to inputs. Changes the graph. Used by one thread at a time.
 class SplitBackward {
  public:
   /// Makes a backward from `roots` run I. `inputs`: the sinks of the inputs; all others are the parameters'.

@@ -23,8 +23,8 @@ struct Stage {
   RunLayers run_layers;  ///< runs the layers for a language binding; empty: Layer::forward() of each
   c10::Device device = c10::kCPU;
 
-  /// The skips from and to other stages, in the order of the stage's edges, whose first is the activation's. A skip that
-  /// goes to several workers may leave several times; one that goes on to a later stage is in both.
+  /// The skips from and to other stages, in the order of the stage's edges, whose first is the activation's. A skip
+  /// that goes to several workers may leave several times; one that goes on to a later stage is in both.
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
   /// How many of its modules read each skip.
@@ -76,15 +76,15 @@ class ParameterSinks {
   /// `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
-  /// The parameters that have a sink, in the order of their sums, and the sinks. Each large parameter has one of its own,
-  /// so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
+  /// The parameters that have a sink, in the order of their sums, and the sinks. Each large parameter has one of its
+  /// own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`; other threads of layers, parts that lead to inputs
-  /// and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a
-  /// parameter of the stage and that an earlier cell used too, because gradients would be lost there.
+  /// thread must have built it since its sequence number was `begin`; other threads of layers, parts that lead to
+  /// inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is
+  /// not a parameter of the stage and that an earlier cell used too, because gradients would be lost there.
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.

@@ -92,8 +92,8 @@ class StageState {
   /// that layers write to. Otherwise later writes to a parameter of the same memory are errors.
   bool must_copy(const at::Tensor& leaving);
 
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. In the backward of
-  /// a recomputed forward, a write changes the value of the Moment `present`, which restore() then leaves alone.
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. In the backward
+  /// of a recomputed forward, a write changes the value of the Moment `present`, which restore() then leaves alone.
   class Scope {
    public:
     explicit Scope(StageState& state, const Moment* present = nullptr);

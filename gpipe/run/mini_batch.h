@@ -53,8 +53,8 @@ class MiniBatch {
 
   void begin(Call& call);
   Results run_part(Part part);
-  // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device. Errors:
-  // the first one; Pipeline::error() says where it came from.
+  // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device.
+  // Errors: the first one; Pipeline::error() says where it came from.
   void run_actions(Part part, const LayoutKey& key);
   // Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
   std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);

@@ -54,8 +54,8 @@ class Pipeline {
 
   /// The compute stream that the stages of a worker share; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
-  /// The devices at both ends of an edge, as this rank sees them, and its copy streams. An end on another rank counts as
-  /// the CPU, or with wires between devices as the device of this rank's end.
+  /// The devices at both ends of an edge, as this rank sees them, and its copy streams. An end on another rank counts
+  /// as the CPU, or with wires between devices as the device of this rank's end.
   struct Ends {
     c10::Device from;
     c10::Device to;

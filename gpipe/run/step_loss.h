@@ -7,9 +7,9 @@
 
 namespace gpipe {
 
-/// Fills in the reduction, the count, and whether to check the loss. Errors: std::invalid_argument for an empty function,
-/// a target that requires grad or has another number of samples, a scale that is not finite and positive, or a count
-/// with Reduction::kSum.
+/// Fills in the reduction, the count, and whether to check the loss. Errors: std::invalid_argument for an empty
+/// function, a target that requires grad or has another number of samples, a scale that is not finite and positive, or
+/// a count with Reduction::kSum.
 StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples);
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.

@@ -69,8 +69,7 @@ void overwrite(const at::Tensor& to, const at::Tensor& from);
 
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
-/// already on the device and undefined tensors are not replaced. Returns an event behind the copies, or null if there are
-/// none.
+/// already on the device and undefined tensors are not replaced. Returns an event behind the copies, or null for none.
 StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
 
 /// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values
