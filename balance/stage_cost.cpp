@@ -1,6 +1,7 @@
 #include "balance/stage_cost.h"
 
 #include <cmath>
+#include <initializer_list>
 #include <numeric>
 
 #include "gpipe/base/checks.h"

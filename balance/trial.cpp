@@ -2,6 +2,8 @@
 
 #include <torch/csrc/api/include/torch/autograd.h>
 
+#include <array>
+
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/snapshot.h"

@@ -75,11 +75,13 @@ class Contender {
       balance_ = balance_by_time(of_whole, row_.stages, run_);
       --balance_.back();  // the loss
     }
-    pipe_ = pipe_of(it, {.balance = balance_,
-                         .chunks = row_.chunks,
-                         .checkpoint = row_.checkpoint,
-                         .schedule = row_.schedule,
-                         .placement = scheduling.placement});
+    Candidate way;
+    way.balance = balance_;
+    way.placement = scheduling.placement;
+    way.chunks = row_.chunks;
+    way.checkpoint = row_.checkpoint;
+    way.schedule = row_.schedule;
+    pipe_ = pipe_of(it, way);
     ++balance_.back();
   }
 

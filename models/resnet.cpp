@@ -6,6 +6,10 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/pooling.h>
 
+#include <array>
+#include <optional>
+#include <utility>
+
 #include "gpipe/base/checks.h"
 #include "gpipe/snapshot.h"
 #include "skip/skippable.h"

@@ -4,8 +4,10 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <map>
+#include <string>
 
 namespace gpipe::models {
 

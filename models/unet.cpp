@@ -7,6 +7,9 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/nn/modules/upsampling.h>
 
+#include <tuple>
+#include <utility>
+
 #include "gpipe/base/checks.h"
 #include "skip/skippable.h"
 

@@ -3,6 +3,8 @@
 #include <torch/arg.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <cstdint>
+
 namespace gpipe::models {
 
 /// How the decoder of a U-Net doubles the resolution.

@@ -1,4 +1,5 @@
 #include <map>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"

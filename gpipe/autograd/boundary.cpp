@@ -9,7 +9,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
+#include <mutex>
+#include <stdexcept>
 #include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"

@@ -6,6 +6,12 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {

@@ -3,7 +3,10 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <string_view>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 

@@ -5,6 +5,11 @@
 
 #include <nlohmann/json.hpp>
 
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
 namespace gpipe {
 
 /// A number that depends on sizes of tensors, such as the number of samples. Immutable. Thread-safe.

@@ -2,6 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <optional>
+
 #include "gpipe/graph/argument.h"
 #include "gpipe/graph/graph.h"
 

@@ -3,6 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <functional>
+#include <memory>
+#include <stdexcept>
+
 #include "skip/skippable.h"
 
 namespace gpipe {

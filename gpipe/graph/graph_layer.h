@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "gpipe/graph/graph.h"
 #include "gpipe/tensors/value.h"
 

@@ -1,6 +1,9 @@
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <string_view>
+#include <tuple>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/graph/argument.h"

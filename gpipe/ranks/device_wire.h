@@ -2,6 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
+
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 

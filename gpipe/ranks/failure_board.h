@@ -2,6 +2,10 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
 #include <thread>
 
 namespace gpipe {

@@ -6,7 +6,9 @@
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <memory>
 #include <sstream>
+#include <type_traits>
 #include <typeinfo>
 #include <unordered_map>
 

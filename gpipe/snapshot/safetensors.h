@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <istream>
 
 #include "absl/functional/function_ref.h"

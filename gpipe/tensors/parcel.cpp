@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <atomic>
+#include <functional>
 #include <span>
 
 #include "gpipe/base/checks.h"

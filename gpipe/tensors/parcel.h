@@ -1,6 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
 
 #include "gpipe/tensors/value.h"
 

@@ -4,7 +4,12 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
+#include <vector>
 
 namespace gpipe {
 

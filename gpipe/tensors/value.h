@@ -2,6 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
 namespace gpipe {
 
 /// The structure of an object of another language, without its tensors. Immutable. Thread-safe.

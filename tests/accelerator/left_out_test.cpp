@@ -3,7 +3,9 @@
 // library's. Calls from one place, `chosen`, are left out, or return the events of the call before.
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <span>
+#include <sstream>
 
 #include "gpipe/tensors/transfer.h"
 #include "tests/accelerator/device.h"

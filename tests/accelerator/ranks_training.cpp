@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "gpipe/ranks/connections.h"

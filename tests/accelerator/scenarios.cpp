@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <sstream>
+
 #include "gpipe/tensors/transfer.h"
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"

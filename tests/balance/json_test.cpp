@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <limits>
+
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "tests/support/matchers.h"

@@ -1,5 +1,6 @@
 // Cuts, predictions and suggestions from hand-written profiles, without a model.
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -390,10 +391,20 @@ TEST(Report, TablesExplainTheirColumns) {
   EXPECT_THAT(prediction_table(predict(profile, {1, 1})), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));
 }
 
+Candidate candidate(std::vector<std::int64_t> balance, int chunks, double seconds, std::vector<std::int64_t> bytes) {
+  Candidate made;
+  made.balance = std::move(balance);
+  made.chunks = chunks;
+  made.seconds = seconds;
+  made.bytes = std::move(bytes);
+  return made;
+}
+
 TEST(Report, ComparesCandidatesWithOneDevice) {
-  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1, .bytes = {100, 300}};
-  const Candidate whole{
-      .balance = {2}, .checkpoint = Checkpoint::kNever, .seconds = 1.5, .bytes = {900}, .fits = false};
+  const auto pipeline = candidate({1, 1}, 4, 1, {100, 300});
+  auto whole = candidate({2}, 1, 1.5, {900});
+  whole.checkpoint = Checkpoint::kNever;
+  whole.fits = false;
   EXPECT_THAT(candidate_table({pipeline}), Not(HasSubstr("speed-up")));
   const auto table = candidate_table({pipeline}, whole);
   EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
@@ -403,8 +414,8 @@ TEST(Report, ComparesCandidatesWithOneDevice) {
 }
 
 TEST(Report, SaysWhenNoPipelineIsAsFastAsOneDevice) {
-  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1.5, .bytes = {100, 300}};
-  Candidate whole{.balance = {2}, .seconds = 1, .bytes = {900}};
+  const auto pipeline = candidate({1, 1}, 4, 1.5, {100, 300});
+  auto whole = candidate({2}, 1, 1, {900});
   const auto advice = HasSubstr("is predicted to be 1.50 times as fast as the best pipeline.\n");
   EXPECT_THAT(candidate_table({pipeline}, whole), advice);
   whole.fits = false;

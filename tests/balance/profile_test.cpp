@@ -1,6 +1,8 @@
 // Profiles, suggestions and predictions of real models. Compares bytes, never times.
 #include <torch/torch.h>
 
+#include <set>
+
 #include "balance/balance.h"
 #include "balance/measurement.h"
 #include "balance/predict.h"

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/utils.h>
 
+#include <set>
+
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "examples/resnet18_mnist/digits.h"

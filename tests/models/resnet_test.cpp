@@ -1,6 +1,8 @@
 #include "models/resnet.h"
 
+#include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <regex>
 
 #include "gpipe/snapshot/safetensors.h"

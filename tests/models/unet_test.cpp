@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "models/unet.h"
 
 #include "balance/model.h"

@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <optional>
+#include <sstream>
 #include <string_view>
 
 #include "gpipe/ranks/remote_edges.h"

@@ -1,6 +1,7 @@
 // Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
 #include "gpipe/schedule/program.h"
 
+#include <limits>
 #include <span>
 
 #include "gpipe/schedule/schedule_source.h"

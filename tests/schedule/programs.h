@@ -1,8 +1,13 @@
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <initializer_list>
 #include <random>
+#include <set>
+#include <sstream>
+#include <tuple>
+#include <utility>
 
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedules.h"

@@ -1,4 +1,6 @@
 // The simulator: times, cells and bytes.
+#include <limits>
+
 #include "gpipe/simulator.h"
 
 #include "gpipe/schedule/verifier.h"

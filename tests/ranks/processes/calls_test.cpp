@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <limits>
+#include <thread>
 
 #include "gpipe/gradients.h"
 #include "gpipe/timeline.h"

@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <csignal>
+#include <thread>
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/instruments.h"

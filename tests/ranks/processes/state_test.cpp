@@ -1,6 +1,8 @@
 // The state of a model over processes: parameters that ranks share, snapshots that ranks join, layers that factories
 // make.
 
+#include <algorithm>
+
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"
 

@@ -3,6 +3,8 @@
 
 #include <malloc.h>
 
+#include <iterator>
+
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"
