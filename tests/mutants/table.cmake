@@ -29,8 +29,8 @@ mutant(drains_in_ascending_order gpipe/schedule/schedules.cpp "for (int m = layo
 mutant(recomputes_the_last_micro_batch gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_takes_what_is_absent gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" "" Verifier.*)
-mutant(replay_ignores_latency gpipe/schedule/verifier.cpp "start + channel.latency" "start" Simulator.*)
-mutant(replay_sends_all_at_once gpipe/schedule/verifier.cpp "start + channel.sending" "start" Simulator.*)
+mutant(replay_ignores_latency gpipe/schedule/verifier.cpp "start + direction.latency" "start" Simulator.*)
+mutant(replay_sends_all_at_once gpipe/schedule/verifier.cpp "start + direction.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves gpipe/schedule/simulator.cpp "std::max(before + extra_of(*span), after)"
        "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself gpipe/schedule/timeline.cpp "if (other.worker == span.worker) continue;"
