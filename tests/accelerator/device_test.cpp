@@ -41,6 +41,26 @@ TEST_F(CheckedDevice, AHostThatReadsItsMemoryCrashes) {
   EXPECT_DEATH(volatile float read = *tensor.data_ptr<float>(); (void)read, "");
 }
 
+TEST_F(CheckedDevice, FindsAMissingWait) {
+  const auto x = torch::ones({4}, device(0));
+  const c10::OptionalStreamGuard scope(other_stream(0));
+  x.square();
+  EXPECT_THAT(stream_order().take_violations(),
+              ElementsAre(HasSubstr("aten::pow reads a tensor of shape [4] on stream")));
+}
+
+TEST_F(CheckedDevice, FindsMemoryThatIsFreedTooEarly) {
+  auto x = torch::ones({4}, device(0));
+  const auto made = record_event(device(0));
+  {
+    const c10::OptionalStreamGuard scope(other_stream(0));
+    wait(made, device(0));
+    x.square();
+    x = torch::Tensor();
+  }
+  EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("memory returns to stream 0 of device 0")));
+}
+
 TEST_F(CheckedDevice, FindsAnUnfinishedCopyToTheHost) {
   torch::ones({4}, device(0)).to(torch::kCPU, /*non_blocking=*/true);
   EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("does not block")));

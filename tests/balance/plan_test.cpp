@@ -53,8 +53,8 @@ TEST(Cut, KeepsLayersThatShareAParameterTogether) {
   profile.layers[2].shares_with = 1;
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(3, 1));
   EXPECT_THAT(balance_by_time(profile, 3), ElementsAre(1, 2, 1));
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { balance_by_time(profile, 4); }),
-              HasSubstr("4 stages would separate layers that share a buffer or parameter"));
+  EXPECT_THAT([&] { balance_by_time(profile, 4); },
+              refused("4 stages would separate layers that share a buffer or parameter"));
 }
 
 TEST(Cut, DependsOnBandwidth) {
@@ -210,8 +210,7 @@ TEST(Predict, SimulatesAStep) {
   // the caller.
   EXPECT_EQ(never.bytes[0], 30);
   const std::vector<std::int64_t> other = {1, 2};
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { predict(profile, other); }),
-              HasSubstr("balance [1, 2] sums to 3, but the model has 2 layers"));
+  EXPECT_THAT([&] { predict(profile, other); }, refused("balance [1, 2] sums to 3, but the model has 2 layers"));
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);
@@ -222,33 +221,31 @@ TEST(StageCost, RefusesNumbersThatOverflow) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
   constexpr int kManyChunks = std::numeric_limits<int>::max();
   auto profile = chain({1, 1, 1, 1});
-  const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // their sum is 4 in 64 bits
-  EXPECT_THAT(refusal([&] { predict(profile, wraps); }), HasSubstr("sums to more than"));
-  EXPECT_THAT(refusal([&] { profile_table(profile, wraps); }), HasSubstr("sums to more than"));
-  EXPECT_THAT(refusal([&] { StageCost(profile).edges(wraps, {}); }), HasSubstr("sums to more than"));
-  EXPECT_THAT(refusal([&] { StageCost(profile).near(wraps, kManyChunks); }), HasSubstr("sums to more than"));
+  EXPECT_THAT([&] { predict(profile, wraps); }, refused("sums to more than"));
+  EXPECT_THAT([&] { profile_table(profile, wraps); }, refused("sums to more than"));
+  EXPECT_THAT([&] { StageCost(profile).edges(wraps, {}); }, refused("sums to more than"));
+  EXPECT_THAT([&] { StageCost(profile).near(wraps, kManyChunks); }, refused("sums to more than"));
   const RunOptions many{.chunks = kManyChunks};
   const std::vector<std::int64_t> halves = {2, 2};
-  EXPECT_THAT(refusal([&] { predict(profile, halves, many); }), HasSubstr("2147483647 micro-batches"));
+  EXPECT_THAT([&] { predict(profile, halves, many); }, refused("2147483647 micro-batches"));
   for (auto& block : profile.blocks) block.bytes = std::int64_t{10} << 30;
   for (const auto balance : {&balance_by_size, &balance_by_time}) {
-    EXPECT_THAT(refusal([&] { balance(profile, 2, many); }), HasSubstr("bytes overflow"));
+    EXPECT_THAT([&] { balance(profile, 2, many); }, refused("bytes overflow"));
     EXPECT_EQ(balance(profile, 2, {.chunks = 1000}).size(), 2U);
   }
   profile.layers[0].parameters = profile.layers[1].parameters = kHuge;
-  EXPECT_THAT(refusal([&] { balance_by_size(profile, 2); }), HasSubstr(", overflows"));
-  EXPECT_THAT(refusal([&] { profile_from_json(profile_to_json(profile)); }), HasSubstr("/layers/0/parameters"));
+  EXPECT_THAT([&] { balance_by_size(profile, 2); }, refused(", overflows"));
+  EXPECT_THAT([&] { profile_from_json(profile_to_json(profile)); }, refused("/layers/0/parameters"));
 }
 
 TEST(Predict, RefusesDifferentNumbersOfStages) {
   const auto profile = chain({1, 1, 1});
-  const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   const SearchOptions options{.devices = {"a", "b"}};
-  EXPECT_THAT(refusal([&] { make_candidate(profile, {1, 1, 1}, {}, options); }), HasSubstr("2 devices for 3 workers"));
+  EXPECT_THAT([&] { make_candidate(profile, {1, 1, 1}, {}, options); }, refused("2 devices for 3 workers"));
   auto prediction = predict(profile, {2, 1});
   prediction.placement.pop_back();
-  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("balance 2, seconds 2, placement 1"));
+  EXPECT_THAT([&] { prediction_table(prediction); }, refused("balance 2, seconds 2, placement 1"));
 }
 
 TEST(Predict, FollowsTheSchedule) {

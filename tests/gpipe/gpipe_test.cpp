@@ -11,20 +11,6 @@ Sequential mlp_with_dropout() {
   return Sequential(Linear(6, 6), nn::Dropout(0.4), nn::Tanh(), Linear(6, 6), nn::Dropout(0.4), nn::Tanh());
 }
 
-TEST(GPipe, NeedsNoGraphWithoutGradients) {
-  auto model = mlp_with_dropout();
-  GPipe pipe(model, {3, 3}, in_chunks(3));
-  const auto x = torch::randn({6, 6});
-  {
-    torch::NoGradGuard no_grad;
-    EXPECT_FALSE(pipe->forward(x).requires_grad());
-  }
-  pipe->eval();
-  EXPECT_TRUE(torch::allclose(pipe->forward(x), model->forward(x)));
-  c10::InferenceMode inference;
-  EXPECT_TRUE(pipe->forward(x).is_inference());
-}
-
 TEST(GPipe, RecomputesNothingInEvalMode) {
   int calls = 0;
   auto model = mlp_with_dropout();

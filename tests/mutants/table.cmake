@@ -1,126 +1,114 @@
-# mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
+# mutant(name source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(channel_does_not_wait core_tests gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
+mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
        GeneratedPrograms.*)
-mutant(channel_waits_after_a_cancel core_tests gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
-mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
-       ExecutorFailure.*)
-mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
-mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
-mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
-       Wire.SendsALayout*)
-mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
-       "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true" Wire.*)
-mutant(wire_frees_what_a_late_receive_reads core_tests gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" ""
-       WireFailure.*)
-mutant(wire_believes_sizes core_tests gpipe/ranks/wire.cpp "layout_bytes > kLongestLayout || " "" WireFailure.*)
-mutant(remote_edges_receive_messages_twice core_tests gpipe/ranks/remote_edges.cpp
+mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
+mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
+mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
+mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
+mutant(wire_leaves_receives_open gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;" Wire.SendsALayout*)
+mutant(wire_posts_without_bounds gpipe/ranks/wire.cpp "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true"
+       Wire.*)
+mutant(wire_frees_what_a_late_receive_reads gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" "" WireFailure.*)
+mutant(wire_believes_sizes gpipe/ranks/wire.cpp "layout_bytes > kLongestLayout || " "" WireFailure.*)
+mutant(remote_edges_receive_messages_twice gpipe/ranks/remote_edges.cpp
        "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
-mutant(wires_remember_all_layouts core_tests gpipe/ranks/remote_edges.cpp
-       "if (of_wire.size() == kKeysPerWire) of_wire.pop_front();" "" Wires.*)
-mutant(calls_forget_failed_backwards core_tests gpipe/ranks/proposal.cpp
-       "calls[rank].failed_before == calls[0].failed_before" "true" Proposal.*)
-mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
-mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
-       "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
-mutant(verifier_allows_loops core_tests gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to"
-       Verifier.*)
-mutant(drains_in_ascending_order core_tests gpipe/schedule/schedules.cpp
-       "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
-mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
+mutant(wires_remember_all_layouts gpipe/ranks/remote_edges.cpp
+       "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
+mutant(calls_forget_failed_backwards gpipe/ranks/proposal.cpp "calls[rank].failed_before == calls[0].failed_before"
+       "true" Proposal.*)
+mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
+mutant(verifier_counts_graphs_from_the_forward gpipe/schedule/verifier.cpp "cell.has(Kind::R) ? Kind::R : Kind::F"
+       "Kind::F" Verifier.*)
+mutant(verifier_allows_loops gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to" Verifier.*)
+mutant(drains_in_ascending_order gpipe/schedule/schedules.cpp "for (int m = layout.micro_batches; m-- > 0;)"
+       "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
+mutant(recomputes_the_last_micro_batch gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
-mutant(replay_takes_what_is_absent core_tests gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" ""
-       Verifier.*)
-mutant(replay_ignores_latency core_tests gpipe/schedule/verifier.cpp "start + direction.latency" "start" Simulator.*)
-mutant(replay_sends_all_at_once core_tests gpipe/schedule/verifier.cpp "start + direction.sending" "start" Simulator.*)
-mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/simulator.cpp
-       "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
-mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
-       "if (other.worker == span.worker) continue;" "" MostOverlapped.*)
-mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
+mutant(replay_takes_what_is_absent gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" "" Verifier.*)
+mutant(replay_ignores_latency gpipe/schedule/verifier.cpp "start + direction.latency" "start" Simulator.*)
+mutant(replay_sends_all_at_once gpipe/schedule/verifier.cpp "start + direction.sending" "start" Simulator.*)
+mutant(footprint_ignores_what_a_forward_leaves gpipe/schedule/simulator.cpp "std::max(before + extra_of(*span), after)"
+       "before + extra_of(*span)" Footprint.*)
+mutant(timeline_overlaps_a_worker_with_itself gpipe/schedule/timeline.cpp "if (other.worker == span.worker) continue;"
+       "" MostOverlapped.*)
+mutant(simulator_stores_every_forward gpipe/schedule/simulator.cpp
        "!costs.stored.empty() && program.recomputes(action.stage, action.micro_batch)" "!costs.stored.empty()"
        Simulator.*)
 
 # Forward and backward of a mini-batch.
-mutant(graph_keeps_values gpipe_tests gpipe/graph/graph.cpp
-       "for (const auto value : each.last_uses) frame.values[value] = {};" "" Graph.*)
-mutant(graph_ignores_modes gpipe_tests gpipe/graph/graph.cpp
-       "state.training.at(each.mode->first) == each.mode->second" "true" Graph.*)
-mutant(drops_skip_gradient gpipe_tests gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
+mutant(graph_keeps_values gpipe/graph/graph.cpp "for (const auto value : each.last_uses) frame.values[value] = {};" ""
+       Graph.*)
+mutant(graph_ignores_modes gpipe/graph/graph.cpp "state.training.at(each.mode->first) == each.mode->second" "true"
+       Graph.*)
+mutant(drops_skip_gradient gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
        "{.tensors = out.empty() ? std::move(of_parcel) : Gradients(of_parcel.size())}" Generated*)
-mutant(frees_cells_late gpipe_tests gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)
-mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
+mutant(frees_cells_late gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)
+mutant(shares_random_numbers gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
-mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
+mutant(recomputes_at_random gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
        "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
-mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;"
-       GradientSums*)
-mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())"
-       "if (false)" SkipEdges*)
-mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
+mutant(adds_into_shared_gradients gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;" GradientSums*)
+mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())" "if (false)"
+       SkipEdges*)
+mutant(recomputes_without_copies gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*:Generated*)
-mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
-       "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" ""
-       Recompute.*:Generated*)
-mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/checkpointing.cpp
-       "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
+mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
+       "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" "" Recompute.*:Generated*)
+mutant(recomputes_from_a_changed_input gpipe/autograd/checkpointing.cpp "if (!stores_copies_) fail(stage_, when);" ""
+       InPlace.*)
+mutant(recomputes_with_changed_parameters gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
-mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/boundary.cpp
-       "if (retain_graph) function_ = std::move(function);" "" GPipe.RunsASecondBackward*)
-mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/run/micro_batch.cpp "shape[0] = sizes[i];"
-       "shape[0] = sizes[0];" MicroBatch*)
-mutant(shares_versions_of_micro_batches gpipe_tests gpipe/run/micro_batch.cpp ".variable_data()" "" MicroBatch*)
-mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_statistics.cpp
-       "sub_(entry.calls - 1)" "sub_(0)" DeferredBatchNorm*)
-mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/run/call.cpp
-       "stage.state.restore_after_error(stage, before_[s]);" "(void)stage;" DeferredBatchNorm*:Errors.*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
+mutant(forgets_retained_graphs gpipe/autograd/boundary.cpp "if (retain_graph) function_ = std::move(function);" ""
+       GPipe.RunsASecondBackward*)
+mutant(sizes_missing_gradients_like_the_first gpipe/run/micro_batch.cpp "shape[0] = sizes[i];" "shape[0] = sizes[0];"
+       MicroBatch*)
+mutant(shares_versions_of_micro_batches gpipe/run/micro_batch.cpp ".variable_data()" "" MicroBatch*)
+mutant(counts_deferred_batches_by_micro_batch gpipe/autograd/batch_statistics.cpp "sub_(entry.calls - 1)" "sub_(0)"
+       DeferredBatchNorm*)
+mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "stage.state.restore_after_error(stage, before_[s]);"
+       "(void)stage;" DeferredBatchNorm*:Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
-mutant(hides_writes_to_inputs gpipe_tests gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
+mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
-mutant(loses_writes_of_backwards gpipe_tests gpipe/autograd/stage_state.cpp
-       "watching->return_to_present(item);" "(void)0;" Recompute.*)
-mutant(sends_views_of_state gpipe_tests gpipe/autograd/stage_state.cpp
-       "if (item.is_buffer || item.has_changed) result = true;" "" Recompute.*)
+mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "watching->return_to_present(item);" "(void)0;"
+       Recompute.*)
+mutant(sends_views_of_state gpipe/autograd/stage_state.cpp "if (item.is_buffer || item.has_changed) result = true;" ""
+       Recompute.*)
 
 # Steps.
-mutant(keeps_gradients_of_borrowed_parameters gpipe_tests gpipe/autograd/stage.cpp
+mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/stage.cpp
        "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
-mutant(drops_gradients_of_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
+mutant(drops_gradients_of_lent_parameters gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
        TiedParameters.*:Generated*)
-mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" ""
-       TiedParameters.*)
-mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()"
-       "parcels.size()" TiedParameters.*:Generated*)
-mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
-mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
-       "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
-mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {"
-       "if (loss_.layer) {" Step.*)
-mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
+mutant(writes_to_lent_parameters gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" "" TiedParameters.*)
+mutant(copies_borrowed_parameters gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()" "parcels.size()"
+       TiedParameters.*:Generated*)
+mutant(borrows_once_per_layer balance/stage_cost.cpp "std::exchange(last, stage)" "last" StageCost.*)
+mutant(shares_the_scope_of_the_loss gpipe/autograd/cell.cpp "start(static_cast<int>(stage_.layers.size()));"
+       "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
+mutant(runs_the_loss_in_both_passes gpipe/autograd/cell.cpp
+       "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {" "if (loss_.layer) {" Step.*)
+mutant(forgets_that_the_loss_wrote_into_the_input gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
-mutant(weights_micro_batches_equally gpipe_tests gpipe/run/step_loss.cpp
-       "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
-       Step.*)
-mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Step.*)
-mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/run/edges.cpp
-       "std::exchange(slot(edge, action), {})"
-       "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})" Generated*)
-mutant(commits_sums_after_an_error gpipe_tests gpipe/run/part_run.cpp "pipeline_.team().rethrow(failure->error);"
+mutant(weights_micro_batches_equally gpipe/run/step_loss.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
+       "std::vector<double> weights(sizes.size(), 1);" Step.*)
+mutant(ignores_the_scale gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Step.*)
+mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "std::exchange(slot(edge, action), {})"
+       "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})"
+       Generated*)
+mutant(commits_sums_after_an_error gpipe/run/part_run.cpp "pipeline_.team().rethrow(failure->error);"
        "if (part_ != Part::kAll) pipeline_.team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
-mutant(isolates_every_name gpipe_tests skip/skippable.cpp
-       "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
-mutant(reads_damaged_files gpipe_tests gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
-mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
-mutant(forgets_gradients_of_readers gpipe_tests balance/cell_bytes.cpp "add_gradients_of_readers();" ""
-       StepMemory.OfASkip*)
-mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
-       "prediction.bytes[w] += kept[w];" "(void)w;" Predict.*:Search.*)
-mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
-       "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)
+mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
+       Isolate*)
+mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
+mutant(captures_without_a_copy gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
+mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
+mutant(predicts_without_parameters balance/predict.cpp "prediction.bytes[w] += kept[w];" "(void)w;" Predict.*:Search.*)
+mutant(cuts_between_tied_layers balance/cut.cpp "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)

@@ -25,18 +25,6 @@ TEST(Executor, RunsEveryProgramThatTheVerifierAccepts) {
   }
 }
 
-TEST(Executor, EachWorkerKeepsItsThread) {
-  const auto program = gpipe_program(straight(3, 2));
-  Executor executor(3);
-  FakeCells cells(program);
-  for (int i = 0; i < 5; ++i) expect_success(executor.run(program, Part::kAll, cells));
-  std::set<std::thread::id> distinct = {std::this_thread::get_id()};
-  for (const auto& threads : cells.threads) {
-    EXPECT_EQ(threads, std::vector(5, threads.front()));
-    EXPECT_TRUE(distinct.insert(threads.front()).second);
-  }
-}
-
 TEST(Executor, RecomputeDoesNotWaitForItsGradient) {
   const auto program = gpipe_program(straight(2, 2), Checkpoint::kAlways);
   Executor executor(2);
