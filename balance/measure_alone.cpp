@@ -11,7 +11,6 @@
 namespace gpipe {
 namespace {
 
-using absl::StrFormat;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -143,7 +142,7 @@ auto alone(const std::string& name, std::int64_t samples, F run) {
   try {
     return run();
   } catch (const c10::OutOfMemoryError& error) {
-    std::throw_with_nested(std::runtime_error(StrFormat(
+    std::throw_with_nested(std::runtime_error(absl::StrFormat(
         "[profile] layer '%s' alone does not fit its device for %d samples; use a smaller layer or sample: %s", name,
         samples, error.what_without_backtrace())));
   }

@@ -13,8 +13,6 @@
 namespace gpipe {
 namespace {
 
-using absl::StrFormat;
-
 /// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
 enum class Mode { kWhole, kRecomputes, kSplits };
 
@@ -202,9 +200,9 @@ class Measurement {
     const int layer = failed->layer >= 0
                           ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
                           : last_backward(watched, failed->action.stage);
-    const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
-    std::throw_with_nested(std::runtime_error(
-        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", failed->message)));
+    const auto name = layer < 0 ? "a layer" : absl::StrFormat("layer '%s'", named_[layer].name);
+    std::throw_with_nested(std::runtime_error(absl::StrFormat("[profile] %s failed in its %s: %s", name,
+                                                              backward ? "backward" : "forward", failed->message)));
   }
 
   /// The layer of a stage whose part of the backward began last; -1 for none.
