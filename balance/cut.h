@@ -36,15 +36,13 @@ std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions
 /// optimizer state, buffers and activations, including skips.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// Returns the balance whose slowest stage is fastest, among those whose stages need at most `bytes` each. Empty if
-/// there is none.
+/// Returns the balance whose slowest stage is fastest, of those with at most `bytes` per stage. Empty if there is none.
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});
 
-/// Returns a balance for stages on the workers of `options.scheduling.placement`. Keeps the busiest worker, or link from
-/// one worker to another, as little busy as its search finds. The search begins with the balance whose slowest stage is
-/// fastest, and moves a cut, or two cuts that lie opposite each other, as long as this helps. REQUIRES: the placement is
-/// not empty.
+/// Returns a balance for stages on the workers of `options.scheduling.placement`, which is not empty. Keeps the busiest
+/// worker, or link from one worker to another, as little busy as its search finds: from the balance whose slowest stage
+/// is fastest, moves a cut, or two cuts that lie opposite each other, as long as this helps.
 std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
 
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the

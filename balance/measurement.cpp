@@ -53,8 +53,7 @@ Schedule split_backwards(const Layout& layout, Checkpoint) {
   return lists;
 }
 
-/// Adds the duration of each layer's part. The spans are one stage's actions of one kind; the marks are that stage's.
-/// Both are in order of time.
+/// Adds the duration of each layer's part, from one stage's actions of one kind and its marks, both in order of time.
 void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
   for (const Span* span : spans) {
     const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
@@ -68,8 +67,7 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
   }
 }
 
-/// Uses only the spans that overlapped other stages' work most, as in a full pipeline. Of a pipeline that splits
-/// backwards, uses only its I and W.
+/// Uses only the spans that overlapped other stages' work most, as in a full pipeline; of split backwards, I and W.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
   const bool splits = std::any_of(timeline.spans.begin(), timeline.spans.end(),
@@ -151,9 +149,8 @@ class Measurement {
     return profile;
   }
 
-  /// A pipeline with one stage per worker. If it splits backwards, the first layers that have parameters, and those
-  /// before them, are a stage of their own on the first worker: the backward of a stage whose inputs need no gradient
-  /// does not split.
+  /// A pipeline with one stage per worker. If it splits backwards, the layers up to the first ones with parameters are
+  /// a stage of their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
   Watched watch(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
     std::vector<int> placement(balance.size());
     std::iota(placement.begin(), placement.end(), 0);

@@ -13,8 +13,7 @@ struct ProfileOptions {
   TORCH_ARG(int, workers) = 1;
   /// Threads per operator on the CPU. 0: torch::get_num_threads() / workers, as in GPipeOptions.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Time budget: no further run begins after this many seconds. The first ten or so steps, of a few micro-batches
-  /// each, always run.
+  /// Time budget: no further run begins after so many seconds. About ten steps of a few micro-batches always run.
   TORCH_ARG(double, seconds) = 10;
   /// Maximum number of measured runs; warm-up runs do not count.
   TORCH_ARG(int, repeats) = 9;

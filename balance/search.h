@@ -24,8 +24,7 @@ struct SearchOptions {
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device; 0 for no limit.
   std::int64_t memory_limit = 0;
-  /// Device names, one per worker; empty: one device per worker. The bytes of workers on one device add up. Their times
-  /// do not: they are taken to run at once.
+  /// Device names, one per worker; empty: a device per worker. Bytes of workers on one device add up, times do not.
   std::vector<std::string> devices = {};
   Network network = {};  ///< as in RunOptions
   bool copies = false;   ///< as in RunOptions
@@ -53,8 +52,7 @@ struct Suggestion : Candidates {
   /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
   std::optional<Candidate> unpartitioned;
 
-  /// The profile that a candidate was predicted from. Errors: std::invalid_argument for a number of chunks without
-  /// profile.
+  /// The profile that a candidate was predicted from. Errors: std::invalid_argument for another number of chunks.
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
@@ -65,13 +63,11 @@ std::vector<Scheduling> all_schedulings(int workers, int layers);
 
 /// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode
 /// and schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one
-/// layer as long as the step gets faster (or, if nothing fits, needs fewer bytes), until it has simulated as much as
-/// takes a few seconds. Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers
-/// than stages.
+/// layer as long as the step gets faster (or, if nothing fits, smaller), for a few seconds of simulations.
+/// Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
-/// Predicts one candidate. Errors: as predict(), and std::invalid_argument if the number of devices is not the
-/// number of workers.
+/// Predicts one candidate. Errors: as predict(), and std::invalid_argument for another number of devices than workers.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 
@@ -82,10 +78,9 @@ struct TailoredSchedule {
 };
 
 /// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
-/// placement, chunks and checkpoint mode. Keeps to the options' memory limit, which workers on one device share
-/// equally. If the candidate has a named schedule and keeps to that too, the result is never slower in simulation.
-/// Returns nothing if no schedule keeps to the limit. REQUIRES: the candidate is of the profile. Errors: those of
-/// predict().
+/// placement, chunks and checkpoint mode, and to the memory limit, which workers on one device share equally. If a
+/// named schedule of the candidate keeps to it too, the result is never slower in simulation. Returns nothing if no
+/// schedule keeps to it. REQUIRES: the candidate is of the profile. Errors: those of predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 

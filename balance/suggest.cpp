@@ -12,8 +12,7 @@ namespace {
 /// With less time for measurements, the search moves fewer cuts.
 constexpr double kSecondsOfFullSearch = 10;
 
-/// The numbers of micro-batches that result from these numbers of chunks, without duplicates, in the order to try them:
-/// the usual ones first.
+/// The numbers of micro-batches that result from these numbers of chunks, once each, the usual ones first.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) chunks = {4, 8, 2, 16, 1, 32};
   std::vector<int> counts;

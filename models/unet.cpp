@@ -39,8 +39,7 @@ struct Nd<3> {
   using Linear = torch::enumtype::kTrilinear;
 };
 
-/// One end of a skip. The stashing end returns its input. The popping end concatenates the skip with its input, cropped
-/// to the size of the skip.
+/// One end of a skip. The stashing end returns its input; the popping end crops it to the skip and concatenates both.
 class SkipEndImpl : public nn::Cloneable<SkipEndImpl>, public Skippable {
  public:
   SkipEndImpl(const std::string& type, Names names, Namespace ns) : Cloneable(type), Skippable(std::move(names)) {

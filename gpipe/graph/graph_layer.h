@@ -14,8 +14,7 @@ class GraphLayer : public torch::nn::Module, public Skippable {
     bool is_parameter = false;
   };
 
-  /// Errors: as Graph, and std::invalid_argument if a tensor of the graph is missing or a name is taken.
-  /// `source` is what source() returns.
+  /// `source` is for source(). Errors: as Graph; std::invalid_argument for a missing tensor or a name that is taken.
   GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source);
 
   /// Copies the tensors; those that are tied in this layer stay so. Errors: std::invalid_argument for one that is tied

@@ -11,8 +11,7 @@ struct GradientPiece {
   std::int64_t end;
 };
 
-/// Parameters of a stage whose gradients travel together. Their elements, one after the other, are cut into one share
-/// per replica, which sums it.
+/// Parameters of a stage whose gradients travel together: of each replica, the share of their elements that it sums.
 using GradientBucket = std::vector<std::vector<GradientPiece>>;
 
 /// Returns about how many bytes of parts and sums a replica receives at once to sum a stage's gradients of `gradients`

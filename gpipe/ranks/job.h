@@ -21,8 +21,7 @@ class Job {
  public:
   /// `devices` may be null. `ranks` must outlive this.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
-  /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
-  /// ended.
+  /// finish(), unless it was called; reports an exception that unwinds the stack. REQUIRES: no pipelines are left.
   ~Job();
 
   /// Meets the other ranks to make the next pipeline, in the same order on all. Returns the first of `wires` numbers

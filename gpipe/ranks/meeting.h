@@ -31,14 +31,12 @@ std::string await_value(c10d::Store& store, const std::string& key, std::chrono:
                         const std::function<void()>& poll);
 
 /// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
-/// its store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of
-/// earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their
-/// numbers, or if rank 0 does not come.
+/// its store when it restarts ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of earlier
+/// attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their numbers.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll);
 
-/// What all ranks of a pipeline must agree on: names and values, in order. An empty value is not known, and agrees with
-/// any.
+/// What all ranks of a pipeline must agree on: names and values, in order. An empty value agrees with any.
 using Manifest = std::vector<std::pair<std::string, std::string>>;
 
 /// Compares the manifests of all ranks. Returns when all have come and agree. Errors: std::runtime_error, on all ranks,

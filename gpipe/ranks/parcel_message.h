@@ -31,12 +31,10 @@ class Landing {
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
-/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed, or that needs
-/// more memory than this host has.
+/// Makes memory for parcels. Errors: std::runtime_error for a layout that is malformed or too large for this host.
 Allocate parcel_memory(StructureCodec codec);
 
-/// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device,
-/// there is a meta tensor.
+/// Returns the parcels of a message from parcel_memory(), with meta tensors in the place of tensors on devices.
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
 /// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.

@@ -105,8 +105,7 @@ class WireReceiver {
   /// received; all that were announced before have been received.
   void expect(std::deque<LastLayout>& layouts, std::size_t messages);
 
-  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
-  /// malformed.
+  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for another label or a malformed message.
   std::unique_ptr<Incoming> receive(std::uint64_t label);
 
  private:

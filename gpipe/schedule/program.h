@@ -38,8 +38,7 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
 
-/// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
-/// number of layers.
+/// Errors: std::invalid_argument for no layers, or a balance that is not positive or does not sum to their number.
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
 
 /// Errors: std::invalid_argument unless `chunks` is positive.

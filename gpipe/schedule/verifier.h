@@ -9,8 +9,7 @@ namespace gpipe {
 struct Peaks {
   /// Per stage: the most cells alive at once: from F to the last backward action. 1 for a schedule without a backward.
   std::vector<int> live;
-  /// Per stage: the most cells that hold an autograd graph at once: from R, or F without an R, to B or W. 0 for a
-  /// schedule without a backward.
+  /// Per stage: the most cells with an autograd graph at once: from R, or F, to B or W. 0 without a backward.
   std::vector<int> graphs;
 };
 

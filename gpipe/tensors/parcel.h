@@ -104,8 +104,7 @@ class AliasCheck {
   std::vector<Entering> entering_;
 };
 
-/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are
-/// found.
+/// Returns the alias groups of a mini-batch's inputs, all with numbers: outputs that share their memory are found.
 std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

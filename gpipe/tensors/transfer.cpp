@@ -140,8 +140,7 @@ StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& re
   if (std::ranges::any_of(tensors, stays)) wait(ready, to);
   StreamEvent copied;
   {
-    // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
-    // copy does not wait for computation.
+    // PyTorch orders a copy after the current streams of both devices: make those the copy streams, not to wait.
     const c10::OptionalStreamGuard target(link.target);
     const c10::OptionalStreamGuard source(link.source);
     auto source_device = to;

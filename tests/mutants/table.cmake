@@ -20,7 +20,7 @@ mutant(remote_edges_receive_messages_twice core_tests gpipe/ranks/remote_edges.c
        "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
 mutant(wires_remember_all_layouts core_tests gpipe/ranks/remote_edges.cpp
-       "if (of_wire.size() == kKeysPerWire) of_wire.pop_front();" "" Wires.*)
+       "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
 mutant(calls_forget_failed_backwards core_tests gpipe/ranks/proposal.cpp
        "calls[rank].failed_before == calls[0].failed_before" "true" Proposal.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
@@ -97,7 +97,7 @@ mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.c
        TiedParameters.*)
 mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()"
        "parcels.size()" TiedParameters.*:Generated*)
-mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
+mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "std::exchange(last, stage)" "last" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
 mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {"
