@@ -15,8 +15,7 @@ struct SuggestOptions {
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
-  /// The schedule and placement of all candidates. With kAnySchedule, any schedule of the placement or stages per
-  /// worker.
+  /// The schedule and placement of all candidates. With kAnySchedule, any schedule that has the placement.
   TORCH_ARG(Scheduling, scheduling) = Scheduling{kAnySchedule};
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
