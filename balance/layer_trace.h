@@ -40,9 +40,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Returns the parts that began since the last call, in order of time.
   std::vector<Mark> take_marks();
 
-  // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker
-  // ran its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first;
-  // and that take_marks() was not called.
+  // Memory. The functions below REQUIRE that this trace was a listener while a pipeline with one worker ran its first
+  // mini-batch, of several micro-batches, the last one's backward first; and that take_marks() was not called.
 
   /// Memory that a forward allocated, in order. `kept` if a W freed it.
   struct Saved {

@@ -17,8 +17,7 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
 /// As profile(); plain as in measure().
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain);
 
-/// Finds the parameters and buffers that layers share: sets `shares_with` of the profile's layers, and its ties. Shared
-/// parameters are ties if stages can lend them.
+/// Finds what layers share: sets `shares_with` and the ties. Parameters are ties if stages can lend them.
 void find_sharing(Profile& profile, const std::vector<NamedLayer>& layers, bool can_lend);
 
 }  // namespace gpipe

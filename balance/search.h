@@ -56,9 +56,8 @@ struct Suggestion : Candidates {
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
-/// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers,
-/// two stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules
-/// with the same lists, the first rule's counts.
+/// Returns the schedules that fit `workers` workers, with one and, for enough layers, two stages on each, in loops and
+/// in a V, where they fit. Of schedules with the same lists, the first rule's counts.
 std::vector<Scheduling> all_schedulings(int workers, int layers);
 
 /// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode
@@ -89,8 +88,7 @@ std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const 
 enum class PlacedBy { kSchedule, kStagesPerWorker, kV, kPlacement };
 PlacedBy placed_by(const Candidate& candidate);
 
-/// Whether `a` is better than `b`: only `a` fits, both fit and `a` is faster, or neither fits and the fullest of the
-/// options' devices needs fewer bytes for `a`.
+/// Whether only `a` fits, both fit and `a` is faster, or neither fits and `a` needs fewer bytes on its fullest device.
 bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
 
 }  // namespace gpipe

@@ -27,8 +27,7 @@ void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw invalid("[suggest] give at least one device");
 }
 
-/// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist, or does
-/// not fit the devices, the layers or one of these numbers of micro-batches.
+/// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist or fit.
 Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devices, const std::vector<int>& counts) {
   const auto& name = scheduling.schedule.empty() ? kFillAndDrain : scheduling.schedule;
   if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
@@ -190,8 +189,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     try {
       profiles.push_back({chunks, profiling.of_stages(chunks)});
     } catch (const std::runtime_error&) {
-      // Chunks that the caller did not ask for may give micro-batches too large for the device, or too small for batch
-      // norm, which needs two values per channel.
+      // Micro-batches of other chunks may be too large for the device, or too small for batch norm.
       if (profiling.stopped() || is_required) throw;
       if (!first_error) first_error = std::current_exception();
     }

@@ -27,9 +27,8 @@ bool copies_between(const std::vector<torch::Device>& devices);
 /// Options of a search for workers on these devices; each CPU worker counts as one. Numbers are as in SuggestOptions.
 SearchOptions search_options(const std::vector<torch::Device>& devices, std::int64_t memory_limit, double bandwidth);
 
-/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per
-/// device: schedule, placement, balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the
-/// unpartitioned model, so that the candidates can be compared with it.
+/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with a worker per device:
+/// schedule, placement, balance, chunks, checkpoint mode. Also predicts it unpartitioned. The sample is a mini-batch.
 ///
 /// Measures on the first device, as if all were equal; on a CPU, all stages at once. Errors: as profile(), search().
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
@@ -41,10 +40,9 @@ struct Measured {
   double seconds = 0;  ///< per step; the median
 };
 
-/// Runs `repeats` steps of each of the first candidates that fit, after a warm-up step. Returns their measured times,
-/// fastest first. Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. `progress` is
-/// as in ProfileOptions. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with the
-/// reason if nothing fits; the errors of GPipe and of the layers.
+/// Runs `repeats` steps of each of the first candidates that fit, after a warm-up. Returns their times, fastest first.
+/// Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. Errors: std::invalid_argument for
+/// numbers that are not positive; std::runtime_error with the reason if nothing fits; those of GPipe and the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                              const Suggestion& suggestion, int candidates = 3, int repeats = 5, int intraop_threads = 0,
                              const std::function<void(double)>& progress = {});

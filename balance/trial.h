@@ -24,8 +24,7 @@ Value copy_of(const Value& value, std::optional<c10::Device> device = {});
 double median(std::vector<double> values);
 
 /// Restores a module's state when destroyed: values, memory, version counters, gradients and requires_grad of the
-/// parameters and buffers it had at construction; training modes; the CPU's default generator. Parameters and buffers
-/// that layers register in between stay.
+/// parameters and buffers it had at first; training modes; the CPU's default generator. Leaves new tensors.
 ///
 /// The constructor copies all buffers. A parameter is copied only during two forwards of its layer: the first that
 /// builds an autograd graph and the first that does not. The copy is kept if that forward changed the parameter.

@@ -12,9 +12,8 @@
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections to the other ranks, which any failure closes, and the first
-/// failure. A *lifeline* joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the
-/// end of the job.
+/// What the pipelines of a job share: the connections, which any failure closes, and the first failure. A *lifeline*
+/// joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the end of the job.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {

@@ -68,14 +68,12 @@ struct Activity {
   int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
 };
 
-/// The messages between workers of this rank and workers of other ranks during one part of a program. Each worker
-/// receives the messages of a wire in the order of the plan.
+/// The messages between this rank's workers and others during a part of a program, on each wire in the plan's order.
 ///
 /// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
 class RemoteEdges {
  public:
-  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message.
-  /// All arguments but `key` must outlive this.
+  /// Posts memory for the first messages. `ranks`: of the workers. `limit`: of a wait. All but `key` must outlive this.
   RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
               const LayoutKey& key, std::chrono::milliseconds limit);
 

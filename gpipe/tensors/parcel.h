@@ -88,8 +88,7 @@ class AliasCheck {
   /// Adds an input: the tensor that the layers get, and its parcel's alias group.
   void enters(const at::Tensor& tensor, const AliasGroup& group);
 
-  /// Call after each layer. Errors: std::runtime_error, which names the layer, when an input was changed whose memory
-  /// another input of this stage or a later one shares.
+  /// Call after each layer. Errors: std::runtime_error if it has changed an input whose memory another one shares.
   void check(int stage, const std::string& layer) const;
 
   /// Sets the alias groups of the tensors that leave the cell. `stages[k]` is the last stage that out[k] goes to.
