@@ -56,9 +56,8 @@ Schedule split_backwards(const Layout& layout, Checkpoint) {
 /// Adds the duration of each layer's part, from one stage's actions of one kind and its marks, both in order of time.
 void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
   for (const Span* span : spans) {
-    const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
-    const auto first = std::lower_bound(marks.begin(), marks.end(), span->start, starts_before);
-    const auto last = std::lower_bound(first, marks.end(), span->end, starts_before);
+    const auto first = std::ranges::lower_bound(marks, span->start, {}, &LayerTrace::Mark::start);
+    const auto last = std::ranges::lower_bound(first, marks.end(), span->end, {}, &LayerTrace::Mark::start);
     for (auto mark = first; mark != last; ++mark) {
       const double start = mark == first ? span->start : mark->start;
       const double end = mark + 1 == last ? span->end : (mark + 1)->start;
@@ -70,8 +69,7 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
 /// Uses only the spans that overlapped other stages' work most, as in a full pipeline; of split backwards, I and W.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
-  const bool splits = std::any_of(timeline.spans.begin(), timeline.spans.end(),
-                                  [](const Span& span) { return span.action.kind == Kind::I; });
+  const bool splits = std::ranges::any_of(timeline.spans, [](auto& span) { return span.action.kind == Kind::I; });
   const auto ends = stage_ends(balance);
   std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
   for (const auto& mark : marks) of_stage[stage_of(mark.part.layer, ends)].push_back(mark);

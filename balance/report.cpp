@@ -93,9 +93,7 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
   const auto cuts = cut_bytes(profile);
   const auto layers = static_cast<int>(profile.layers.size());
   const StageCost cost(profile);
-  int first = 0;
-  int stage = 0;
-  for (const int end : balance.empty() ? std::vector<int>{layers} : cost.ends(balance)) {
+  for (int first = 0, stage = 0; const int end : balance.empty() ? std::vector<int>{layers} : cost.ends(balance)) {
     for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
       auto cells = row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output));
