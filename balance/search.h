@@ -8,9 +8,9 @@ namespace gpipe {
 struct Candidate : PredictedStep {
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  std::string schedule;  ///< of step(); empty: forward() and its backward
-  int replicas = 1;      ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  bool fits = true;      ///< into the memory limit
+  std::string schedule = {};  ///< of step(); empty: forward() and its backward
+  int replicas = 1;           ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
+  bool fits = true;           ///< into the memory limit
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.

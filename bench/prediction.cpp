@@ -75,11 +75,7 @@ class Contender {
       balance_ = balance_by_time(of_whole, row_.stages, run_);
       --balance_.back();  // the loss
     }
-    pipe_ = pipe_of(it, {.balance = balance_,
-                         .chunks = row_.chunks,
-                         .checkpoint = row_.checkpoint,
-                         .schedule = row_.schedule,
-                         .placement = scheduling.placement});
+    pipe_ = pipe_of(it, {{balance_, scheduling.placement}, row_.chunks, row_.checkpoint, row_.schedule});
     ++balance_.back();
   }
 

@@ -411,9 +411,8 @@ TEST(Report, TablesExplainTheirColumns) {
 }
 
 TEST(Report, ComparesCandidatesWithOneDevice) {
-  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1, .bytes = {100, 300}};
-  const Candidate whole{
-      .balance = {2}, .checkpoint = Checkpoint::kNever, .seconds = 1.5, .bytes = {900}, .fits = false};
+  const Candidate pipeline{{.balance = {1, 1}, .seconds = 1, .bytes = {100, 300}}, /*chunks=*/4};
+  const Candidate whole{{.balance = {2}, .seconds = 1.5, .bytes = {900}}, 1, Checkpoint::kNever, "", 1, /*fits=*/false};
   EXPECT_THAT(candidate_table({pipeline}), Not(HasSubstr("speed-up")));
   const auto table = candidate_table({pipeline}, whole);
   EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
@@ -423,8 +422,8 @@ TEST(Report, ComparesCandidatesWithOneDevice) {
 }
 
 TEST(Report, SaysWhenNoPipelineIsAsFastAsOneDevice) {
-  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1.5, .bytes = {100, 300}};
-  Candidate whole{.balance = {2}, .seconds = 1, .bytes = {900}};
+  const Candidate pipeline{{.balance = {1, 1}, .seconds = 1.5, .bytes = {100, 300}}, /*chunks=*/4};
+  Candidate whole{{.balance = {2}, .seconds = 1, .bytes = {900}}};
   const auto advice = HasSubstr("is predicted to be 1.50 times as fast as the best pipeline.\n");
   EXPECT_THAT(candidate_table({pipeline}, whole), advice);
   whole.fits = false;
