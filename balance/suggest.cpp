@@ -34,9 +34,8 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
   if (per_worker < 1) throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
-  if (const auto layers = model.named_layers().size(); stages > layers) {
-    throw invalid("[suggest] %d stages need as many layers, but the model has %d", stages, layers);
-  }
+  const auto layers = model.named_layers().size();
+  require(stages <= layers, "[suggest] %d stages need as many layers, but the model has %d", stages, layers);
   const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
   for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
   return {scheduling.schedule, 1, source.placement};
@@ -53,10 +52,8 @@ std::vector<Scheduling> schedulings(const Scheduling& wanted, const Model& model
     const auto per_worker = static_cast<int>(it.placement.size()) / workers;
     return wanted.stages_per_worker != 1 && per_worker != wanted.stages_per_worker;
   });
-  if (found.empty()) {
-    throw invalid("[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
-                  model.named_layers().size());
-  }
+  require(!found.empty(), "[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
+          model.named_layers().size());
   return found;
 }
 
@@ -213,9 +210,8 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
                              const std::function<void(double)>& progress) {
   check_devices(wanted);
   const auto devices = with_index(wanted);
-  if (candidates < 1 || repeats < 1) {
-    throw invalid("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats);
-  }
+  require(candidates >= 1 && repeats >= 1, "[refine] candidates and repeats must be positive, but are %d and %d",
+          candidates, repeats);
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());
