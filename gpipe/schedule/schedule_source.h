@@ -31,9 +31,8 @@ struct ScheduleSource {
 ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`, or
-/// if that is empty where the rule places them; a file implies its own, and without any R gets those of the checkpoint
-/// mode. Errors: as read_schedule() and the rule; std::invalid_argument for a file of other stages, two placements, or
-/// a misfit.
+/// if that is empty where the rule places them. A file implies its own placement, and without any R gets those of the
+/// checkpoint mode. Errors: as both; std::invalid_argument for another number of stages, two placements or a misfit.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 
