@@ -4,9 +4,8 @@
 
 namespace gpipe {
 /// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
-/// when they are freed: the inputs of a stage live until the stage's action has run, or until the recompute of a
-/// checkpointed cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as
-/// the cell lives.
+/// when they are freed: the inputs of a stage live until its action has run, or until the recompute of a checkpointed
+/// cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the cell lives.
 class StageCost::Cell {
   /// One kind of pass through the layers first..end-1, which run one after the other.
   class Pass {
@@ -133,8 +132,7 @@ class StageCost::Cell {
     }
   }
 
-  /// Gradients of other stages that are added to others in new memory: of lent parameters, and of skips with several
-  /// readers.
+  /// Gradients of other stages that are added up in new memory: of lent parameters, and of skips with several readers.
   void add_arriving() {
     for (const auto& tie : cost_.profile_.ties) {
       const int layer = tie.layers.front();
@@ -199,8 +197,7 @@ class StageCost::Cell {
     for (auto* pass : {&backward_, &first_backward_, &input_gradient_}) pass->run(gradients, gradients);
   }
 
-  /// What a checkpointed cell copies: its buffers, except large ones, which are taken to be constant, and its inputs if
-  /// layers change them.
+  /// What a checkpointed cell copies: its small buffers, as large ones seldom change, and inputs that layers change.
   void keep_inputs() {
     constexpr std::int64_t kLargeBuffer = 64 << 10;  // as is_large()
     for (int layer = first_; layer < end_; ++layer) {

@@ -25,12 +25,10 @@ struct Network {
   LinkSpeed inside = {};     ///< between two devices of a host
   LinkSpeed between = {};    ///< between two devices of different hosts
 
-  /// The link between two workers of a replica: `inside` if it is so for every replica. With a == b, the link between
-  /// the replicas of a worker.
+  /// The link between two workers of a replica, `inside` if it is for all of them; with a == b, of a worker's replicas.
   const LinkSpeed& link(int a, int b) const;
 
-  /// Seconds to sum `bytes` of gradients over the replicas of a worker: each sends every other one its share, sums its
-  /// own, and sends the sum to every other one.
+  /// Seconds to sum `bytes` of gradients over a worker's replicas: each sends all others their shares, then its sums.
   double reduction(int worker, std::int64_t bytes) const;
 };
 

@@ -183,8 +183,7 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
     auto suggestion = search({std::move(profile)}, search_options);
     plans.emplace_back(std::move(suggestion.candidates.front()), std::move(suggestion.reason));
   }
-  std::stable_sort(plans.begin(), plans.end(),
-                   [](const auto& a, const auto& b) { return is_better(a.first, b.first); });
+  std::ranges::stable_sort(plans, [](const auto& a, const auto& b) { return is_better(a.first, b.first); });
   ClusterPlan plan{.reason = plans.front().second};
   for (auto& [candidate, reason] : plans) plan.candidates.push_back(std::move(candidate));
   return plan;

@@ -79,8 +79,7 @@ std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
   return balance;
 }
 
-/// The seconds per micro-batch that the busiest worker, or link from one worker to another, works.
-/// `without_links`: the options without a network.
+/// The seconds per micro-batch that the busiest worker or link is busy. `without_links`: `options` without a network.
 double load(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options,
             const RunOptions& without_links) {
   const auto& placement = options.scheduling.placement;

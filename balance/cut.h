@@ -13,8 +13,7 @@ namespace gpipe {
 /// `cost` returns the cost of a part with the elements first..end-1. Any function is allowed: infinity forbids the
 /// part, and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
 ///
-/// Returns an empty list if every cut has a forbidden part. Errors: std::invalid_argument for parts < 1, fewer elements
-/// than parts, or a cost that is NaN.
+/// Empty if every cut has a forbidden part. Errors: std::invalid_argument for parts < 1, more than elements, or NaN.
 std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int first, int end)> cost);
 
 /// The same for parts that cost the sum of their elements' costs. Errors: also for a negative or infinite cost.
@@ -32,25 +31,21 @@ void check_stages(int stages, int layers);
 /// Returns the balance whose slowest stage is fastest.
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes(): parameters, gradients,
-/// optimizer state, buffers and activations, including skips.
+/// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes().
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// Returns the balance whose slowest stage is fastest, among those whose stages need at most `bytes` each. Empty if
-/// there is none.
+/// Returns the balance whose slowest stage is fastest, of those with at most `bytes` per stage. Empty if there is none.
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});
 
-/// Returns a balance for stages on the workers of `options.scheduling.placement`. Keeps the busiest worker, or link from
-/// one worker to another, as little busy as its search finds. The search begins with the balance whose slowest stage is
-/// fastest, and moves a cut, or two cuts that lie opposite each other, as long as this helps. REQUIRES: the placement is
-/// not empty.
+/// Returns a balance for stages on the workers of `options.scheduling.placement`, which is not empty. Keeps the busiest
+/// worker, or link from one worker to another, as little busy as its search finds: from the balance whose slowest stage
+/// is fastest, moves a cut, or two cuts that lie opposite each other, as long as this helps.
 std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
 
-/// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the
-/// skips that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the
-/// model cannot be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is
-/// sent once to each stage that uses it. Errors: as StageCost.
+/// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, skips across
+/// it, and lent parameters. A skip or parameter that passes several cuts counts in each, but is sent once to each stage
+/// that uses it. Empty where the model cannot be cut, and after the last layer. Errors: as StageCost.
 std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
 
 }  // namespace gpipe

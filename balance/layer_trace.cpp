@@ -22,8 +22,7 @@ struct Place {
 };
 thread_local Place place_of_this_thread;
 
-/// Identity node behind a layer's output, or a tensor that it stashes: the layer's part of the backward begins at the
-/// first of them.
+/// Identity node behind an output of a layer, stashed or not: its part of the backward begins at the first of them.
 struct PartBegins : torch::autograd::Node {
   PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& forward)
       : trace(std::move(trace)), part{Kind::B, false, forward.layer, forward.micro_batch} {}

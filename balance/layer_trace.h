@@ -40,9 +40,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Returns the parts that began since the last call, in order of time.
   std::vector<Mark> take_marks();
 
-  // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker
-  // ran its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first;
-  // and that take_marks() was not called.
+  // Memory. The functions below REQUIRE that this trace was a listener while a pipeline with one worker ran its first
+  // mini-batch, of several micro-batches, the last one's backward first; and that take_marks() was not called.
 
   /// Memory that a forward allocated, in order. `kept` if a W freed it.
   struct Saved {
@@ -60,9 +59,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
-  // Reports of the watched layers. begins(): a part begins on this thread, unless it has begun. reaches(): a
-  // micro-batch's activation is the input of `layer`, or the model's output if that is the number of layers. reads(): a
-  // layer reads a skip.
+  // Reports of the watched layers. begins(): a part begins on this thread, if it has not. reaches(): an activation is
+  // the input of `layer`, or the model's output if that is the number of layers. reads(): a layer reads a skip.
   void begins(const Part& part);
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
   void reads(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
@@ -83,8 +81,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
-  /// The most bytes in use in an interval, above those at its start. With `as_last`, gradients that were allocated
-  /// before it count to its end.
+  /// The most bytes in use in an interval, above those at its start. `as_last`: earlier gradients count to its end.
   std::int64_t peak_between(double start, double end, bool as_last) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Raises the peaks of the layers' parts, up to the end of their actions if there is a timeline.
   void read_peaks(Profile& profile, const Timeline* split) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

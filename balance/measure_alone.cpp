@@ -11,7 +11,6 @@
 namespace gpipe {
 namespace {
 
-using absl::StrFormat;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -101,9 +100,8 @@ std::unique_ptr<Layer> isolated(std::unique_ptr<Layer> layer, const Skips& enter
   return decorate(std::move(layer), forward, std::move(module));
 }
 
-// Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
-// unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory
-// of its own, kept for the backward of its first reader.
+// Appends the profile of a layer that was measured alone. Which layers share memory is unknown, so bytes are upper
+// bounds: an output is kept for the next layer's backward, a skip in memory of its own for its first reader's.
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
@@ -143,7 +141,7 @@ auto alone(const std::string& name, std::int64_t samples, F run) {
   try {
     return run();
   } catch (const c10::OutOfMemoryError& error) {
-    std::throw_with_nested(std::runtime_error(StrFormat(
+    std::throw_with_nested(std::runtime_error(absl::StrFormat(
         "[profile] layer '%s' alone does not fit its device for %d samples; use a smaller layer or sample: %s", name,
         samples, error.what_without_backtrace())));
   }

@@ -13,8 +13,6 @@
 namespace gpipe {
 namespace {
 
-using absl::StrFormat;
-
 /// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
 enum class Mode { kWhole, kRecomputes, kSplits };
 
@@ -55,13 +53,11 @@ Schedule split_backwards(const Layout& layout, Checkpoint) {
   return lists;
 }
 
-/// Adds the duration of each layer's part. The spans are one stage's actions of one kind; the marks are that stage's.
-/// Both are in order of time.
+/// Adds the duration of each layer's part, from one stage's actions of one kind and its marks, both in order of time.
 void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
   for (const Span* span : spans) {
-    const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
-    const auto first = std::lower_bound(marks.begin(), marks.end(), span->start, starts_before);
-    const auto last = std::lower_bound(first, marks.end(), span->end, starts_before);
+    const auto first = std::ranges::lower_bound(marks, span->start, {}, &LayerTrace::Mark::start);
+    const auto last = std::ranges::lower_bound(first, marks.end(), span->end, {}, &LayerTrace::Mark::start);
     for (auto mark = first; mark != last; ++mark) {
       const double start = mark == first ? span->start : mark->start;
       const double end = mark + 1 == last ? span->end : (mark + 1)->start;
@@ -70,12 +66,10 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
   }
 }
 
-/// Uses only the spans that overlapped other stages' work most, as in a full pipeline. Of a pipeline that splits
-/// backwards, uses only its I and W.
+/// Uses only the spans that overlapped other stages' work most, as in a full pipeline; of split backwards, I and W.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
-  const bool splits = std::any_of(timeline.spans.begin(), timeline.spans.end(),
-                                  [](const Span& span) { return span.action.kind == Kind::I; });
+  const bool splits = std::ranges::any_of(timeline.spans, [](auto& span) { return span.action.kind == Kind::I; });
   const auto ends = stage_ends(balance);
   std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
   for (const auto& mark : marks) of_stage[stage_of(mark.part.layer, ends)].push_back(mark);
@@ -153,9 +147,8 @@ class Measurement {
     return profile;
   }
 
-  /// A pipeline with one stage per worker. If it splits backwards, the first layers that have parameters, and those
-  /// before them, are a stage of their own on the first worker: the backward of a stage whose inputs need no gradient
-  /// does not split.
+  /// A pipeline with one stage per worker. If it splits backwards, the layers up to the first ones with parameters are
+  /// a stage of their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
   Watched watch(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
     std::vector<int> placement(balance.size());
     std::iota(placement.begin(), placement.end(), 0);
@@ -202,9 +195,9 @@ class Measurement {
     const int layer = failed->layer >= 0
                           ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
                           : last_backward(watched, failed->action.stage);
-    const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
-    std::throw_with_nested(std::runtime_error(
-        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", failed->message)));
+    const auto name = layer < 0 ? "a layer" : absl::StrFormat("layer '%s'", named_[layer].name);
+    std::throw_with_nested(std::runtime_error(absl::StrFormat("[profile] %s failed in its %s: %s", name,
+                                                              backward ? "backward" : "forward", failed->message)));
   }
 
   /// The layer of a stage whose part of the backward began last; -1 for none.

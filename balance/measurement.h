@@ -5,11 +5,9 @@
 namespace gpipe {
 
 /// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
-/// layers' state: see RestoreModule. A `plain` profile is without the times and bytes of recomputes and of split
-/// backwards.
+/// layers' state: see RestoreModule. A `plain` profile has no times and bytes of recomputes and of split backwards.
 ///
-/// Errors: std::runtime_error that names the failing layer, with the layer's exception nested; the errors of GPipe's
-/// constructor.
+/// Errors: those of GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain);
 
 /// Profiles one layer at a time. Bytes are upper bounds. Restores the layers' state. Errors: as measure();
@@ -19,8 +17,7 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
 /// As profile(); plain as in measure().
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain);
 
-/// Finds the parameters and buffers that layers share: sets `shares_with` of the profile's layers, and its ties. Shared
-/// parameters are ties if stages can lend them.
+/// Finds what layers share: sets `shares_with` and the ties. Parameters are ties if stages can lend them.
 void find_sharing(Profile& profile, const std::vector<NamedLayer>& layers, bool can_lend);
 
 }  // namespace gpipe

@@ -65,9 +65,7 @@ bool Predictor::crosses(const Edge& edge) const { return source_.placement[edge.
 
 std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t>& balance) const {
   std::vector<std::int64_t> bytes(1 + *std::max_element(source_.placement.begin(), source_.placement.end()));
-  int first = 0;
-  int stage = 0;
-  for (const int end : stage_.ends(balance)) {
+  for (int first = 0, stage = 0; const int end : stage_.ends(balance)) {
     bytes[source_.placement[stage++]] +=
         stage_.static_bytes(first, end) + stage_.reduction_bytes(first, end, options_.network);
     first = end;

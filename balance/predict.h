@@ -6,16 +6,14 @@
 
 namespace gpipe {
 
-/// Predicted cost of a step: forward and backward of one mini-batch, and the sums of gradients over replicas. Without
-/// the time of the loss and the optimizer.
+/// Predicted cost of forward, backward, and sums of gradients over replicas, without the loss and the optimizer.
 struct PredictedStep {
   std::vector<std::int64_t> balance;
   std::vector<int> placement;  ///< the worker of each stage
   double seconds = 0;          ///< of the whole step
   double reduction = 0;        ///< the part of `seconds` after the last backward, until all gradients are summed
   double bubble = 0;           ///< idle time / (workers x seconds), in [0, 1)
-  /// Peak bytes per worker: parameters, gradients, optimizer state, buffers, activations, and what sums gradients over
-  /// replicas (see reduction_bytes()).
+  /// Peak bytes per worker: parameters, gradients, optimizer, buffers, activations, and reduction_bytes().
   std::vector<std::int64_t> bytes = {};
   /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
   std::int64_t crossing = 0;
@@ -30,8 +28,7 @@ struct Prediction : PredictedStep {
 /// that does not sum to the number of layers, for invalid options, and for a schedule that does not fit.
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options = {});
 
-/// Predicts many balances with the same number of stages. Keeps what they share, such as the program. Used by one
-/// thread at a time.
+/// Predicts balances of one number of stages. Keeps what they share, such as the program. Used by one thread at a time.
 class Predictor {
  public:
   /// The profile must outlive this. Errors: as predict().
@@ -45,8 +42,7 @@ class Predictor {
   /// What predict() simulates: the layout, edges and costs.
   Workload workload(const std::vector<std::int64_t>& balance) const;
 
-  /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and what sums gradients over
-  /// replicas.
+  /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and reduction_bytes().
   std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
 
  private:

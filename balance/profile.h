@@ -33,8 +33,7 @@ struct LayerProfile {
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
   std::int64_t input_gradient_extra = 0;  ///< in an I
-  // The same if the layer is the last of its stage: the gradients that it gets are in another worker's memory, so they
-  // make no room when they are freed.
+  // The same if the layer is the last of its stage: the gradients that it gets are then in another worker's memory.
   std::int64_t last_backward_extra = 0;
   std::int64_t last_input_gradient_extra = 0;
 
@@ -57,8 +56,7 @@ struct Block {
   /// the B of one that is whole. HeldBytes::kUntilForwardsEnd or HeldBytes::kNeverFreed may take the layer's place.
   Kind until = Kind::B;
   int freed_by = 0;
-  /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns
-  /// it.
+  /// The last layer whose input uses the memory, or `layer`; the number of layers if the model returns it.
   int reaches = 0;
   /// The layers that read the memory as a skip, ascending.
   std::vector<int> readers = {};
@@ -78,8 +76,7 @@ struct SkipProfile {
   friend bool operator==(const SkipProfile&, const SkipProfile&) = default;
 };
 
-/// A parameter that several layers share, and that stages can lend each other: each stage that has it gets it from the
-/// first one with every micro-batch.
+/// A parameter of several layers, which stages can lend: the first stage that has it sends it with every micro-batch.
 struct TieProfile {
   std::string name;              ///< in the first layer: "layer.weight"
   std::vector<int> layers = {};  ///< indices of the layers that have it, ascending

@@ -8,21 +8,17 @@
 namespace gpipe {
 
 struct ProfileOptions {
-  /// Stages that will run at the same time on the sample's device. CPU stages share caches and memory and slow each
-  /// other down, so times are measured while this many stages run.
+  /// Stages that will run at once on the sample's device, and do so here: CPU stages slow each other down.
   TORCH_ARG(int, workers) = 1;
   /// Threads per operator on the CPU. 0: torch::get_num_threads() / workers, as in GPipeOptions.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Time budget: no further run begins after this many seconds. The first ten or so steps, of a few micro-batches
-  /// each, always run.
+  /// Time budget: no further run begins after so many seconds. About ten steps of a few micro-batches always run.
   TORCH_ARG(double, seconds) = 10;
   /// Maximum number of measured runs; warm-up runs do not count.
   TORCH_ARG(int, repeats) = 9;
-  /// Bytes in training per byte of a parameter that requires grad: the parameter, its gradient and the optimizer's
-  /// state. 2 for plain SGD, 3 with momentum, 4 for Adam.
+  /// Bytes of a parameter, its gradient and the optimizer's state, per byte: 2 for SGD, 3 with momentum, 4 for Adam.
   TORCH_ARG(double, param_scale) = 2;
-  /// Whether stages on different devices can share parameters, as stages of Python layers can. Otherwise layers that
-  /// share one stay in one stage, except on the CPU.
+  /// Whether stages on different devices can share parameters, as Python's can. If not, only CPU stages can.
   TORCH_ARG(bool, lends_between_devices) = false;
   /// Called on the calling thread with the fraction of the work done, rising from 0 to 1. May throw to stop.
   TORCH_ARG(std::function<void(double)>, progress);
@@ -32,8 +28,7 @@ struct ProfileOptions {
 /// are medians over runs of a real pipeline after a warm-up run. Bytes are counted exactly, in one run. Autocast is as
 /// on the calling thread. An input that requires grad gets a gradient.
 ///
-/// Restores the model: parameters, gradients, buffers, devices, training modes and the CPU's default generator. The
-/// model must not be used during the call.
+/// Restores parameters, gradients, buffers, devices, modes and the CPU's generator. Do not use the model meanwhile.
 ///
 /// The sample's device must hold the model and the activations of three micro-batches, or of `workers` if that is more.
 /// If a GPU runs out of memory, layers are measured one at a time; their bytes are then upper bounds.

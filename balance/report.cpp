@@ -93,9 +93,7 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
   const auto cuts = cut_bytes(profile);
   const auto layers = static_cast<int>(profile.layers.size());
   const StageCost cost(profile);
-  int first = 0;
-  int stage = 0;
-  for (const int end : balance.empty() ? std::vector<int>{layers} : cost.ends(balance)) {
+  for (int first = 0, stage = 0; const int end : balance.empty() ? std::vector<int>{layers} : cost.ends(balance)) {
     for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
       auto cells = row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output));
@@ -118,11 +116,9 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
   const auto& placement = prediction.placement;
-  if (prediction.stages.size() != ends.size() || placement.size() != ends.size()) {
-    throw invalid(
-        "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, placement %d",
-        ends.size(), prediction.stages.size(), placement.size());
-  }
+  require(prediction.stages.size() == ends.size() && placement.size() == ends.size(),
+          "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, placement %d",
+          ends.size(), prediction.stages.size(), placement.size());
   const bool shared = prediction.bytes.size() < ends.size();  // workers with several stages
   Table table(shared ? std::vector<std::string>{"stage", "layers", "worker", "micro-batch", "memory"}
                      : std::vector<std::string>{"stage", "layers", "micro-batch", "memory"});

@@ -11,14 +11,12 @@ namespace gpipe {
 /// not sum to the number of layers; also as cut_bytes().
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
-/// One row per stage, and a line about the step. Errors: std::invalid_argument for a prediction whose fields have
-/// different numbers of stages.
+/// One row per stage, and a line about the step. Errors: std::invalid_argument for fields of different lengths.
 std::string prediction_table(const Prediction& prediction);
 
 /// One row per candidate, in the given order, up to `rows`. If they have several schedules, only the first candidate of
-/// each, with columns for the schedule and for the bytes that cross to other workers. With `unpartitioned`, see
-/// Suggestion, also a row for it, a column of each candidate's speed-up over it, and a line if it is faster than the
-/// first candidate.
+/// each, with columns for the schedule and for the bytes that cross to other workers. With `unpartitioned` (see
+/// Suggestion), also a row for it, a column of speed-ups over it, and a line if it is faster than the first candidate.
 std::string candidate_table(const std::vector<Candidate>& candidates,
                             const std::optional<Candidate>& unpartitioned = std::nullopt,
                             int rows = std::numeric_limits<int>::max());

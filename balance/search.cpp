@@ -222,10 +222,9 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
       }
     }
   }
-  if (entries.empty()) {
-    throw invalid("[suggest] every schedule has more stages than the %d that the model allows; use fewer devices",
-                  StageCost(profiles.front().profile).most_stages());
-  }
+  require(!entries.empty(),
+          "[suggest] every schedule has more stages than the %d that the model allows; use fewer devices",
+          StageCost(profiles.front().profile).most_stages());
   const auto before = [&](const Entry& a, const Entry& b) { return is_better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
   auto budget = options.most_actions;

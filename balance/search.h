@@ -8,9 +8,9 @@ namespace gpipe {
 struct Candidate : PredictedStep {
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  std::string schedule;  ///< of step(); empty: forward() and its backward
-  int replicas = 1;      ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  bool fits = true;      ///< into the memory limit
+  std::string schedule = {};  ///< of step(); empty: forward() and its backward
+  int replicas = 1;           ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
+  bool fits = true;           ///< into the memory limit
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.
@@ -24,8 +24,7 @@ struct SearchOptions {
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device; 0 for no limit.
   std::int64_t memory_limit = 0;
-  /// Device names, one per worker; empty: one device per worker. The bytes of workers on one device add up. Their times
-  /// do not: they are taken to run at once.
+  /// Device names, one per worker; empty: a device per worker. Bytes of workers on one device add up, times do not.
   std::vector<std::string> devices = {};
   Network network = {};  ///< as in RunOptions
   bool copies = false;   ///< as in RunOptions
@@ -53,25 +52,21 @@ struct Suggestion : Candidates {
   /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
   std::optional<Candidate> unpartitioned;
 
-  /// The profile that a candidate was predicted from. Errors: std::invalid_argument for a number of chunks without
-  /// profile.
+  /// The profile that a candidate was predicted from. Errors: std::invalid_argument for another number of chunks.
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
-/// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers,
-/// two stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules
-/// with the same lists, the first rule's counts.
+/// Returns the schedules that fit `workers` workers, with one and, for enough layers, two stages on each, in loops and
+/// in a V, where they fit. Of schedules with the same lists, the first rule's counts.
 std::vector<Scheduling> all_schedulings(int workers, int layers);
 
 /// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode
 /// and schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one
-/// layer as long as the step gets faster (or, if nothing fits, needs fewer bytes), until it has simulated as much as
-/// takes a few seconds. Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers
-/// than stages.
+/// layer as long as the step gets faster (or, if nothing fits, smaller), for a few seconds of simulations.
+/// Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
-/// Predicts one candidate. Errors: as predict(), and std::invalid_argument if the number of devices is not the
-/// number of workers.
+/// Predicts one candidate. Errors: as predict(), and std::invalid_argument for another number of devices than workers.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 
@@ -82,10 +77,9 @@ struct TailoredSchedule {
 };
 
 /// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
-/// placement, chunks and checkpoint mode. Keeps to the options' memory limit, which workers on one device share
-/// equally. If the candidate has a named schedule and keeps to that too, the result is never slower in simulation.
-/// Returns nothing if no schedule keeps to the limit. REQUIRES: the candidate is of the profile. Errors: those of
-/// predict().
+/// placement, chunks and checkpoint mode, and to the memory limit, which workers on one device share equally. If a
+/// named schedule of the candidate keeps to it too, the result is never slower in simulation. Returns nothing if no
+/// schedule keeps to it. REQUIRES: the candidate is of the profile. Errors: those of predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 
@@ -94,8 +88,7 @@ std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const 
 enum class PlacedBy { kSchedule, kStagesPerWorker, kV, kPlacement };
 PlacedBy placed_by(const Candidate& candidate);
 
-/// Whether `a` is better than `b`: only `a` fits, both fit and `a` is faster, or neither fits and the fullest of the
-/// options' devices needs fewer bytes for `a`.
+/// Whether only `a` fits, both fit and `a` is faster, or neither fits and `a` needs fewer bytes on its fullest device.
 bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
 
 }  // namespace gpipe

@@ -46,12 +46,10 @@ class StageCost {
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// The number of stages if the model is cut wherever it may be.
   int most_stages() const;
-  /// Returns the balances that differ from `balance` in one cut, moved by at most `layers` layers to where it may be.
-  /// Errors: those of ends().
+  /// Returns the balances that differ from `balance` in one cut, moved by at most so many layers. Errors: as ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
-  /// Returns, per stage, the index after its last layer. Errors: std::invalid_argument for a balance that does not sum
-  /// to the number of layers.
+  /// Returns, per stage, the index after its last layer. Errors: as check_balance().
   std::vector<int> ends(const std::vector<std::int64_t>& balance) const;
 
   // Costs of a stage of the layers first..end-1:
@@ -100,8 +98,7 @@ class StageCost {
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;
-  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it. `placement` has the worker of each stage; if empty,
-  /// each has its own.
+  /// In cell_bytes.cpp. `ends`: as ends() returns it. `placement`: the workers of the stages; empty: one for each.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
                        bool copies) const;
 

@@ -12,8 +12,7 @@ namespace {
 /// With less time for measurements, the search moves fewer cuts.
 constexpr double kSecondsOfFullSearch = 10;
 
-/// The numbers of micro-batches that result from these numbers of chunks, without duplicates, in the order to try them:
-/// the usual ones first.
+/// The numbers of micro-batches that result from these numbers of chunks, once each, the usual ones first.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) chunks = {4, 8, 2, 16, 1, 32};
   std::vector<int> counts;
@@ -28,17 +27,15 @@ void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw invalid("[suggest] give at least one device");
 }
 
-/// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist, or does
-/// not fit the devices, the layers or one of these numbers of micro-batches.
+/// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist or fit.
 Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devices, const std::vector<int>& counts) {
   const auto& name = scheduling.schedule.empty() ? kFillAndDrain : scheduling.schedule;
   if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
   const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
   if (per_worker < 1) throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
-  if (const auto layers = model.named_layers().size(); stages > layers) {
-    throw invalid("[suggest] %d stages need as many layers, but the model has %d", stages, layers);
-  }
+  const auto layers = model.named_layers().size();
+  require(stages <= layers, "[suggest] %d stages need as many layers, but the model has %d", stages, layers);
   const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
   for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
   return {scheduling.schedule, 1, source.placement};
@@ -55,10 +52,8 @@ std::vector<Scheduling> schedulings(const Scheduling& wanted, const Model& model
     const auto per_worker = static_cast<int>(it.placement.size()) / workers;
     return wanted.stages_per_worker != 1 && per_worker != wanted.stages_per_worker;
   });
-  if (found.empty()) {
-    throw invalid("[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
-                  model.named_layers().size());
-  }
+  require(!found.empty(), "[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
+          model.named_layers().size());
   return found;
 }
 
@@ -191,8 +186,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     try {
       profiles.push_back({chunks, profiling.of_stages(chunks)});
     } catch (const std::runtime_error&) {
-      // Chunks that the caller did not ask for may give micro-batches too large for the device, or too small for batch
-      // norm, which needs two values per channel.
+      // Micro-batches of other chunks may be too large for the device, or too small for batch norm.
       if (profiling.stopped() || is_required) throw;
       if (!first_error) first_error = std::current_exception();
     }
@@ -216,9 +210,8 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
                              const std::function<void(double)>& progress) {
   check_devices(wanted);
   const auto devices = with_index(wanted);
-  if (candidates < 1 || repeats < 1) {
-    throw invalid("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats);
-  }
+  require(candidates >= 1 && repeats >= 1, "[refine] candidates and repeats must be positive, but are %d and %d",
+          candidates, repeats);
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());

@@ -167,8 +167,7 @@ struct RestoreModule::State {
     const at::NoGradGuard no_grad;
     for (const auto& [saved, copy] : copies) {
       bool same = false;
-      // The version detects changes between equal values, e.g. from 0 to -0. The values detect writes that bypass the
-      // version counter.
+      // The version detects changes between equal values, as 0 and -0; the values detect writes that bypass it.
       attempt([&, saved = saved, copy = copy] { same = !saved->version.changed() && at::equal(saved->memory, copy); });
       if (!same) saved->copy = copy;
     }

@@ -4,8 +4,7 @@
 
 namespace gpipe {
 
-/// Returns a layer whose forward calls `forward` with `layer` and the input. Its module is `module`, or if null,
-/// the layer's. Other calls go to `layer`.
+/// Returns a layer whose forward calls `forward` with `layer` and the input. A null `module`: the layer's.
 std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward,
                                 std::shared_ptr<torch::nn::Module> module = nullptr);
 
@@ -15,8 +14,7 @@ void trial_step(GPipe& pipe, const Value& batch);
 /// The same in the order of the pipeline's schedule, with the sum of the outputs as the loss.
 void trial_schedule(GPipe& pipe, const Value& batch);
 
-/// Returns the first micro-batch of a mini-batch that is split into `sizes`. Its tensors require grad where the
-/// mini-batch's do.
+/// Returns the first micro-batch of a mini-batch cut into `sizes`, whose tensors require grad as the mini-batch's do.
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes);
 
 /// Returns a detached copy on the device, if one is given, whose tensors require grad where the value's do.
@@ -26,8 +24,7 @@ Value copy_of(const Value& value, std::optional<c10::Device> device = {});
 double median(std::vector<double> values);
 
 /// Restores a module's state when destroyed: values, memory, version counters, gradients and requires_grad of the
-/// parameters and buffers it had at construction; training modes; the CPU's default generator. Parameters and buffers
-/// that layers register in between stay.
+/// parameters and buffers it had at first; training modes; the CPU's default generator. Leaves new tensors.
 ///
 /// The constructor copies all buffers. A parameter is copied only during two forwards of its layer: the first that
 /// builds an autograd graph and the first that does not. The copy is kept if that forward changed the parameter.
@@ -42,12 +39,10 @@ class RestoreModule {
   RestoreModule(const RestoreModule&) = delete;
   RestoreModule& operator=(const RestoreModule&) = delete;
 
-  /// Wraps the module's layers so that their forwards are watched. Each call must get the same layers in the same
-  /// order.
+  /// Wraps the module's layers to watch their forwards. Each call must get the same layers in the same order.
   std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers) const;
 
-  /// Errors: std::runtime_error if a parameter's version counter shows a change outside those first forwards, which
-  /// cannot be undone.
+  /// Errors: std::runtime_error for a parameter that was changed, by its version, outside of those first forwards.
   void check() const;
 
  private:

@@ -75,13 +75,7 @@ class Contender {
       balance_ = balance_by_time(of_whole, row_.stages, run_);
       --balance_.back();  // the loss
     }
-    Candidate way;
-    way.balance = balance_;
-    way.placement = scheduling.placement;
-    way.chunks = row_.chunks;
-    way.checkpoint = row_.checkpoint;
-    way.schedule = row_.schedule;
-    pipe_ = pipe_of(it, way);
+    pipe_ = pipe_of(it, {{balance_, scheduling.placement}, row_.chunks, row_.checkpoint, row_.schedule});
     ++balance_.back();
   }
 

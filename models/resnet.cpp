@@ -35,8 +35,7 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// One end of a block's shortcut, whose skip is the block's input or a projection of it. The stashing end returns its
-/// input. The popping end adds the skip to its input.
+/// One end of a shortcut, with its projection, if any. The stashing end returns its input; the other adds the skip.
 class ShortcutImpl : public nn::Cloneable<ShortcutImpl>, public Skippable {
  public:
   ShortcutImpl(const std::string& type, Names names, Namespace ns, std::optional<Projection> projection)

@@ -16,8 +16,7 @@ struct ResNetOptions {
   TORCH_ARG(std::int64_t, num_classes) = 1000;
   /// Channels of the input image.
   TORCH_ARG(std::int64_t, in_channels) = 3;
-  /// For small images (MNIST, CIFAR): the stem is a 3x3 convolution of stride 1 without pooling, instead of a 7x7
-  /// convolution of stride 2 with pooling by 2.
+  /// For small images (MNIST, CIFAR): a stem of a 3x3 convolution, not of a 7x7 one of stride 2 with pooling.
   TORCH_ARG(bool, small_images) = false;
 };
 

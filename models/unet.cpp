@@ -18,32 +18,21 @@ namespace {
 
 namespace nn = torch::nn;
 
-/// LibTorch's layers for images with D spatial dimensions.
+/// LibTorch's layers for images with D spatial dimensions, 2 or 3.
 template <int D>
-struct Nd;
+struct Nd {
+  template <typename In2, typename In3>
+  using Choose = std::conditional_t<D == 2, In2, In3>;
 
-template <>
-struct Nd<2> {
-  using Conv = nn::Conv2d;
-  using ConvTranspose = nn::ConvTranspose2d;
-  using BatchNorm = nn::BatchNorm2d;
-  using MaxPool = nn::MaxPool2d;
-  using Dropout = nn::Dropout2d;
-  using Linear = torch::enumtype::kBilinear;
+  using Conv = Choose<nn::Conv2d, nn::Conv3d>;
+  using ConvTranspose = Choose<nn::ConvTranspose2d, nn::ConvTranspose3d>;
+  using BatchNorm = Choose<nn::BatchNorm2d, nn::BatchNorm3d>;
+  using MaxPool = Choose<nn::MaxPool2d, nn::MaxPool3d>;
+  using Dropout = Choose<nn::Dropout2d, nn::Dropout3d>;
+  using Linear = Choose<torch::enumtype::kBilinear, torch::enumtype::kTrilinear>;
 };
 
-template <>
-struct Nd<3> {
-  using Conv = nn::Conv3d;
-  using ConvTranspose = nn::ConvTranspose3d;
-  using BatchNorm = nn::BatchNorm3d;
-  using MaxPool = nn::MaxPool3d;
-  using Dropout = nn::Dropout3d;
-  using Linear = torch::enumtype::kTrilinear;
-};
-
-/// One end of a skip. The stashing end returns its input. The popping end concatenates the skip with its input, cropped
-/// to the size of the skip.
+/// One end of a skip. The stashing end returns its input; the popping end crops it to the skip and concatenates both.
 class SkipEndImpl : public nn::Cloneable<SkipEndImpl>, public Skippable {
  public:
   SkipEndImpl(const std::string& type, Names names, Namespace ns) : Cloneable(type), Skippable(std::move(names)) {

@@ -33,8 +33,7 @@ class ByteWriter {
   std::string bytes_;
 };
 
-/// Reads what a ByteWriter has written. The bytes must outlive this. Errors: std::runtime_error for bytes that end
-/// early.
+/// Reads what a ByteWriter has written, which must outlive this. Errors: std::runtime_error for bytes that end early.
 class ByteReader {
  public:
   explicit ByteReader(std::string_view bytes) : left_(bytes) {}

@@ -147,9 +147,7 @@ void Argument::read_list(const Json& list, const c10::TypePtr& type) {
   }
   kind_ = Kind::kList;
   for (const auto& each : list) parts_.emplace_back(each, type_);
-  const bool is_constant =
-      std::all_of(parts_.begin(), parts_.end(), [](const Argument& part) { return part.kind_ == Kind::kConstant; });
-  if (!is_constant) return;
+  if (!std::ranges::all_of(parts_, [](auto& part) { return part.kind_ == Kind::kConstant; })) return;
   const std::vector<bool> no_modes;
   constant_ = evaluate({{}, no_modes, at::kCPU});
   kind_ = Kind::kConstant;

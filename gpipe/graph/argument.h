@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
 #include <nlohmann/json.hpp>

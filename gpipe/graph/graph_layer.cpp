@@ -34,8 +34,7 @@ GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTens
                  : place(path).register_buffer(own, tensor);
   }
   for (const auto& name : graph_->tensors()) {
-    const auto found =
-        std::find_if(tensors_.begin(), tensors_.end(), [&](const auto& each) { return each.name == name; });
+    const auto found = std::ranges::find(tensors_, name, &NamedTensor::name);
     require(found != tensors_.end(), "[gpipe] the model lacks the tensor '%s'", name);
     used_.push_back(found->tensor);
   }

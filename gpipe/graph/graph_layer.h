@@ -16,16 +16,13 @@ class GraphLayer : public torch::nn::Module, public Skippable {
     bool is_parameter = false;
   };
 
-  /// Errors: as Graph, and std::invalid_argument if a tensor of the graph is missing or a name is taken.
-  /// `source` is what source() returns.
+  /// `source` is for source(). Errors: as Graph; std::invalid_argument for a missing tensor or a name that is taken.
   GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source);
 
-  /// Copies the tensors; those that are tied in this layer stay so. Errors: std::invalid_argument for one that is tied
-  /// to another layer's, which a copy of one layer cannot keep.
+  /// Copies the tensors, with ties in this layer. Errors: std::invalid_argument for one tied to another layer's.
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
 
-  /// Takes the model's input if the layer is the first one: a tensor, or a vector of those that are not constants.
-  /// Returns a tensor, or a vector of several.
+  /// Takes and returns a tensor or a vector of them. The first layer takes the model's inputs without constants.
   Value forward(Value input);
 
   const std::vector<NamedTensor>& tensors() const { return tensors_; }

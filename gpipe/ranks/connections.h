@@ -19,8 +19,7 @@ class TimeoutError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
-/// One send or receive in flight. Used by one thread at a time. Its memory must stay until it is complete or the
-/// connections are closed.
+/// One send or receive, used by one thread at a time. Its memory stays until it is complete or the connections closed.
 class Transfer {
  public:
   virtual ~Transfer() = default;

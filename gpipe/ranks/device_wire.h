@@ -9,8 +9,7 @@
 
 namespace gpipe {
 
-/// An end of a wire that carries tensors from a device of one rank to a device of another rank, in order. Used by one
-/// thread at a time.
+/// An end of a wire that carries tensors from one rank's device to another's, in order. Used by one thread at a time.
 class DeviceWire {
  public:
   virtual ~DeviceWire() = default;
@@ -29,8 +28,7 @@ class DeviceConnections {
   /// The type of the devices that can be connected.
   virtual c10::DeviceType device_type() const = 0;
 
-  /// Makes an end of a wire, which lives as long as this. Waits for the end with the same name. Errors:
-  /// ConnectionError.
+  /// Makes an end of a wire, which lives as long as this. Waits for the end of the same name. Errors: ConnectionError.
   virtual DeviceWire& connect(const std::string& name, bool sends, c10::Device device) = 0;
 
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
@@ -42,8 +40,7 @@ class DeviceConnections {
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit);
 
-/// A worker's end of a DeviceWire, with the copy stream that it uses. Used by the worker, while its compute stream is
-/// current.
+/// A worker's end of a DeviceWire, with its copy stream. Used by the worker, while its compute stream is current.
 class DeviceLink {
  public:
   /// `wire` must outlive this.

@@ -29,8 +29,7 @@ class FailureBoard {
 
   /// Reports a failure of this rank, unless there was one before.
   void report(const std::string& cause) noexcept;
-  /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names
-  /// the one at the end of the chain, which does not itself wait.
+  /// Reports that this rank has waited in vain for `what`. Asks all ranks, and blames the end of the chain of waits.
   void report_wait(int awaited, const std::string& what) noexcept;
   /// Reports that the connection to a rank was lost. If that rank closed it after a failure, it has reported this.
   void report_loss(int lost) noexcept;

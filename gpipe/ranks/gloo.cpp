@@ -135,9 +135,8 @@ class GlooConnections : public Connections {
   std::thread expiry_;  // last, because the thread uses the other members
 };
 
-// Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the
-// default policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until
-// that thread runs again.
+// Makes a device whose thread inherits the policy SCHED_BATCH. With the default policy, an arriving message lets it
+// preempt a thread that holds the connection's lock. It then polls until that thread runs again.
 std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
   const auto make = [&] {
     const sched_param priority{};

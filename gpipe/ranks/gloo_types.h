@@ -1,6 +1,5 @@
-// Declares the types of Gloo that c10d's ProcessGroupGloo.hpp names, because the torch wheel has no headers of Gloo.
-// The header uses only pointers to them, and overrides the functions of Store. CMake makes the headers that it
-// includes.
+// Declares the types of Gloo that c10d's ProcessGroupGloo.hpp names, because the torch wheel has no headers of Gloo. It
+// uses only pointers to them, and overrides the functions of Store. CMake makes the headers that it includes.
 #pragma once
 
 #include <chrono>

@@ -31,8 +31,7 @@ GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std
   return shares;
 }
 
-// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on
-// all replicas.
+// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, which are alike on all replicas.
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
   require(gradient.layout() == at::kStrided,
           "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
@@ -47,8 +46,7 @@ at::Tensor piece_of(const at::Tensor& gradient, const GradientPiece& piece) {
   return gradient.as_strided({piece.end - piece.begin}, {1}, gradient.storage_offset() + piece.begin);
 }
 
-// Sums one piece in the order of replicas, into the memory of the `own` part if that is defined. Writes to the others
-// too.
+// Sums a piece in the order of replicas, into the `own` part if that is defined. Writes to the others too.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
   at::Tensor sum;
   for (int r = 0; r < static_cast<int>(parts.size()); ++r) {

@@ -12,17 +12,15 @@
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections to the other ranks, which any failure closes, and the first
-/// failure. A *lifeline* joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the
-/// end of the job.
+/// What the pipelines of a job share: the connections, which any failure closes, and the first failure. A *lifeline*
+/// joins each rank to rank 0: a receive that fails when a rank is lost, and gets a byte at the end of the job.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   /// `devices` may be null. `ranks` must outlive this.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
-  /// finish(), unless that has been called. Reports an exception that unwinds the stack. REQUIRES: the pipelines have
-  /// ended.
+  /// finish(), unless it was called; reports an exception that unwinds the stack. REQUIRES: no pipelines are left.
   ~Job();
 
   /// Meets the other ranks to make the next pipeline, in the same order on all. Returns the first of `wires` numbers

@@ -4,8 +4,7 @@
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/connections.h"
 
-// How ranks find each other: addresses, a store, what they agree on there, and connections. `poll`, which may be null,
-// is called while they wait; its errors end the wait.
+// How ranks find each other, agree and connect. `poll`, if not null, is called in waits, which its errors end.
 
 namespace gpipe {
 
@@ -16,8 +15,7 @@ std::string local_address_towards(const std::string& host);
 /// std::runtime_error for an address that is not this host's, or a port that is taken.
 int listen_at(const std::string& host, int port);
 
-/// Connects the ranks of a job by c10d's Gloo backend, over TCP. `limit`: the longest wait for the other ranks. Errors:
-/// ConnectionError if a rank does not come or the interface does not exist.
+/// Connects the ranks of a job by c10d's Gloo backend, over TCP. Errors: ConnectionError, also after `limit`.
 std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                              const ListenAt& listen_at, std::chrono::milliseconds limit);
 
@@ -31,14 +29,12 @@ std::string await_value(c10d::Store& store, const std::string& key, std::chrono:
                         const std::function<void()>& poll);
 
 /// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
-/// its store when it restarts the ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of
-/// earlier attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their
-/// numbers, or if rank 0 does not come.
+/// its store when it restarts ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of earlier
+/// attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their numbers.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll);
 
-/// What all ranks of a pipeline must agree on: names and values, in order. An empty value is not known, and agrees with
-/// any.
+/// What all ranks of a pipeline must agree on: names and values, in order. An empty value agrees with any.
 using Manifest = std::vector<std::pair<std::string, std::string>>;
 
 /// Compares the manifests of all ranks. Returns when all have come and agree. Errors: std::runtime_error, on all ranks,

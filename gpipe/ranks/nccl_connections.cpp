@@ -40,8 +40,7 @@ class NcclWire : public DeviceWire {
  public:
   NcclWire(c10::intrusive_ptr<Group> group, bool sends) : group_(std::move(group)), sends_(sends) {}
 
-  // One group of NCCL operations, so that the device runs one kernel for all tensors. The group has a stream of its
-  // own.
+  // One group of operations, so that the device runs one kernel for all tensors, on a stream of the group's own.
   void transfer(std::span<const at::Tensor> tensors) override {
     const at::NoGradGuard no_grad;
     or_connection_error([&] {
@@ -106,8 +105,7 @@ class NcclConnections : public DeviceConnections {
     return *wire;
   }
 
-  // All at once: to end one communicator waits for its device, where kernels of another one may wait for the other
-  // rank.
+  // All at once: ending one communicator waits for its device, where another's kernels may wait for the other rank.
   void abort() noexcept override {
     std::vector<std::thread> threads;
     MutexLock lock(mutex_);

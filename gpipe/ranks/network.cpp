@@ -43,8 +43,7 @@ bool connect_soon(int descriptor, const addrinfo& address) {
 }
 
 struct Watch {
-  /// A connection to the store's process that carries nothing. It shows whether the process has ended. -1 for other
-  /// stores.
+  /// A connection to the store's process, which ends with it and carries nothing. -1 for other stores.
   int probe = -1;
   std::atomic<bool> ended = false;
 

@@ -5,8 +5,7 @@
 
 namespace gpipe {
 
-/// Returns the elements of a tensor that travel to another rank, in memory without gaps: what strides of 0 repeat once.
-/// Their order follows from the sizes and strides.
+/// Returns the elements that travel: without gaps or repeats by strides of 0, ordered by the sizes and strides.
 at::Tensor elements_of(const at::Tensor& tensor);
 
 /// Receives tensors, also ones whose memory has gaps.
@@ -24,19 +23,16 @@ class Landing {
   std::vector<std::pair<at::Tensor, at::Tensor>> with_gaps_;  // to and from
 };
 
-/// Makes a message of parcels of this rank. Tensors arrive with their bits, their strides and their addresses modulo 64
-/// bytes. Of tensors that are not on the CPU, the message has only the layouts: adds their elements_of() to
-/// `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors:
-/// std::invalid_argument for sparse tensors.
+/// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
+/// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, which is then not
+/// null, for a DeviceWire. Errors: std::invalid_argument for sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
-/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed, or that needs
-/// more memory than this host has.
+/// Makes memory for parcels. Errors: std::runtime_error for a layout that is malformed or too large for this host.
 Allocate parcel_memory(StructureCodec codec);
 
-/// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device,
-/// there is a meta tensor.
+/// Returns the parcels of a message from parcel_memory(), with meta tensors in the place of tensors on devices.
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
 /// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.

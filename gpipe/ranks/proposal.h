@@ -43,8 +43,7 @@ struct Agreement {
   std::vector<int> micro_batches;
 };
 
-/// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the
-/// leader answers all with its decision.
+/// The words before a call: each rank tells rank 0, the leader, one of the first three. It decides, and tells all.
 std::string encode(Proposal proposal);
 std::string encode_refusal(const std::string& reason);  ///< this rank cannot make the call
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls

@@ -58,8 +58,7 @@ ListenAt choose_interface(const RanksOptions& options) {
   return {"", address};
 }
 
-// Connects on a thread of its own, because c10d waits without end for the answer of a program that is not a store.
-// Without an answer, leaves the thread alone.
+// Connects on a thread that it may leave alone, as c10d waits without end for a program that is not a store.
 c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, const c10d::TCPStoreOptions& options,
                                                  const std::function<void()>& poll) {
   constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason

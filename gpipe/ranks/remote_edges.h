@@ -17,8 +17,7 @@ struct WireMessage {
   std::uint64_t label() const;
 };
 
-/// The messages from one worker to another during a part of a program, in the order of the sender's actions, as both
-/// ends compute them.
+/// The messages from one worker to another during a part of a program, in the sender's order, as both ends compute it.
 struct WirePlan {
   int from = 0;
   int to = 0;
@@ -34,16 +33,13 @@ using LayoutKey = std::vector<std::int64_t>;
 /// Both ends of a wire keep the layouts of so many keys, and drop them all before one more.
 inline constexpr std::size_t kKeysPerWire = 8;
 
-/// The wires of one rank, which last as long as its connections. Thread safety: sender(), receiver() and last_layouts()
-/// on one thread at a time.
+/// The wires of one rank, as long as its connections. Thread safety: all but finish() on one thread at a time.
 class Wires {
  public:
-  /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
-  /// received messages, on any thread.
+  /// Numbers of wires count from `first`. `delivery`: the longest wait for one. `allocate` is called on any thread.
   Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate);
 
-  /// The end of the wire with this number to or from another rank. Both ends use one number per direction. `limit`: the
-  /// longest wait for a message.
+  /// Ends of a wire to or from another rank, which both use one number per direction. `limit`: the longest wait.
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
@@ -72,20 +68,17 @@ struct Activity {
   int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
 };
 
-/// The messages between workers of this rank and workers of other ranks during one part of a program. Each worker
-/// receives the messages of a wire in the order of the plan.
+/// The messages between this rank's workers and others during a part of a program, on each wire in the plan's order.
 ///
 /// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
 class RemoteEdges {
  public:
-  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message.
-  /// All arguments but `key` must outlive this.
+  /// Posts memory for the first messages. `ranks`: of the workers. `limit`: of a wait. All but `key` must outlive this.
   RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
               const LayoutKey& key, std::chrono::milliseconds limit);
 
   using Arrived = absl::FunctionRef<void(const WireMessage&, std::unique_ptr<Incoming>)>;
-  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile. Errors:
-  /// ConnectionError.
+  /// Waits until what an action takes has come. Calls `arrived` with each message. Errors: ConnectionError.
   void receive(const Action& action, Arrived arrived);
 
   using MakeMessage = absl::FunctionRef<Outgoing(const WireMessage&)>;
@@ -93,9 +86,8 @@ class RemoteEdges {
   void send(const Action& action, MakeMessage make);
 
   using Settle = absl::FunctionRef<void(int from, int to)>;
-  /// If all actions of a worker have run, calls `settle` with the ends of each of its wires, to wait for what does not
-  /// come with messages. REQUIRES: other workers of this rank have got what the last action puts. Errors:
-  /// ConnectionError.
+  /// If all actions of a worker have run, calls `settle` with the ends of each of its wires, to wait for what messages
+  /// do not bring. REQUIRES: this rank's workers have got what the last action puts. Errors: ConnectionError.
   void settle(int worker, Settle settle);
 
   Activity activity(int worker) const;

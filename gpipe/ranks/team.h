@@ -44,8 +44,7 @@ class Team {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// The ranks that share a value: the ranks of a replica, the ranks with the same stages (counterparts), or all.
-  /// Outputs have wires of their own, which keep the last layout.
+  /// The ranks that share a value: of a replica, with the same stages, or all. Outputs have wires of their own.
   enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
@@ -72,8 +71,7 @@ class Team {
   std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
-  /// Makes this rank's end of a wire between the devices of two workers, here on `device`. Waits for the other end.
-  /// Errors: ConnectionError, which it reports.
+  /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
   DeviceWire& connect_devices(int from, int to, c10::Device device);
 
   /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.

@@ -100,13 +100,11 @@ class WireReceiver {
   /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
 
-  /// Announces `messages` to come, of which the first `layouts` are the last layouts, and posts memory for the first
-  /// ones. A lost connection is an error of receive(). REQUIRES: the layouts stay valid until these messages are
-  /// received; all that were announced before have been received.
+  /// Announces `messages` with these last layouts, and posts memory for the first ones. A lost connection is an error
+  /// of receive(). REQUIRES: all announced before are received; the layouts stay valid until these are.
   void expect(std::deque<LastLayout>& layouts, std::size_t messages);
 
-  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
-  /// malformed.
+  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for another label or a malformed message.
   std::unique_ptr<Incoming> receive(std::uint64_t label);
 
  private:

@@ -27,8 +27,7 @@ struct Action {
 
 char to_char(Kind kind);
 
-/// Returns stage, kind and micro-batch in the notation of torch.distributed.pipelining: "2F0" is the forward of
-/// micro-batch 0 on stage 2.
+/// Returns the notation of torch.distributed.pipelining: "2F0" is the forward of micro-batch 0 on stage 2.
 std::string to_string(const Action& action);
 
 /// One ordered list of actions per worker.

@@ -168,15 +168,6 @@ class ListScheduler {
   ListSchedule result_;
 };
 
-void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
-  verify(work.layout);
-  if (most_bytes.empty()) return;
-  require(std::ssize(most_bytes) == work.layout.workers(),
-          "greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
-          most_bytes.size(), work.layout.workers());
-  require(!work.costs.bytes.empty(), "greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
-}
-
 // The depths to try: all small ones, then steps of about a quarter.
 std::vector<int> depths(int micro_batches) {
   std::vector<int> result;
@@ -212,9 +203,15 @@ Schedule greedy(const Layout& layout) {
 }
 
 std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vector<std::int64_t>& most_bytes) {
-  check(workload, most_bytes);
+  verify(workload.layout);
+  const bool limited = !most_bytes.empty();
+  require(!limited || std::ssize(most_bytes) == workload.layout.workers(),
+          "greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
+          most_bytes.size(), workload.layout.workers());
   auto costs = workload.costs;
-  if (most_bytes.empty()) costs.bytes.clear();  // saves time
+  require(!limited || !costs.bytes.empty(),
+          "greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
+  if (!limited) costs.bytes.clear();  // saves time
   std::optional<Schedule> fastest;
   double makespan = std::numeric_limits<double>::infinity();
   // Simulates a schedule. Returns whether it keeps to the memory.

@@ -20,8 +20,7 @@ struct ListOptions {
 
   /// A worker with n stages holds at most n × depth cells at once. REQUIRES: at least 1.
   int depth = 1;
-  /// Of the actions that a worker can start at the same time, W comes last. Of the others, backwards come first, unless
-  /// this is set. Of one kind, the earliest micro-batch comes first.
+  /// Of actions that can start at once, W is last, backwards are first unless this is set, then early micro-batches.
   bool forward_first = false;
   /// The most I of a worker that wait for their W at once. With 0, backwards are whole.
   int most_split = kUnlimited;
@@ -32,19 +31,17 @@ struct ListSchedule {
   double makespan = 0;  ///< what simulate() says, without Costs::sending
 };
 
-/// Returns the lists that arise when each free worker runs one of the actions that can start. Actions of one kind and
-/// stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the edges. The lists have no R
-/// (see with_recomputes()), but the times include them. Bytes are not used. REQUIRES: a valid layout and edges within
-/// it; costs for all stages and edges.
+/// Returns the lists that arise when each free worker runs one of the actions that can start, those of one kind and
+/// stage in the order of micro-batches. Never deadlocks, whatever the edges. The lists have no R (see
+/// with_recomputes()), but the times include them. REQUIRES: a valid layout, edges within it, and costs for all.
 ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
 /// The rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal times
 /// of F, I and W. With p workers, a worker with n stages holds at most n p cells. REQUIRES: a valid layout.
 Schedule greedy(const Layout& layout);
 
-/// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
-/// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. The result
-/// has the R's of the workload's checkpoint mode. Deterministic.
+/// Searches for the fastest schedule whose workers use at most `most_bytes` each; if empty, any. Tries all named
+/// schedules that fit, and list schedules with many options, with the R's of the workload's mode. Deterministic.
 ///
 /// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might. Errors:
 /// std::invalid_argument for an invalid layout or edge, for costs that do not fit them (see simulate()), and, if

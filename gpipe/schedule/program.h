@@ -25,8 +25,7 @@ struct LayerLink {
   std::string name;
 };
 
-/// Returns for each stage of a balance the index one past its last layer. Errors: std::invalid_argument for a number
-/// that is not positive, or more layers than fit into an int.
+/// Returns for each stage the index after its last layer. Errors: std::invalid_argument for numbers < 1 or too large.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the edges of
@@ -38,8 +37,7 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
 
-/// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
-/// number of layers.
+/// Errors: std::invalid_argument for no layers, or a balance that is not positive or does not sum to their number.
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
 
 /// Errors: std::invalid_argument unless `chunks` is positive.
@@ -65,8 +63,7 @@ struct Wiring {
   /// REQUIRES: the edges' stages are in 0..stages-1.
   Wiring(int stages, const std::vector<Edge>& edges);
 
-  /// The indices of the edges that an action takes before it runs, and of those that it puts afterwards, ascending. The
-  /// spans are valid as long as this object is.
+  /// The indices of the edges that an action takes before and puts after it runs, ascending, in this object's memory.
   std::span<const int> takes(const Action& action) const;
   std::span<const int> puts(const Action& action) const;
 

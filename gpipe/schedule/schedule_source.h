@@ -27,15 +27,12 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a file that cannot be
-/// read, is larger than 64 MiB, or is malformed.
+/// Reads a file in that form. Errors: std::invalid_argument, with the path: cannot be read, malformed, or above 64 MiB.
 ParsedSchedule read_schedule(const std::string& path);
 
-/// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`; if
-/// that is empty, where the rule places them. A file's lines imply its placement. A schedule from a file without any R
-/// gets the recomputes of the checkpoint mode. Errors: as read_schedule() and the rule; std::invalid_argument for
-/// a file for another number of stages or another placement, stages_per_worker together with a placement or a file, or
-/// a schedule that does not fit the placement.
+/// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`, or
+/// if that is empty where the rule places them. A file implies its own placement, and without any R gets those of the
+/// checkpoint mode. Errors: as both; std::invalid_argument for another number of stages, two placements or a misfit.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 

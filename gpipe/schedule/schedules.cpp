@@ -47,8 +47,7 @@ std::string needs_v(const Layout& layout) {
 
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
 
-// The sizes of the rounds of interleaved schedules. They differ by one at most, larger ones first, because other sizes
-// can deadlock.
+// The sizes of the rounds of interleaved schedules: they differ by one at most, larger ones first. Others can deadlock.
 std::vector<int> round_sizes(int workers, int micro_batches) {
   const int rounds = std::max(1, micro_batches / workers);
   std::vector<int> sizes(rounds, micro_batches / rounds);
@@ -98,9 +97,8 @@ Schedule alternate(const Layout& layout, int slope, bool split = false) {
   return lists;
 }
 
-// With v stages per worker and rounds of g micro-batches at most, worker r holds (v - 1) g + 2 (p - 1 - r) + 1 cells at
-// most in interleaved_1f1b, every worker (v - 1) g + p in interleaved_zb, min(m, p) in zb_h1 and min(m, 2p - 1) in
-// zb_h2.
+// With v stages per worker and rounds of at most g micro-batches, worker r holds at most (v - 1) g + 2 (p - 1 - r) + 1
+// cells in interleaved_1f1b, each (v - 1) g + p in interleaved_zb, min(m, p) in zb_h1 and min(m, 2p - 1) in zb_h2.
 Schedule one_f_one_b(const Layout& layout) { return alternate(layout, 1); }
 Schedule interleaved_1f1b(const Layout& layout) { return alternate(layout, 2); }
 Schedule split_1f1b(const Layout& layout) { return alternate(layout, 1, /*split=*/true); }

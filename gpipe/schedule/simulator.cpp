@@ -170,19 +170,16 @@ class Step {
   double forwards_end_ = 0;
 };
 
-void check(const ActionBytes& bytes, int stages) {
-  for (const HeldBytes& held : bytes.held) {
-    require(held.stage >= HeldBytes::kNeverFreed && held.stage < stages,
-            "bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage, stages);
-  }
-}
-
 }  // namespace
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   for (const CellBytes& it : stages) {
     for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
-      check(*action, static_cast<int>(stages.size()));
+      for (const HeldBytes& held : action->held) {
+        require(held.stage >= HeldBytes::kNeverFreed && held.stage < std::ssize(stages),
+                "bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage,
+                stages.size());
+      }
     }
   }
   std::map<int, Step> steps;

@@ -9,8 +9,7 @@ namespace gpipe {
 struct Peaks {
   /// Per stage: the most cells alive at once: from F to the last backward action. 1 for a schedule without a backward.
   std::vector<int> live;
-  /// Per stage: the most cells that hold an autograd graph at once: from R, or F without an R, to B or W. 0 for a
-  /// schedule without a backward.
+  /// Per stage: the most cells with an autograd graph at once: from R, or F, to B or W. 0 without a backward.
   std::vector<int> graphs;
 };
 
@@ -44,8 +43,7 @@ struct Replay {
 
 /// Executes a schedule by the executor's rules in simulated time, without threads. Deterministic.
 ///
-/// `seconds` returns the duration of an action. `latencies` and `sending` are as Costs::edges and Costs::sending.
-/// REQUIRES: the schedule satisfies rules 1 to 3 of verify().
+/// `latencies` and `sending` are as in Costs. REQUIRES: the schedule satisfies rules 1 to 3 of verify().
 Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
               absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
               const std::vector<double>& sending = {});

@@ -20,8 +20,7 @@ namespace {
 
 namespace optim = torch::optim;
 
-/// Describes a tensor's type and shape, and its layout if that is not strided. Tensors of equal kinds can be copied
-/// into each other.
+/// Describes a tensor's type, shape and layout, unless strided. Tensors of equal kinds can be copied into each other.
 std::string kind_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined";
   std::ostringstream text;
@@ -114,8 +113,7 @@ struct Capture {
   }
 };
 
-/// Sets the fields of such an object from `from`. Tensors must have the kind of `parameter`, which is undefined for
-/// options, and are copied to its device.
+/// Sets the fields of such an object. Tensors get the device of `parameter`, which has their kind. Options have none.
 struct Restore {
   const Fields& from;
   std::string owner;

@@ -125,8 +125,7 @@ Entry entry_of(const std::string& name, const json& from) {
   }
 }
 
-/// Returns the header's tensors in the order of their bytes. Errors: std::runtime_error if these do not fill `size`
-/// bytes without gaps.
+/// Returns the header's tensors in the order of their bytes. Errors: std::runtime_error unless these fill `size` bytes.
 std::vector<Entry> entries_of(const json& header, std::uint64_t size) {
   std::vector<Entry> entries;
   for (const auto& [name, entry] : header.items()) {

@@ -16,8 +16,7 @@ namespace gpipe {
 /// Thread safety: allocated() and freed() are called on several threads at once.
 class AllocationListener : public torch::profiler::impl::ProfilerStateBase {
  public:
-  /// Installs a listener on this thread for a scope. Installs nothing if the listener is null, or if the thread already
-  /// has a profiler or listener, which would lose its reports.
+  /// Installs a listener on this thread for a scope, unless it is null or the thread has another one, or a profiler.
   class Scope {
    public:
     explicit Scope(std::shared_ptr<AllocationListener> listener);

@@ -91,8 +91,7 @@ class AliasCheck {
   /// Adds an input: the tensor that the layers get, and its parcel's alias group.
   void enters(const at::Tensor& tensor, const AliasGroup& group);
 
-  /// Call after each layer. Errors: std::runtime_error, which names the layer, when an input was changed whose memory
-  /// another input of this stage or a later one shares.
+  /// Call after each layer. Errors: std::runtime_error if it has changed an input whose memory another one shares.
   void check(int stage, const std::string& layer) const;
 
   /// Sets the alias groups of the tensors that leave the cell. `stages[k]` is the last stage that out[k] goes to.
@@ -107,8 +106,7 @@ class AliasCheck {
   std::vector<Entering> entering_;
 };
 
-/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are
-/// found.
+/// Returns the alias groups of a mini-batch's inputs, all with numbers: outputs that share their memory are found.
 std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

@@ -140,8 +140,7 @@ StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& re
   if (std::ranges::any_of(tensors, stays)) wait(ready, to);
   StreamEvent copied;
   {
-    // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
-    // copy does not wait for computation.
+    // PyTorch orders a copy after the current streams of both devices: make those the copy streams, not to wait.
     const c10::OptionalStreamGuard target(link.target);
     const c10::OptionalStreamGuard source(link.source);
     auto source_device = to;
@@ -176,7 +175,9 @@ std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {
       sampled.add(std::string(first + place_of(element, tensor) * bytes, bytes));
     }
   }
-  return std::max<std::uint64_t>(std::hash<std::string>()(sampled.take()), 1);
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a, the same on all ranks
+  for (const unsigned char byte : sampled.take()) hash = (hash ^ byte) * 1099511628211u;
+  return std::max<std::uint64_t>(hash, 1);
 }
 
 }  // namespace gpipe

@@ -63,9 +63,8 @@ std::size_t lead_of(const at::Tensor& tensor);
 /// Returns a tensor without values, whose first element is `lead` bytes behind an address that is a multiple of 64.
 at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, std::size_t lead);
 
-/// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too,
-/// because the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are
-/// cloned.
+/// Returns a copy on the device `to` with the same strides and, on the CPU, the same address modulo 64 bytes, because
+/// the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are cloned.
 at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking = false);
 at::Tensor copy_of(const at::Tensor& tensor);
 
@@ -73,8 +72,8 @@ at::Tensor copy_of(const at::Tensor& tensor);
 void overwrite(const at::Tensor& to, const at::Tensor& from);
 
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
-/// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
-/// already on the device and undefined tensors are not replaced. Returns an event behind the copies, or null for none.
+/// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Leaves
+/// undefined tensors and those on the device. Returns an event behind the copies, or null if there are none.
 StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
 
 /// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values

@@ -388,20 +388,9 @@ TEST(Report, TablesExplainTheirColumns) {
   EXPECT_THAT(prediction_table(predict(profile, {1, 1})), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));
 }
 
-Candidate candidate(std::vector<std::int64_t> balance, int chunks, double seconds, std::vector<std::int64_t> bytes) {
-  Candidate made;
-  made.balance = std::move(balance);
-  made.chunks = chunks;
-  made.seconds = seconds;
-  made.bytes = std::move(bytes);
-  return made;
-}
-
 TEST(Report, ComparesCandidatesWithOneDevice) {
-  const auto pipeline = candidate({1, 1}, 4, 1, {100, 300});
-  auto whole = candidate({2}, 1, 1.5, {900});
-  whole.checkpoint = Checkpoint::kNever;
-  whole.fits = false;
+  const Candidate pipeline{{.balance = {1, 1}, .seconds = 1, .bytes = {100, 300}}, /*chunks=*/4};
+  const Candidate whole{{.balance = {2}, .seconds = 1.5, .bytes = {900}}, 1, Checkpoint::kNever, "", 1, /*fits=*/false};
   EXPECT_THAT(candidate_table({pipeline}), Not(HasSubstr("speed-up")));
   const auto table = candidate_table({pipeline}, whole);
   EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
@@ -411,8 +400,8 @@ TEST(Report, ComparesCandidatesWithOneDevice) {
 }
 
 TEST(Report, SaysWhenNoPipelineIsAsFastAsOneDevice) {
-  const auto pipeline = candidate({1, 1}, 4, 1.5, {100, 300});
-  auto whole = candidate({2}, 1, 1, {900});
+  const Candidate pipeline{{.balance = {1, 1}, .seconds = 1.5, .bytes = {100, 300}}, /*chunks=*/4};
+  Candidate whole{{.balance = {2}, .seconds = 1, .bytes = {900}}};
   const auto advice = HasSubstr("is predicted to be 1.50 times as fast as the best pipeline.\n");
   EXPECT_THAT(candidate_table({pipeline}, whole), advice);
   whole.fits = false;
