@@ -57,11 +57,7 @@ _OPERATORS: dict[Any, tuple[str, tuple[str, ...], bool]] = {
     F.nll_loss: ("nll_loss_nd", ("weight", "reduction", "ignore_index"), False),
     F.mse_loss: ("mse_loss", ("reduction",), True),
     F.l1_loss: ("l1_loss", ("reduction",), True),
-    F.binary_cross_entropy_with_logits: (
-        "binary_cross_entropy_with_logits",
-        ("weight", "pos_weight", "reduction"),
-        True,
-    ),
+    F.binary_cross_entropy_with_logits: ("binary_cross_entropy_with_logits", ("weight", "pos_weight", "reduction"), True),
 }
 _FUNCTIONS: dict[type[nn.Module], Any] = {
     nn.CrossEntropyLoss: F.cross_entropy,
@@ -176,9 +172,9 @@ def _reduction_of(loss: object) -> tuple[str, tuple[Tensor | None, int] | None] 
     settings = _settings_of(loss)
     if settings is None:
         return None
-    if settings["reduction"] == "sum" or "ignore_index" not in settings:
-        return "sum" if settings["reduction"] == "sum" else "mean", None
-    return "mean", (settings["weight"], settings["ignore_index"])
+    if settings["reduction"] == "sum":
+        return "sum", None
+    return "mean", (settings["weight"], settings["ignore_index"]) if "ignore_index" in settings else None
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:
