@@ -58,7 +58,7 @@ class GPipe(TeamCalls):
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
 
-    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, ``pipe(input)``
+    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
     returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
     :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
     timeline. Ranks call ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas`` together.

@@ -104,8 +104,10 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
     if isinstance(ours, Exception):
         raise ours
     if not isinstance(theirs, _C.ModeError) and not _equal(ours, theirs):
-        why = "some of its modules are in training mode and others in evaluation mode, and the exports do not show"
-        raise ValueError(f"cannot convert the model: {why} what it computes then; call train() or eval() on the whole model")
+        raise ValueError(
+            "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
+            "exports do not show what it computes then; call train() or eval() on the whole model before"
+        )
 
 
 def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
