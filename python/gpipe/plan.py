@@ -105,15 +105,14 @@ def _order(candidate: Candidate) -> tuple[int, ...]:
     return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
 
 
-def progress_line(work: str = "measuring", seconds: float = 2.0) -> Callable[[float], None] | None:
-    """Returns a function that shows the completed share of the work on the terminal, if it takes longer than ``seconds``.
-    ``None`` without a terminal."""
+def progress_line(work: str = "measuring") -> Callable[[float], None] | None:
+    """Returns a function that shows the completed share of work that takes over two seconds; ``None`` without a terminal."""
     if not sys.stderr.isatty():
         return None
     start = time.monotonic()
 
     def tell(part: float) -> None:
-        if time.monotonic() - start > seconds:
+        if time.monotonic() - start > 2:
             show(f"{work} {part:4.0%}" if part < 1 else "")
 
     return tell
