@@ -1,9 +1,9 @@
 """Times steps of torch.distributed.pipelining with one process per worker. Prints a JSON line.
 
 The processes communicate by Gloo over the loopback device. Each runs one thread. A barrier precedes each step. A step
-lasts from its first start to its last end over all processes. With --replicas, DistributedDataParallel sums the gradients of
-the processes that have the same stage; with one stage it is all there is, and a step is one forward and one backward. Skips that cross a cut are sent with the activation
-through every stage in between. Steps return no output: the loss is the sum of each micro-batch's output.
+lasts from its first start to its last end over all processes. With --replicas, DistributedDataParallel sums the gradients
+of the processes that have the same stage; with one stage, there is no pipeline. Skips that cross a cut are sent with the
+activation through every stage in between. Steps return no output: the loss is the sum of each micro-batch's output.
 """
 
 import argparse

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import re
 import sys
@@ -193,13 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
         if "parser" in options:
             _check(options)
-        text, code = options.run(options)
-        _write(text, sys.stdout)
+        output = options.run(options)
+        _write(json.dumps(output.fields) + "\n" if getattr(options, "json", False) else output.text, sys.stdout)
     except (AssertionError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error).partition("\n")[0])
     except KeyboardInterrupt:
         parser.fail(130, "interrupted")
-    return int(code)
+    return int(output.status)
 
 
 if __name__ == "__main__":

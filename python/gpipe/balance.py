@@ -8,8 +8,7 @@
     pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
 
 All functions leave the model and the random state unchanged. A model that is not a ``nn.Sequential`` is converted first by
-:func:`gpipe.to_sequential`; do that once yourself if you call several functions. Invalid arguments raise TypeError or
-ValueError.
+:func:`gpipe.to_sequential`; do that once yourself if you call several functions.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def profile(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Measures each layer of a model in training mode, for micro-batches of the sample's size. Raises RuntimeError,
-    with the layer's name, if a layer fails or does not fit the device alone.
+    """Measures each layer of a model in training mode. Raises RuntimeError, with the layer's name, if a layer fails or does
+    not fit the device alone.
 
     Args:
         module: the model. Nothing else may use it during the measurement.
@@ -147,7 +146,7 @@ def predict(
     """
     checks.check_is(profile, "profile", Profile, "a Profile, as gpipe.balance.profile() returns")
     cut = checks.check_balance(balance, len(profile.layers))
-    scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
+    scheduling = _scheduling(schedule, stages_per_worker, placement, len(cut))
     return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
 
@@ -187,7 +186,7 @@ def suggest(
     counts = [checks.check_chunks(number) for number in checks.check_list(chunks, "chunks")]
     modes = _check_modes(checkpoints)
     options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
-    scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
+    scheduling = _scheduling(schedule, stages_per_worker)
     with _measured(module, sample, placed[0]) as (layers, batch):
         return _C.suggest(layers, batch, placed, counts, modes, memory_limit, bandwidth, scheduling, options)
 
@@ -232,12 +231,12 @@ def plan_cluster(
     listed = checks.check_list(profiles, "profiles")
     for each in listed:
         checks.check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns")
-    name, _, _ = checks.check_scheduling(_name(schedule), 1, "looped", 0)
-    return _C.plan_cluster(cluster, listed, samples, _check_modes(checkpoints), name)
+    return _C.plan_cluster(cluster, listed, samples, _check_modes(checkpoints), _scheduling(schedule).schedule)
 
 
-def _name(schedule: object) -> object:
-    return "" if schedule is None else schedule
+def _scheduling(schedule: str | None, per_worker: int = 1, placement: Any = "looped", stages: int = 0) -> _C.Scheduling:
+    name = "" if schedule is None else schedule
+    return _C.Scheduling(*checks.check_scheduling(name, per_worker, placement, stages))
 
 
 def _check_modes(checkpoints: object) -> list[str]:

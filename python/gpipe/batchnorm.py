@@ -1,7 +1,6 @@
-"""Batch norm that updates its running statistics once per mini-batch.
+"""Batch norm that updates its running statistics once per mini-batch, for models that name it.
 
-``GPipe(..., deferred_batch_norm=True)`` does this for all batch norms of a model without changing its modules. The
-layer here is for models that name it.
+``GPipe(..., deferred_batch_norm=True)`` does this for all batch norms of a model without changing its modules.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 
 class DeferredBatchNorm(_BatchNorm):
     """Normalizes each micro-batch by its own mean and variance. Updates its running statistics once per mini-batch, with the
-    mean and the unbiased variance of all of it.
-
-    In a :class:`gpipe.GPipe`, a mini-batch is the input of one call; elsewhere ``chunks`` consecutive forwards. The other
-    arguments are those of ``nn.BatchNorm2d``. Not thread-safe.
-    """
+    mean and the unbiased variance of all of it: of the input of a call of :class:`gpipe.GPipe`, elsewhere of ``chunks``
+    consecutive forwards. The other arguments are those of ``nn.BatchNorm2d``. Not thread-safe."""
 
     @checks_arguments
     def __init__(
@@ -47,8 +43,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def commit(self) -> None:
-        """Updates the running statistics with the micro-batches since the last update. A mini-batch without values only
-        counts."""
+        """Updates the running statistics. A mini-batch without values only counts."""
         if self.tracked == 0:
             return
         assert self.running_mean is not None and self.running_var is not None

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each function returns the value in its expected type, or raises."""
+"""Checks of arguments. Each function returns the value in its expected type, or raises TypeError."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def shown(value: object) -> str:
 
 
 def check_whole(value: object, name: str, bits: int = 31) -> int:
-    """Returns an integer of any integer type as ``int``. Raises TypeError for other values, and ValueError for an absolute
-    value from ``2**bits``."""
+    """Returns an integer of any integer type as ``int``. Raises ValueError for an absolute value from ``2**bits``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -52,7 +51,7 @@ def check_whole(value: object, name: str, bits: int = 31) -> int:
 
 
 def check_number(value: object, name: str) -> float:
-    """Returns a number as ``float``. Raises TypeError for other values."""
+    """Returns a number as ``float``."""
     if not isinstance(value, (bool, str)):
         try:
             return float(value)  # type: ignore[arg-type]
@@ -62,26 +61,26 @@ def check_number(value: object, name: str) -> float:
 
 
 def check_is(value: Any, name: str, kind: type[R], words: str, advice: str = "") -> R:
-    """Returns an object of a class, which messages describe by ``words``. Raises TypeError for other values."""
+    """Returns an object of a class, which messages describe by ``words``."""
     if isinstance(value, kind):
         return value
     raise TypeError(f"{name} must be {words}, but is {shown(value)}" + (f"; {advice}" if advice else ""))
 
 
 def check_list(value: object, name: str, of: str = "values to try") -> list[Any]:
-    """Returns an iterable as a list. Raises TypeError for other values. ``of`` describes its items."""
+    """Returns an iterable as a list. ``of`` describes its items."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of {of}, but is {shown(value)}")
     return list(value)
 
 
 def check_numbers(value: object, name: str) -> list[float]:
-    """Returns an iterable of numbers as a list of ``float``. Raises TypeError for other values."""
+    """Returns an iterable of numbers as a list of ``float``."""
     return [check_number(each, f"each of {name}") for each in check_list(value, name, "numbers")]
 
 
 def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
-    """Returns a callable. Raises TypeError for other values, and for classes of modules. ``of`` describes its arguments."""
+    """Returns a callable other than a class of modules. ``of`` describes its arguments."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"{name} is the class {value.__name__}; pass an object of it, such as {value.__name__}()")
     if callable(value):
@@ -90,15 +89,14 @@ def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
 
 
 def check_chunks(chunks: object, name: str = "chunks") -> int:
-    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError for other values, and ValueError
-    for a number that is not positive."""
+    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises ValueError unless it is positive."""
     number = check_whole(int(chunks) if isinstance(chunks, float) and chunks.is_integer() else chunks, name)
     _C.check_chunks(number)
     return number
 
 
 def check_checkpoint(checkpoint: Any, _: str = "") -> Checkpoint:
-    """Returns the name of a checkpoint mode. Raises TypeError or ValueError for other values."""
+    """Returns the name of a checkpoint mode. Raises ValueError for another name."""
     return cast(Checkpoint, _C.check_checkpoint(checkpoint))
 
 
@@ -142,8 +140,8 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_balance(balance: object, layers: int) -> list[int]:
-    """Returns the balance of a model of ``layers`` layers, ``[]`` for an empty model. Raises TypeError for anything but
-    integers, and BalanceError for a balance that does not cut the model."""
+    """Returns the balance of a model of ``layers`` layers, ``[]`` for an empty model. Raises BalanceError for a balance that
+    does not cut the model."""
     if balance is not None and not isinstance(balance, Iterable):
         what = "balance must be a list of the number of layers of each stage"
         raise TypeError(f"{what}, but is {shown(balance)}{_ADVICE}")
@@ -157,7 +155,7 @@ def check_balance(balance: object, layers: int) -> list[int]:
 
 
 def check_devices(devices: object) -> list[torch.device]:
-    """Returns a list of devices. Raises TypeError for anything else, and PyTorch's RuntimeError for an unknown name."""
+    """Returns a list of devices. Raises PyTorch's RuntimeError for an unknown name."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a list with one device per worker, but is {shown(devices)}")
     listed = list(devices)
@@ -171,7 +169,7 @@ def check_scheduling(
     schedule: object, stages_per_worker: object, placement: object, stages: int
 ) -> tuple[str, int, list[int]]:
     """Returns the name or file of a schedule, the stages per worker, and the worker of each stage (``[]`` for
-    ``'looped'``). Raises TypeError for values of a wrong type, and ValueError for a placement that does not exist."""
+    ``'looped'``). Raises ValueError for a placement that does not exist."""
     name = check_is(schedule, "schedule", str, "a name or '@' and the path of a file")
     per_worker = check_whole(stages_per_worker, "stages_per_worker")
     if isinstance(placement, str) and placement in ("looped", "v"):

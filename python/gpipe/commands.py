@@ -1,4 +1,4 @@
-"""The commands of ``python -m gpipe``. Each returns its output and exit status."""
+"""The commands of ``python -m gpipe``."""
 
 import argparse
 import ast
@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,32 +23,36 @@ _V_SCHEDULES = [name for name, _, is_v in _C.schedule_rules() if is_v]
 _FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing replicas reduction".split()
 
 
+class Output(NamedTuple):
+    """What a command prints, and its exit status."""
+
+    text: str
+    fields: object = None  # with --json, instead of the text
+    status: int = 0
+
+
 # Schedules: as text, as a picture, and simulated.
 
 
-def print_(options: argparse.Namespace) -> tuple[str, int]:
+def print_(options: argparse.Namespace) -> Output:
     made = _schedule(options)
-    if options.json:
-        fields = _sizes(made) | {"placement": made.placement, "actions": list(map(str.split, str(made).splitlines()))}
-        return json.dumps(fields) + "\n", 0
-    return str(made), 0
+    fields = _sizes(made) | {"placement": made.placement, "actions": list(map(str.split, str(made).splitlines()))}
+    return Output(str(made), fields)
 
 
-def draw(options: argparse.Namespace) -> tuple[str, int]:
-    return _simulate(_schedule(options), options).timeline.to_svg(), 0
+def draw(options: argparse.Namespace) -> Output:
+    return Output(_simulate(_schedule(options), options).timeline.to_svg())
 
 
-def check(options: argparse.Namespace) -> tuple[str, int]:
+def check(options: argparse.Namespace) -> Output:
     made = _schedule(options)
     ran = _simulate(made, options)
     cells, sizes = ran.peak_cells, ran.timeline.peak_bytes()
-    if options.json:
-        fields = {"makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": cells, "peak_bytes": sizes}
-        return json.dumps(_sizes(made) | fields) + "\n", 0
+    fields = {"makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": cells, "peak_bytes": sizes}
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
     lines += [f"{worker:6}  {count:10}  {size:10}" for worker, (count, size) in enumerate(zip(cells, sizes))]
-    return "\n".join(lines) + "\n", 0
+    return Output("\n".join(lines) + "\n", _sizes(made) | fields)
 
 
 def _sizes(made: _C.Schedule) -> dict[str, Any]:
@@ -97,16 +101,16 @@ def _simulate(made: _C.Schedule, options: argparse.Namespace) -> _C.Simulation:
 # How to run a model, on devices or a cluster.
 
 
-def profile(options: argparse.Namespace) -> tuple[str, int]:
+def profile(options: argparse.Namespace) -> Output:
     if options.output:
         Path(options.output).open("a").close()  # refuses a path that cannot be written before it measures
     measured, _ = _profile(options, options.chunks, options.seconds)
     if options.output:
         Path(options.output).write_text(measured.to_json())
-    return (measured.to_json() + "\n" if options.json else str(measured)), 0
+    return Output(str(measured), json.loads(measured.to_json()))
 
 
-def cut(options: argparse.Namespace) -> tuple[str, int]:
+def cut(options: argparse.Namespace) -> Output:
     if options.schedule == "auto" or "," in options.schedule:
         raise ValueError(f"cut takes one schedule, but --schedule is {options.schedule}")
     measured, chunks = _profile(options, options.chunks, options.seconds)
@@ -116,25 +120,23 @@ def cut(options: argparse.Namespace) -> tuple[str, int]:
     layers = best(len(scheduling.placement), chunks, options.checkpoint, *link)
     run = _C.RunOptions(chunks, options.checkpoint, *link, scheduling)
     found = _C.predict(measured, layers, run)
-    if options.json:
-        names = ("balance", "seconds", "bubble", "stages", "placement", "bytes")
-        return json.dumps({name: getattr(found, name) for name in names}) + "\n", 0
-    table = measured.table(layers) + "\n" if options.layers else ""
-    title = f"balance {','.join(map(str, layers))}; {chunks} chunks, checkpoint {options.checkpoint}:\n"
-    return table + title + str(found), 0
+    text = measured.table(layers) + "\n" if options.layers else ""
+    text += f"balance {','.join(map(str, layers))}; {chunks} chunks, checkpoint {options.checkpoint}:\n{found}"
+    names = ("balance", "seconds", "bubble", "stages", "placement", "bytes")
+    return Output(text, {name: getattr(found, name) for name in names})
 
 
-def sweep(options: argparse.Namespace) -> tuple[str, int]:
+def sweep(options: argparse.Namespace) -> Output:
     tried = options.chunks or [2, 4, 8]
     profiles = [_profile(options, chunks, options.seconds / len(tried)) for chunks in tried]
     found = []
     for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
         found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, _search(options))
     found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
-    return (json.dumps(list(map(_fields, found))) + "\n" if options.json else _C.candidate_table(found)), 0
+    return Output(_C.candidate_table(found), list(map(_fields, found)))
 
 
-def suggest(options: argparse.Namespace) -> tuple[str, int]:
+def suggest(options: argparse.Namespace) -> Output:
     if options.cluster:
         return _plan(options)
     model, batch, code = _model_and_batch(options)
@@ -166,23 +168,21 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
             print(f"no schedule for the measured times is faster; {options.save_schedule} is not written", file=sys.stderr)
     code += f"pipe = {_pipeline(best, schedule, devices)}\n"
     code += "# per mini-batch: " + ("loss = pipe.step(batch, targets, loss_function)" if schedule else "output = pipe(batch)")
-    if options.json:
-        fields = {
-            "reason": found.reason,
-            "code": code if found.fits else None,
-            "candidates": list(map(_fields, found.candidates)),
-            "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
-            "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
-        }
-        return json.dumps(fields) + "\n", not found.fits
+    fields = {
+        "reason": found.reason,
+        "code": code if found.fits else None,
+        "candidates": list(map(_fields, found.candidates)),
+        "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
+        "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
+    }
     text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
     text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
     for each, seconds in measured:
         text += f"measured {seconds:.3g} s per step: {_pipeline(each, each.schedule, devices)}\n"
-    return text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), not found.fits
+    return Output(text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), fields, not found.fits)
 
 
-def _plan(options: argparse.Namespace) -> tuple[str, int]:
+def _plan(options: argparse.Namespace) -> Output:
     cluster = Cluster.from_json(_read(options.cluster))
     samples = options.batch_size
     if options.profile:
@@ -198,9 +198,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
         samples_of = [structure.build(tensor[:size] for tensor in tensors) for size in sizes]
         profiles = [_measure(options, model, sample, options.seconds / len(sizes)) for sample in samples_of]
     plan = balance.plan_cluster(cluster, profiles, samples, schedule=options.schedule or None)
-    if options.json:
-        return json.dumps({"reason": plan.reason, "candidates": list(map(_fields, plan.candidates))}) + "\n", not plan.fits
-    return str(plan), not plan.fits
+    return Output(str(plan), {"reason": plan.reason, "candidates": list(map(_fields, plan.candidates))}, not plan.fits)
 
 
 def _read(path: str) -> str:
@@ -316,19 +314,15 @@ def _pipeline(candidate: Candidate, schedule: str, devices: list[str]) -> str:
 # Files.
 
 
-def export(options: argparse.Namespace) -> tuple[str, int]:
+def export(options: argparse.Namespace) -> Output:
     Path(options.output).open("ab").close()  # refuses a path that cannot be written before it converts
     model, batch, _ = _loaded(options)
     sequence = model if isinstance(model, ExportedSequential) else converted(model, batch)
     show("")
     export_model(sequence, options.output)
-    if options.json:
-        return json.dumps({"target": options.output, "layers": len(sequence)}) + "\n", 0
-    return f"{options.output} has {len(sequence)} layers\n", 0
+    return Output(f"{options.output} has {len(sequence)} layers\n", {"target": options.output, "layers": len(sequence)})
 
 
-def convert(options: argparse.Namespace) -> tuple[str, int]:
+def convert(options: argparse.Namespace) -> Output:
     tensors = write_safetensors(options.source, options.target)
-    if options.json:
-        return json.dumps({"target": options.target, "tensors": tensors}) + "\n", 0
-    return f"{options.target} has {tensors} tensors\n", 0
+    return Output(f"{options.target} has {tensors} tensors\n", {"target": options.target, "tensors": tensors})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -15,15 +15,15 @@ from typing_extensions import Self  # comes with torch
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
-from gpipe.checks import Workers
+from gpipe.checks import Workers, check_checkpoint, check_chunks
 from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
 from gpipe.renamed import NEW_NAMES, renamed
 
-# Settings that may be assigned. Another spelling is refused, because it would have no effect.
-_SETTINGS = "checkpoint", "chunks"
-# Settings of which an assignment is refused, because it would have no effect.
+# The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
+_SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
+# The settings whose assignment is refused, because it would have no effect.
 _FIXED = "balance", "deferred_batch_norm", "devices", "placement", "schedule"
 
 
@@ -90,7 +90,7 @@ class StagedModel(OriginalNames):
             stages = [(stage, layers_of(stage)) for stage in self.partitions]
             self._made = _C.Pipeline(stages, self._present_schedule(), *self._options)
             if self.ranks is not None:
-                self.ranks.add(self._made)
+                self.ranks._pipelines.add(self._made)
                 for index, stage in enumerate(self.partitions):
                     if not self._is_here[index]:
                         self.partitions[index] = Partition().train(stage.training)
@@ -158,7 +158,7 @@ class StagedModel(OriginalNames):
                 raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
         stage = self._stage_with(name) if isinstance(value, nn.Module) else None
         if stage is None:
-            super().__setattr__(name, value)
+            super().__setattr__(name, _SETTINGS[name](value) if name in _SETTINGS else value)
         else:
             stage._modules[name] = value
 

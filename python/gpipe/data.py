@@ -16,7 +16,7 @@ __all__ = ["PartSampler", "collate_part"]
 
 
 class PartSampler(Sampler[list[int]]):
-    """Yields this replica's part of each mini-batch of another sampler. So an epoch is the same for any number of replicas.
+    """Yields this replica's part of each mini-batch of another sampler, so an epoch is the same for any number of replicas.
 
         batches = BatchSampler(RandomSampler(dataset, generator=generator), batch_size=64, drop_last=False)
         loader = DataLoader(
@@ -43,9 +43,8 @@ class PartSampler(Sampler[list[int]]):
 def collate_part(
     dataset: Dataset[Any], collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
-    """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples, because the last
-    one of an epoch can have fewer samples than there are replicas. The first sample of ``dataset`` gives their shapes.
-    ``collate`` makes the other mini-batches."""
+    """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples: the last one of an
+    epoch can have fewer than there are replicas. ``dataset[0]`` gives their shapes. ``collate`` makes other mini-batches."""
     return partial(_collate_part, dataset, collate)  # can be pickled, for a loader's worker processes
 
 

@@ -1,8 +1,7 @@
-"""Makes recomputes repeat the draws of Python's and NumPy's generators.
+"""Makes recomputes repeat the draws of the generators of Python and NumPy. PyTorch's have :class:`gpipe.RandomScope`.
 
-All stages share the global generators of ``random`` and ``numpy.random``. A stage that draws from them runs under a lock,
-and each recompute starts from the state that its forward started from; also the state of generators that are attributes of
-a layer. PyTorch's draws come from a :class:`gpipe.RandomScope` instead.
+A stage that draws from the global generators runs under a lock, because all stages share them. A recompute starts from the
+state that its forward started from, also of generators that are attributes of a layer.
 """
 
 import random

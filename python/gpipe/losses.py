@@ -51,25 +51,15 @@ def check_scale(scale: object, device: torch.device) -> float:
     return check_number(scale, "scale")
 
 
-# By a function of torch: its operator, the settings that follow output and target, and whether these must have one shape.
-_OPERATORS: dict[Any, tuple[str, tuple[str, ...], bool]] = {
-    F.cross_entropy: ("cross_entropy_loss", ("weight", "reduction", "ignore_index", "label_smoothing"), False),
-    F.nll_loss: ("nll_loss_nd", ("weight", "reduction", "ignore_index"), False),
-    F.mse_loss: ("mse_loss", ("reduction",), True),
-    F.l1_loss: ("l1_loss", ("reduction",), True),
-    F.binary_cross_entropy_with_logits: (
-        "binary_cross_entropy_with_logits",
-        ("weight", "pos_weight", "reduction"),
-        True,
-    ),
+# By a function of torch: its module, its operator, and whether output and target must have one shape.
+_OPERATORS: dict[Any, tuple[type[nn.Module], str, bool]] = {
+    F.cross_entropy: (nn.CrossEntropyLoss, "cross_entropy_loss", False),
+    F.nll_loss: (nn.NLLLoss, "nll_loss_nd", False),
+    F.mse_loss: (nn.MSELoss, "mse_loss", True),
+    F.l1_loss: (nn.L1Loss, "l1_loss", True),
+    F.binary_cross_entropy_with_logits: (nn.BCEWithLogitsLoss, "binary_cross_entropy_with_logits", True),
 }
-_FUNCTIONS: dict[type[nn.Module], Any] = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.NLLLoss: F.nll_loss,
-    nn.MSELoss: F.mse_loss,
-    nn.L1Loss: F.l1_loss,
-    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
-}
+_FUNCTIONS = {module: function for function, (module, _, _) in _OPERATORS.items()}
 
 
 def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
@@ -81,7 +71,8 @@ def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
         function = function.func
     if settings is None or function not in _OPERATORS or (isinstance(loss, nn.Module) and not _C.is_plain(loss)):
         return None
-    operator, names, one_shape = _OPERATORS[function]
+    _, operator, one_shape = _OPERATORS[function]
+    names = [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments[2:]]
     if any(settings[name] != default for name, default in _defaults(function).items() if name in settings and name not in names):
         return None
     tensors = [settings[name] for name in ("weight", "pos_weight") if isinstance(settings.get(name), Tensor)]
@@ -176,9 +167,9 @@ def _reduction_of(loss: object) -> tuple[str, tuple[Tensor | None, int] | None] 
     settings = _settings_of(loss)
     if settings is None:
         return None
-    if settings["reduction"] == "sum" or "ignore_index" not in settings:
-        return "sum" if settings["reduction"] == "sum" else "mean", None
-    return "mean", (settings["weight"], settings["ignore_index"])
+    if settings["reduction"] == "sum":
+        return "sum", None
+    return "mean", (settings["weight"], settings["ignore_index"]) if "ignore_index" in settings else None
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:

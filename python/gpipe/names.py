@@ -19,12 +19,9 @@ class ConvertedLayer(Skippable):
 
 
 class StateNames:
-    """The names that the user's model has for the state of its layers, which are in a tree of modules. ``layers`` has them
-    by their paths, which have equally many parts.
-
-    What is at ``<path>.weight`` in the tree is ``<layer>.weight`` in the user's model, where ``<layer>`` is the last
-    part of the path. What a converted model's layer has at ``<path>.model.<name>`` is ``<name>``.
-    """
+    """The names that the user's model has for the state of its layers. ``layers`` has these by their paths in a tree of
+    modules. ``<path>.weight`` is ``<layer>.weight`` in the user's model, where ``<layer>`` is the last part of the path.
+    ``<path>.model.<name>`` of a converted model's layer is ``<name>``. All paths have equally many parts."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = layers
@@ -51,7 +48,6 @@ class StateNames:
         return self._paths().get(name, name)
 
     def _paths(self) -> dict[str, str]:
-        """Returns the paths of the state of a converted model's layers, by the user's names."""
         paths = {}
         for path, layer in self._converted.items():
             buffers = dict(layer.model.named_buffers(remove_duplicate=False))  # also those that are not persistent
@@ -59,8 +55,7 @@ class StateNames:
         return paths
 
     def places(self, prefix: str) -> dict[str, int]:
-        """Returns the places of a converted model's tensors in the order of the original, by name. The layers are in the order
-        of execution."""
+        """Returns the places of a converted model's tensors in the order of the original, by name."""
         orders = {id(layer.order): layer.order for layer in self._converted.values()}
         return {prefix + name: place for order in orders.values() for place, name in enumerate(order)}
 

@@ -99,9 +99,8 @@ class Stages(nn.ModuleList):
 def split(
     module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
 ) -> list[Partition]:
-    """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
-    ``devices`` and ``is_here`` have an item per stage. Raises ValueError as :func:`materialize`, and if stages on
-    different devices share a parameter through a module that cannot use a stand-in."""
+    """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Raises ValueError as
+    :func:`materialize`, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
     layers = module.named_children()
     stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
     for stage in stages:
@@ -130,7 +129,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
 
 
 def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
-    """Yields the places of parameters in the modules of a stage: module, name, and the parameter's index."""
+    """Yields where the modules of a stage have parameters: module, name, and the parameter's index."""
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     for module in stage.modules():
         for name, parameter in module._parameters.items():
@@ -159,11 +158,11 @@ def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
         for module, name, _ in _places(stage, borrowed):
             scripted = isinstance(module, torch.jit.ScriptModule)
             if scripted or id(module) in earlier:
+                why = "is compiled by TorchScript" if scripted else "itself stands in both stages"
                 raise ValueError(
-                    f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
-                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
-                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
-                    "parameters of two modules"
+                    f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module {why}; "
+                    "put the layers that share it into one stage, place the stages on one device, or tie the parameters of "
+                    "two modules"
                 )
         earlier.update(map(id, stage.modules()))
 
@@ -178,10 +177,9 @@ def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) 
 
 def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
     """Gives memory and initial values to the ``meta`` tensors of the stages of this rank, by ``reset_parameters()`` of their
-    modules, submodules first, each layer with random numbers of its own. So the values depend neither on the cut nor on the
-    number of ranks. A tensor of several modules gets the values of the first one. If that is on another rank, it is zero
-    here until the first call. All arguments have an item per stage. Raises ValueError for a ``reset_parameters()`` that is
-    missing or does not initialize all."""
+    modules, submodules first. Each layer draws random numbers of its own, so the values depend neither on the cut nor on the
+    number of ranks. A tensor of several modules gets the values of the first one, or if that is on another rank zeros, until
+    the first call. Raises ValueError for a ``reset_parameters()`` that is missing or does not initialize all."""
     if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
         return
     seed = RandomScope.draw_seed()

@@ -58,11 +58,10 @@ class GPipe(TeamCalls):
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
     it. Over ranks, only the first one's rank lists it in ``parameters()``.
 
-    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and a call of the
-    pipeline, ``pipe(input)``, returns the model's output. :meth:`from_module` makes a pipeline of any module, and
-    :attr:`plan` tells how it runs. :meth:`compute_loss` returns a loss with its graph. :meth:`clip_grad_norm_` clips
-    gradients, and :meth:`trace` records a timeline. Ranks call ``gather``, ``gather_timeline``,
-    ``largest`` and ``sum_over_replicas`` together. All other methods are ``nn.Module``'s.
+    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
+    returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
+    :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
+    timeline. Ranks call ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas`` together.
 
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
@@ -100,6 +99,8 @@ class GPipe(TeamCalls):
 
     Attributes:
         balance: the number of layers of each stage.
+        chunks: the most micro-batches that a mini-batch is cut into. May be assigned.
+        checkpoint: which micro-batches recompute their forward. May be assigned.
         devices: the device of each worker; the CPU for those of other ranks.
         placement: the worker of each stage.
         ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
@@ -130,7 +131,7 @@ class GPipe(TeamCalls):
         native_ranks = None if ranks is None else ranks._core
         workers = checks.arrange_workers(devices, len(cut), schedule, stages_per_worker, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
-        self._chunks, self._checkpoint = chunks, checkpoint
+        self.chunks, self.checkpoint = chunks, checkpoint
         self.deferred_batch_norm = deferred_batch_norm
         self._warned = False
 
@@ -157,13 +158,12 @@ class GPipe(TeamCalls):
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input. Unless
         ``balance`` is given, measures the layers for about ``seconds`` and chooses the fastest cut, schedule, number of
-        micro-batches and checkpoint mode that fit the devices' memory, with what is given. See :attr:`plan`. Over ranks,
-        rank 0 measures and chooses.
+        micro-batches and checkpoint mode that fit the devices' memory, with what is given. Over ranks, rank 0 chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
-        Batch norm computes with the statistics of a micro-batch, so for a model that has it only you can choose the number
-        of micro-batches: the default is two per worker. With a ``balance`` it is two per stage.
+        The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
+        worker; with a ``balance``, for any model, two per stage.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
@@ -175,10 +175,9 @@ class GPipe(TeamCalls):
 
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
-        if kwargs is not None:
-            advice = "give stages by name, stages=2"
-            words = "a dict of the module's arguments"
-            checks.check_is(kwargs, "kwargs", Mapping, words, advice)  # type: ignore[type-abstract]
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            what = f"kwargs must be a dict of the module's arguments, but is {checks.shown(kwargs)}"
+            raise TypeError(f"{what}; give stages by name, stages=2")
         if balance is None and placement != "looped":
             raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
         if balance is not None and stages is not None:
@@ -188,18 +187,17 @@ class GPipe(TeamCalls):
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         batch = input_of(args, kwargs or {})
-        plan: Any = {"balance": balance, "placement": placement}
-        given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
-        if balance is not None:
-            plan["balance"] = balance = checks.check_list(balance, "balance", "numbers of layers")
-            if chunks is None:
-                given["chunks"] = min(2 * len(balance), len(take_apart(batch)[0][0]))
-            plan |= {name: value for name, value in given.items() if value is not None}
+        plan: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        if balance is None:
+            options = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **plan}
+            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
-            choice: dict[str, Any] = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **given}
-            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **choice))))
-        options: Any = {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory, "group": ranks}
-        pipe = cls(model, devices=placed, **plan, **options)
+            cut = checks.check_list(balance, "balance", "numbers of layers")
+            plan["chunks"] = chunks or min(2 * len(cut), len(take_apart(batch)[0][0]))
+            plan = {name: value for name, value in plan.items() if value is not None}
+            plan |= {"balance": cut, "placement": placement}
+        plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
+        pipe = cls(model, devices=placed, group=ranks, **plan)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
         return pipe
 
@@ -215,24 +213,6 @@ class GPipe(TeamCalls):
             "schedule": self.schedule,
             "placement": list(self.placement),
         }
-
-    @property
-    def chunks(self) -> int:
-        """The most micro-batches that a mini-batch is cut into. May be assigned."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = checks.check_chunks(chunks)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """Which micro-batches recompute their forward. May be assigned."""
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checks.check_checkpoint(checkpoint)
 
     @property
     def schedule(self) -> str:
@@ -271,10 +251,10 @@ class GPipe(TeamCalls):
                 take_apart(input)
                 return input
             self._warn_of_schedule()
-            checkpoint = self._checkpoint if self.training else "never"
+            checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
-            return pipeline.forward(input, self._chunks, checkpoint, self.training)
+            return pipeline.forward(input, self.chunks, checkpoint, self.training)
 
     def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
         """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
@@ -291,11 +271,9 @@ class GPipe(TeamCalls):
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
             return
         self._warned = True
-        warnings.warn(
-            f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-            f"'{self.schedule}'; train with step(), or call eval() before you evaluate",
-            stacklevel=5,
-        )
+        message = "forward() and backward() always run all forwards, then all backwards; only step() has schedule="
+        message += f"'{self.schedule}'; train with step(), or call eval() before you evaluate"
+        warnings.warn(message, stacklevel=5)
 
     @overload
     def step(
@@ -339,9 +317,8 @@ class GPipe(TeamCalls):
     ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
-        itself in :meth:`forward` only. Backwards do not use autocast. Returns the loss of the mini-batch, detached: the
-        backward has run, so do not call ``loss.backward()``. With ``return_output``, returns a tuple of it and the detached
-        output.
+        itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch: the
+        backward has run. With ``return_output``, returns a tuple of it and the detached output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -366,8 +343,7 @@ class GPipe(TeamCalls):
                 as targets. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
 
         Raises:
-            RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
-                ``DistributedDataParallel`` (use replicas, or :meth:`compute_loss`).
+            RuntimeError: in evaluation mode or without grad mode; inside ``DistributedDataParallel``.
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
                 differs from that of the whole mini-batch, a wrong count, or invalid arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
@@ -412,17 +388,15 @@ class GPipe(TeamCalls):
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            chosen = step_options(loss, factor, self._chunks, self._checkpoint, *options)
+            chosen = step_options(loss, factor, self.chunks, self.checkpoint, *options)
             native = native_loss(loss)
-            if native is not None and self.ranks is None and not self._can_train(input, loss):
+            tensors = chain(self.partitions.parameters(), tree_leaves(input))
+            can_train = any(isinstance(each, Tensor) and each.requires_grad for each in tensors) or trains(loss)
+            if native is not None and self.ranks is None and not can_train:
                 raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)
-
-    def _can_train(self, input: Any, loss: Any) -> bool:
-        tensors = chain(self.partitions.parameters(), tree_leaves(input))
-        return trains(loss) or any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

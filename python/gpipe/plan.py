@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
 from gpipe.balance import MODES, Candidate, suggest
-from gpipe.checks import Checkpoint, arrange_workers, check_checkpoint
+from gpipe.checks import Checkpoint, arrange_workers
 from gpipe.ranks import Ranks
 from gpipe.structure import take_apart
 
@@ -90,13 +90,7 @@ def choose_plan(
             "times as fast as the pipeline; train the module without one unless you are short of memory",
             stacklevel=6,
         )
-    return {
-        "balance": chosen.balance,
-        "chunks": chosen.chunks,
-        "checkpoint": check_checkpoint(chosen.checkpoint),
-        "schedule": chosen.schedule,
-        "placement": chosen.placement,
-    }
+    return cast(Plan, {name: getattr(chosen, name) for name in Plan.__annotations__})
 
 
 def _has_batch_norm(model: nn.Sequential) -> bool:
@@ -111,15 +105,14 @@ def _order(candidate: Candidate) -> tuple[int, ...]:
     return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
 
 
-def progress_line(work: str = "measuring", seconds: float = 2.0) -> Callable[[float], None] | None:
-    """Returns a function that shows the completed share of the work on the terminal, if it takes longer than ``seconds``.
-    ``None`` without a terminal."""
+def progress_line(work: str = "measuring") -> Callable[[float], None] | None:
+    """Returns a function that shows the completed share of work that takes over two seconds; ``None`` without a terminal."""
     if not sys.stderr.isatty():
         return None
     start = time.monotonic()
 
     def tell(part: float) -> None:
-        if time.monotonic() - start > seconds:
+        if time.monotonic() - start > 2:
             show(f"{work} {part:4.0%}" if part < 1 else "")
 
     return tell

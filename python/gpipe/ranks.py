@@ -90,22 +90,12 @@ class Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
         variable that is missing or not valid, and RuntimeError if the store cannot be served or reached."""
-        return cls(
-            _ENVIRONMENT,
-            timeout=timeout,
-            join_timeout=join_timeout,
-            interface=interface,
-            replicas=replicas,
-            nccl=nccl,
-        )
-
-    def add(self, pipeline: _C.Pipeline) -> None:
-        """Notes a pipeline of these processes."""
-        self._pipelines.add(pipeline)
+        times: dict[str, Any] = {"timeout": timeout, "join_timeout": join_timeout}
+        return cls(_ENVIRONMENT, **times, interface=interface, replicas=replicas, nccl=nccl)
 
     def part(self, samples: int, replica: int | None = None) -> slice:
-        """Returns the part of a mini-batch that belongs to a replica, by default this process's. Parts differ by one sample
-        at most. The first replica's part is the largest, the last one's the smallest, which can be empty."""
+        """Returns the part of a mini-batch that belongs to a replica, by default this process's. The first replica's part is
+        the largest. The last one's has at most one sample less, and can be empty."""
         return slice(*self._core.part(samples, self.replica if replica is None else replica))
 
     @checks_arguments
@@ -152,8 +142,8 @@ _of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: ProcessGroup | Ranks | None) -> Ranks | None:
-    """Returns the ranks of a process group: the same for all pipelines of the group; ``None`` for ``None``, with a warning in
-    a job of several processes. Raises TypeError for anything else."""
+    """Returns the ranks of a process group, one object per group. Returns ``None`` for ``None``, with a warning in a job of
+    several processes. Raises TypeError for anything else."""
     if group is None and os.environ.get("WORLD_SIZE", "") not in ("", "1"):
         warnings.warn(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the pipeline gets no group, so each process trains a whole pipeline "

@@ -11,14 +11,11 @@
         def forward(self, x):
             return x + pop("features")
 
-``pop`` takes the tensor out. ``peek`` leaves it for later layers, of which any number may read it; the last reader may pop it:
-``@skippable(peek=["features"])``. In a pipeline, the tensor goes from the stage that stashes it to the workers that read it,
-once to each. In a plain ``nn.Sequential``, the layers pass it on the calling thread, which keeps it until a layer pops it.
-Tensors of any dtype may be stashed, and ``None``.
+``pop`` takes the tensor out. ``peek`` leaves it for later layers, of which any number may read it; the last one may pop it.
+In a pipeline, the tensor goes from the stage that stashes it to the workers that read it, once to each. In a plain
+``nn.Sequential``, the calling thread keeps it until a layer pops it. ``None`` may be stashed too.
 
-A ``forward`` may also be a generator that yields the results of ``stash``, ``pop`` and ``peek``, as in torchgpipe:
-``yield stash("features", x)``, ``features = yield pop("features")``.
-
+A ``forward`` may also be a generator, as in torchgpipe: ``yield stash("features", x)``, ``x = yield pop("features")``.
 A type checker knows ``isolate`` of a class that derives from :class:`Skippable`: ``class Encode(Skippable)``.
 """
 
@@ -48,8 +45,8 @@ class _NamespaceMeta(type):
 @functools.total_ordering
 @dataclass(frozen=True, repr=False)
 class Namespace(metaclass=_NamespaceMeta):
-    """Separates skips that have the same name. Namespaces are hashable and ordered. A copy equals its original, after
-    pickling too. ``None`` is the namespace of all layers that are not isolated."""
+    """Separates skips that have the same name. Hashable and ordered. A copy, or a pickled one, equals its original. ``None``
+    is the namespace of all layers that are not isolated."""
 
     id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
@@ -107,10 +104,8 @@ class Skippable(nn.Module):
 
     def declared(self) -> tuple[list[_C.SkipKey], list[_C.SkipKey], list[_C.SkipKey]]:
         """Returns the keys of what the layer stashes, pops and peeks at."""
-        stashes, pops, peeks = (
-            list(map(self.native_key, sorted(names)))
-            for names in (self.stashable_names, self.poppable_names, self.peekable_names)
-        )
+        names = self.stashable_names, self.poppable_names, self.peekable_names
+        stashes, pops, peeks = (list(map(self.native_key, sorted(each))) for each in names)
         return stashes, pops, peeks
 
     def name_in_messages(self, key: str) -> str:
@@ -172,12 +167,9 @@ def _execute(call: Callable[..., Any], name: str, *tensor: Tensor | None) -> Any
 
 def stash(name: str, tensor: Tensor | None) -> Any:
     """Stores a tensor, or ``None``, for the layers that read the name. Call it in the ``forward`` of a layer that declares the
-    name in ``@skippable(stash=[...])``. Do not change the tensor in place before its last reader has it.
-
-    Raises:
-        TypeError: if ``tensor`` is neither ``None`` nor a plain tensor.
-        RuntimeError: if the layer does not declare the name; in a pipeline, if it stashes it twice.
-    """
+    name in ``@skippable(stash=[...])``. Do not change the tensor in place before its last reader has it. Raises TypeError
+    for anything but ``None`` and a plain tensor, and RuntimeError for a name that is not declared, or in a pipeline stashed
+    twice."""
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
     return _execute(_C.stash, name, tensor)
@@ -192,8 +184,7 @@ def pop(name: str) -> Tensor:
 
 
 def peek(name: str) -> Tensor:
-    """As :func:`pop`, but leaves the tensor for later layers, which may peek at it too or pop it. Call it in the ``forward``
-    of a layer that declares the name in ``@skippable(peek=[...])``."""
+    """As :func:`pop`, but leaves the tensor for later layers. The layer declares the name in ``@skippable(peek=[...])``."""
     read: Tensor = _execute(_C.peek, name)
     return read
 
@@ -253,9 +244,8 @@ def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks that each name that the layers of a model stash is read later, and each name that they read is stashed
-    earlier and was not popped. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not
-    match."""
+    """Raises TypeError, with every fault, unless each name that layers of a model stash is read later, and each name that
+    they read was stashed earlier and not popped. Skippable modules nested in layers count."""
     declarations = [
         (index, path, *skip.declared())
         for index, (name, layer) in enumerate(module.named_children())

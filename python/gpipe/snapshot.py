@@ -11,8 +11,7 @@
 Over ranks, :func:`gather` joins the snapshots that all capture on rank 0, which writes; each restores its :func:`own_part`.
 
 Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. C++ reads and writes the
-same files, in the safetensors format: ``safetensors.torch.load_file(path)`` reads the weights. The names of tensors that are
-not the model's begin with a dot.
+same files, in the safetensors format. The names of tensors that are not the model's begin with a dot.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gpipe import _C
 from gpipe.checks import check_is, check_numbers, check_whole, shown
 from gpipe.convert import refuse_file_of_torch
+from gpipe.optimizer_state import OptimizerState, capture_optimizer, kind_of, plain, restore_optimizer
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -49,20 +48,6 @@ __all__ = [
     "restore_scheduler",
     "write",
 ]
-
-
-class OptimizerState(TypedDict):
-    """An optimizer's options and state, under the names that LibTorch and Python share.
-
-    Attributes:
-        type: the class, such as ``'AdamW'``; empty for none.
-        param_groups: the options of each group of parameters, with the parameters' names as ``'params'``.
-        state: the state of each parameter that has any, by name.
-    """
-
-    type: str
-    param_groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -97,12 +82,10 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         TypeError, ValueError: if the snapshot cannot be saved, or is a rank's, which :func:`gather` did not join.
     """
     if isinstance(getattr(snapshot, "model", None), _Part):
-        raise ValueError(
-            "the snapshot has only this rank's part of the model; on all ranks, call whole = snapshot.gather(pipe, mine), then "
-            "write the whole on rank 0"
-        )
-    file = _to_file(check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot"))
-    _C.write_snapshot(os.fsencode(path), *file)
+        advice = "on all ranks, call whole = snapshot.gather(pipe, mine), then write the whole on rank 0"
+        raise ValueError(f"the snapshot has only this rank's part of the model; {advice}")
+    check_is(snapshot, "snapshot", Snapshot, "a gpipe.snapshot.Snapshot")
+    _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
@@ -135,7 +118,7 @@ def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     written in place. The model is then unchanged."""
     tensors = _tensors_of(model)
     for name in [*tensors, *saved]:
-        ours, theirs = (_kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
+        ours, theirs = (kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
         if ours != theirs:
             raise ValueError(
                 f"the snapshot is of another model: '{name}' is {theirs} in the snapshot and {ours} in this model"
@@ -157,116 +140,6 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _kind_of(value: object) -> str:
-    """Describes a tensor so that it can be copied into any other of the same description; another object by its type."""
-    if not isinstance(value, Tensor):
-        return str(type(value))
-    kind = f"{value.dtype} of shape {tuple(value.shape)}"
-    kind += "" if value.layout is torch.strided else f" and {value.layout}"
-    kind += " without data" if value.is_meta else ""
-    return kind + (f" and {value.qscheme()}" if value.is_quantized else "")
-
-
-# Optimizers.
-
-# Options that say how to compute a step, not its result. The optimizer keeps its own.
-_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
-
-
-def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-    """Copies an optimizer's options and state to the CPU. The pipeline or unpartitioned model names the parameters. C++
-    restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``. Raises TypeError if the state of a parameter has
-    anything but numbers and tensors of its shape, and ValueError if it does not belong to the model."""
-    check_is(optimizer, "optimizer", Optimizer, "an optimizer", "give the optimizer first, then the model")
-    captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
-    for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
-        options = {name: _plain(value) for name, value in group.items() if name not in _HOW}
-        captured["param_groups"].append({"params": names, **options})
-        for name, parameter in zip(names, group["params"], strict=True):
-            fields = optimizer.state.get(parameter, {})
-            if state := {field: _saved(value, field, name, parameter) for field, value in fields.items() if value is not None}:
-                captured["state"][name] = state
-    return captured
-
-
-def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerState) -> None:
-    """Restores captured options and state in an optimizer of the same class, with the same groups of parameters, in any order
-    within a group. Raises ValueError if the class, groups, names, shapes or types differ. The optimizer is then unchanged."""
-    if state["type"] != type(optimizer).__name__:
-        _refuse(f"it is of class {state['type'] or 'none'}, but this one is of class {type(optimizer).__name__}")
-    groups = _names(optimizer, model)
-    if len(groups) != len(state["param_groups"]):
-        _refuse(f"it has {len(state['param_groups'])} groups of parameters, but this one has {len(groups)}")
-    for index, (ours, group) in enumerate(zip(groups, state["param_groups"])):
-        if lacking := set(ours) - set(group["params"]):
-            _refuse(f"group {index} lacks '{min(lacking)}'")
-        if surplus := set(group["params"]) - set(ours):
-            _refuse(f"group {index} also has '{min(surplus)}'")
-    # LibTorch's optimizers lack these options.
-    defaults = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
-
-    restored = optimizer.state_dict()
-    restored["state"] = {}
-    for index, (names, saved) in enumerate(zip(groups, state["param_groups"], strict=True)):
-        group = restored["param_groups"][index]
-        options = {name: value for name, value in defaults.items() if name in group} | saved
-        for name, value in group.items():
-            if name not in _HOW and name not in options:
-                _refuse(f"its '{name}' of group {index} is missing")
-            if isinstance(value, Tensor) and name in options:
-                options[name] = torch.full_like(value, options[name])
-        group.update((name, value) for name, value in options.items() if name != "params")
-        parameters = optimizer.param_groups[index]["params"]
-        for name, number, parameter in zip(names, group["params"], parameters, strict=True):
-            if name in state["state"]:
-                fields = state["state"][name]
-                restored["state"][number] = {field: _value(value, field, name, parameter) for field, value in fields.items()}
-    if surplus := state["state"].keys() - {name for names in groups for name in names}:
-        _refuse(f"it has the state of '{min(surplus)}', which is not a parameter of this one")
-    optimizer.load_state_dict(restored)
-
-
-def _plain(option: Any) -> Any:
-    return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
-
-
-def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
-        return value.detach().to("cpu", copy=True)
-    number = _plain(value)
-    if isinstance(number, (int, float)):
-        return int(number) if field == "step" else number
-    what = _kind_of(value)
-    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}, neither a number nor of the parameter's shape")
-
-
-def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
-    if isinstance(saved, Tensor) and _kind_of(saved) == _kind_of(parameter):
-        return saved.detach().to("cpu", copy=True)
-    if not isinstance(saved, (int, float)):
-        _refuse(f"its '{field}' of '{name}' is {_kind_of(saved)}, not a number or a tensor of {_kind_of(parameter)}")
-    # torch.optim uses these dtypes.
-    return torch.tensor(float(saved), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32)
-
-
-def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Returns for each group the names of its parameters."""
-    state = model.state_dict(keep_vars=True)
-    names = {id(tensor): name for name, tensor in reversed(state.items())}  # the first of several
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"parameter {index} in group {number} of the optimizer does not belong to the model; create the "
-                    "optimizer with the model's parameters"
-                )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"the snapshot is of another optimizer: {what}")
-
-
 # Learning-rate schedulers.
 
 
@@ -286,7 +159,7 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_encoded(each) for each in value]
     if not isinstance(value, dict):
-        return _plain(value)
+        return plain(value)
     pairs = [(key, _encoded(each)) for key, each in value.items()]
     return dict(pairs) if all(isinstance(key, str) for key in value) else {"": pairs}
 
@@ -305,14 +178,12 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
         if ranks.rank == 0:
             snapshot.write("latest.snapshot", whole)
 
-    Returns:
-        On rank 0 the snapshot that one process would have captured, with the other fields of its ``mine``; on other ranks
-        one without tensors. A parameter that ranks share has its owner's value.
+    Returns on rank 0 the snapshot that one process would have captured, with the other fields of its ``mine``; on the others
+    one without tensors. A parameter that ranks share has its owner's value.
 
-    Raises:
-        RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.
-        TypeError, ValueError: for a snapshot that cannot be written, that is not of this rank's layers, or whose optimizer
-            has a parameter that another rank owns; RuntimeError on the other ranks.
+    Raises RuntimeError on all ranks if the optimizers differ in their class, groups or options, or a rank has failed;
+    TypeError or ValueError for a snapshot that cannot be written, that is not of this rank's layers, or whose optimizer has
+    a parameter that another rank owns, and RuntimeError on the other ranks.
     """
     if pipe.ranks is None:
         return mine

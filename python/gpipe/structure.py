@@ -79,7 +79,7 @@ def first_micro_batch(value: object, chunks: int) -> tuple[Any, int]:
 
 def encode(structure: Structure) -> bytes:
     """Returns a structure as bytes, for other ranks. Raises TypeError for one that :func:`decode` refuses, or that cannot be
-    pickled, such as one with a class that a function defines."""
+    pickled."""
     try:
         leaves = [_name_of(cls) for cls in structure._classes]
         encoded = pickle.dumps(tree_unflatten(leaves, structure._tree))

@@ -62,9 +62,9 @@ class TeamCalls(StagedModel):
         return pipeline.sum_over_replicas(checked)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
-        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm
-        before clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
+        """Clips the gradients of the whole model as ``torch.nn.utils.clip_grad_norm_`` does in one process, with the same
+        bits. Over ranks, ``max_norm`` and ``norm_type`` are positive. Returns the total norm before clipping. With
+        ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
         with self.refusing():
             checked = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
             if self.ranks is None:
@@ -75,7 +75,7 @@ class TeamCalls(StagedModel):
 
 class PipelineGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for a pipeline over ranks: if a gradient of any rank is not finite, all ranks skip the
-    optimizer's step and lower the scale. In one process it is the same as PyTorch's.
+    optimizer's step and lower the scale.
 
         scaler = gpipe.PipelineGradScaler(pipe)
         with torch.autocast("cuda", torch.float16):
@@ -83,8 +83,7 @@ class PipelineGradScaler(GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    All ranks call its methods in the same order, with an optimizer of the pipeline's ``parameters()``. The other arguments
-    are those of ``torch.amp.GradScaler``, the same on all ranks.
+    All ranks give equal arguments, and call its methods in the same order, with an optimizer of the pipeline's parameters.
     """
 
     def __init__(

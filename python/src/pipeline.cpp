@@ -3,12 +3,8 @@
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <algorithm>
-#include <array>
 #include <atomic>
-#include <chrono>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -140,9 +136,7 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
-  std::vector<std::vector<PythonLayer*>> of_stages;
-  std::vector<Reference> modules;
-  std::vector<std::shared_ptr<std::atomic<bool>>> natives;
+  std::vector<OwnStage> all;
   LanguageBinding binding{.lock = lock,
                           .enter_worker =
                               [states = states_] {
@@ -156,22 +150,20 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
     const auto stage = each.cast<py::tuple>();
     const auto stage_layers = py::reinterpret_borrow<Objects>(stage[1]);
     balance.push_back(static_cast<std::int64_t>(stage_layers.size()));
-    auto& in_stage = of_stages.emplace_back();
+    auto& made = all.emplace_back();
+    made.module = reference_to(stage[0].cast<py::object>().ptr());
     for (auto& layer : make_layers(stage_layers, states_)) {
-      in_stage.push_back(static_cast<PythonLayer*>(layer.get()));
+      made.layers.push_back(static_cast<PythonLayer*>(layer.get()));
       layers.push_back(std::move(layer));
     }
-    modules.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    natives.push_back(std::make_shared<std::atomic<bool>>());
     binding.run_layers.push_back(
-        run_stage(modules.back(), {in_stage.begin(), in_stage.end()}, states_, natives.back()));
+        run_stage(made.module, {made.layers.begin(), made.layers.end()}, states_, made.is_native));
   }
   // Over ranks, this waits for the others.
   pipe_ =
       released([&] { return GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding)); });
-  for (std::size_t s = 0; s < modules.size(); ++s) {
-    if (!pipe_->is_here(static_cast<int>(s))) continue;
-    stages_.push_back({std::move(modules[s]), std::move(of_stages[s]), std::move(natives[s])});
+  for (std::size_t s = 0; s < all.size(); ++s) {
+    if (pipe_->is_here(static_cast<int>(s))) stages_.push_back(std::move(all[s]));
   }
 }
 
@@ -189,7 +181,8 @@ bool PythonPipeline::refresh() {
   return !replaced || pipe_->ties_unchanged();
 }
 
-void PythonPipeline::find_native_stages(const Value& input) {
+void PythonPipeline::prepare(const Value& input, bool training) {
+  if (pipe_->is_training() != training) pipe_->train(training);
   const auto* input_of_layer = &input;  // the first one
   bool all = calls_are_plain();
   std::vector<bool> found;
@@ -206,14 +199,9 @@ void PythonPipeline::find_native_stages(const Value& input) {
   for (std::size_t s = 0; s < stages_.size(); ++s) stages_[s].is_native->store(all && found[s]);
 }
 
-void PythonPipeline::set_training(bool training) {
-  if (pipe_->is_training() != training) pipe_->train(training);
-}
-
 Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training) {
   auto value = convert([&] { return to_value(input); });
-  find_native_stages(value);
-  set_training(training);
+  prepare(value, training);
   return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoint); });
 }
 
@@ -222,9 +210,8 @@ Pair PythonPipeline::train(const py::object& input, const py::object& target, co
                            bool training, bool keeps_graph) {
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
-  find_native_stages(value);
+  prepare(value, training);
   const auto function = to_loss(loss, calls_are_plain() ? native : std::nullopt, kind, states_);
-  set_training(training);
   const auto result = run([&](GPipeImpl& pipe) {
     if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
     return pipe.step(std::move(value), std::move(wanted), function, options);
@@ -237,14 +224,14 @@ void PythonPipeline::withdraw(const std::string& reason) {
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  int result = 0;
-  if (calls_ > 0 || !pipe_ || !pipe_->idle()) return result;
+  if (calls_ > 0 || !pipe_ || !pipe_->idle()) return 0;
   for (const auto& stage : stages_) {
-    result = visit(stage.module.get());
-    for (std::size_t i = 0; result == 0 && i < stage.layers.size(); ++i) result = stage.layers[i]->traverse(visit);
-    if (result != 0) break;
+    if (const int result = visit(stage.module.get()); result != 0) return result;
+    for (const auto* layer : stage.layers) {
+      if (const int result = layer->traverse(visit); result != 0) return result;
+    }
   }
-  return result;
+  return 0;
 }
 
 void PythonPipeline::clear() {
@@ -266,34 +253,6 @@ auto call_of(Result (GPipeImpl::*method)(Argument)) {
   return [method](PythonPipeline& pipeline, Argument argument) {
     return pipeline.run([&](GPipeImpl& pipe) { return (pipe.*method)(std::move(argument)); });
   };
-}
-
-/// Joins the processes of a group, or those that the environment describes if it is None. Time-outs are in seconds.
-std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
-                                  const std::string& interface, int replicas, bool nccl) {
-  const auto milliseconds = [](double seconds) {
-    return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
-  };
-  auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
-  options.interface(interface).replicas(replicas).nccl(nccl);
-  return released([&] {
-    if (group == nullptr) return Ranks::from_environment(options, poll);
-    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
-  });
-}
-
-void init_ranks(py::module_& module) {
-  // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
-  py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
-      .def(py::init(&make_ranks))
-      .def_property_readonly("rank", &Ranks::rank)
-      .def_property_readonly("size", &Ranks::size)
-      .def_property_readonly("replica", &Ranks::replica)
-      .def_property_readonly("replicas", &Ranks::replicas)
-      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_))
-      .def("share",
-           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
-      .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
 }
 
 void init_pipeline(py::module_& module) {
@@ -365,7 +324,6 @@ PYBIND11_MODULE(_C, module) {
       raised.restore();
     }
   });
-  init_ranks(module);
   init_training(module);
   init_schedule(module);
   init_graph(module);

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
@@ -76,10 +75,8 @@ class PythonPipeline {
   void clear();
 
  private:
-  /// What the other ranks compare.
-  void set_training(bool training);
-  /// Finds the stages that run a call without Python.
-  void find_native_stages(const Value& input);
+  /// Sets the mode, which the other ranks compare, and finds the stages that run a call without Python.
+  void prepare(const Value& input, bool training);
 
   std::shared_ptr<ThreadStates> states_ = std::make_shared<ThreadStates>();
   int calls_ = 0;  // calls of run() in progress; guarded by the interpreter's lock
@@ -87,7 +84,7 @@ class PythonPipeline {
   struct OwnStage {
     Reference module;
     std::vector<PythonLayer*> layers;  ///< owned by pipe_
-    std::shared_ptr<std::atomic<bool>> is_native;
+    std::shared_ptr<std::atomic<bool>> is_native = std::make_shared<std::atomic<bool>>();
   };
   std::vector<OwnStage> stages_;
   GPipe pipe_{nullptr};

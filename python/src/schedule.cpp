@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_format.h"
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/drawing.h"

@@ -1,8 +1,10 @@
-// What a training calls besides its pipeline: losses, skips, and random numbers.
+// What a training calls besides its pipeline: ranks, losses, skips, and random numbers.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -14,6 +16,7 @@
 
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/loss.h"
+#include "gpipe/ranks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 #include "skip/layout.h"
@@ -23,6 +26,20 @@ namespace gpipe::python {
 namespace {
 
 namespace py = pybind11;
+
+/// Joins the processes of a group, or those that the environment describes if it is None. Time-outs are in seconds.
+std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
+                                  const std::string& interface, int replicas, bool nccl) {
+  const auto milliseconds = [](double seconds) {
+    return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+  };
+  auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
+  options.interface(interface).replicas(replicas).nccl(nccl);
+  return released([&] {
+    if (group == nullptr) return Ranks::from_environment(options, poll);
+    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
+  });
+}
 
 std::optional<Reduction> to_reduction(const py::object& name) {
   if (name.is_none()) return std::nullopt;
@@ -104,6 +121,17 @@ LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>
 }
 
 void init_training(py::module_& module) {
+  // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
+  py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
+      .def(py::init(&make_ranks))
+      .def_property_readonly("rank", &Ranks::rank)
+      .def_property_readonly("size", &Ranks::size)
+      .def_property_readonly("replica", &Ranks::replica)
+      .def_property_readonly("replicas", &Ranks::replicas)
+      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_))
+      .def("share",
+           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
+      .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);

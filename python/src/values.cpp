@@ -7,7 +7,6 @@
 #include <array>
 #include <cstddef>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_format.h"

@@ -181,7 +181,7 @@ def check_outputs(graph: Graph) -> None:
         if output is None:
             continue
         where = f"cannot convert the model: output {number} of {len(graph.outputs)}"
-        if not isinstance(output, Value) or not output.is_tensor:
+        if not isinstance(output, Value) or not isinstance(output.example, Tensor):
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.shape
         if not shape or shape[0] not in samples:

@@ -14,7 +14,7 @@ from gpipe import _C
 from gpipe.exported.capture import Captured, Owned, capture, capture_program, examples_of
 from gpipe.exported.exporter import is_inside, mode, unchanged
 from gpipe.exported.graph import Value
-from gpipe.exported.layer import Description, Ends, ExportedLayer
+from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
 from gpipe.names import OriginalNames, StateNames
 
@@ -64,7 +64,8 @@ def to_sequential(
         return module
     for any_shape in (True, False) if isinstance(module, nn.Module) and not opaque else (False,):
         try:
-            model, sequence = _converted(module, example_args, example_kwargs, opaque, any_shape)
+            model = _captured(module, example_args, example_kwargs, opaque, any_shape)
+            sequence = _assemble(model, module.training if isinstance(module, nn.Module) else True)
             break
         except ValueError:
             if not any_shape:
@@ -78,19 +79,11 @@ def to_sequential(
     return sequence
 
 
-def _converted(
-    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], any_shape: bool
-) -> tuple[Captured, nn.Sequential]:
-    model = _captured(module, args, kwargs, opaque, any_shape)
-    training = module.training if isinstance(module, nn.Module) else True
-    return model, _assemble(model, Routes(model.graph, divide(model.graph)).routes, training)
-
-
 def _try_one_sample(
     module: nn.Module, sequence: nn.Sequential, may_break: list[bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Lets one sample through the guards that it ``may_break``, if the module and the sequence agree about it. Else refuses
-    one sample, because an export takes for granted that there are more."""
+    it: an export takes for granted that there are more."""
     first: Any = sequence[0]
     description = json.loads(first.description)
     samples = {"size": [next(value for value in description["inputs"] if value is not None), 0]}
@@ -118,8 +111,7 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
 
 
 def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
-    must return."""
+    """Returns whether a model and its sequence return equal values, or both raise, in each mode, and return in one."""
     returned = False
     for training in (True, False):
         with mode(module, training), mode(sequence, training):
@@ -134,19 +126,17 @@ def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs
 
 def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns what a model and its sequence return and leave in buffers, or the exception that they raise."""
-    results: list[Any] = []
-    calls: tuple[Callable[[Any, Any], Any], ...] = (
-        lambda args, kwargs: module(*args, **kwargs),
-        lambda args, kwargs: sequence(input_of(args, kwargs)),
-    )
-    for call in calls:
+
+    def result_of(call: Callable[[Any, Any], Any]) -> Any:
         own = tree_map_only(Tensor, torch.clone, (args, dict(kwargs)))  # which the model may change
         with unchanged(module, seed=0):
             try:
-                results.append([*tree_leaves(call(*own)), *(buffer.clone() for buffer in module.buffers())])
+                return [*tree_leaves(call(*own)), *(buffer.clone() for buffer in module.buffers())]
             except Exception as error:
-                results.append(error)
-    return results
+                return error
+
+    whole = result_of(lambda args, kwargs: module(*args, **kwargs))
+    return [whole, result_of(lambda args, kwargs: sequence(input_of(args, kwargs)))]
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
@@ -197,7 +187,7 @@ class _Tree:
         self.root = self.place("")
 
     def place(self, path: str) -> nn.Module:
-        """Returns the module at a path. Makes it, or puts it there, if the tree has none."""
+        """Returns the module at a path, which it makes if the tree has none."""
         if path not in self._places:
             self._places[path] = nn.Module()
             self._places[path].training = self._modes.get(path, True)
@@ -218,8 +208,9 @@ class _Tree:
                 place._non_persistent_buffers_set.add(own)
 
 
-def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequential:
+def _assemble(model: Captured, training: bool) -> nn.Sequential:
     """Returns the sequence of the layers of a model."""
+    routes = Routes(model.graph, divide(model.graph)).routes
     sequence = ExportedSequential()
     sequence.training = training
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
@@ -228,8 +219,8 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
-        ends = Ends(inputs, model.graph.sizes) if first else Ends()
-        description = Description(each, ends._replace(outputs=model.graph.outputs if last else None))
+        entering, sizes = (inputs, model.graph.sizes) if first else (None, None)
+        description = Description(each, entering, sizes, model.graph.outputs if last else None)
         tree = _Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])

@@ -1,7 +1,6 @@
 """Calls torch.export for any number of samples or any sizes, without its output, with an error that tells the module.
 
-A module that cannot be exported can be kept whole: each call of it is one operator, which only tells the shapes of the
-outputs. The layer calls the module itself.
+A module that is kept whole becomes an operator per call, which only tells the shapes of the outputs. The layer calls it.
 """
 
 import functools
@@ -63,7 +62,7 @@ def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool, runs: bool
 ) -> ExportedProgram:
     """Exports a module in its present mode, for any number of samples. With ``any_shape``, also for other sizes where its code
-    allows them. ``runs`` tells whether it has run with the arguments. Raises ValueError, with its submodule."""
+    allows them. ``runs``: whether it has run with the arguments. Raises ValueError, with its submodule."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -147,8 +146,8 @@ def _explanation(module: nn.Module, error: Exception) -> str:
 
 @contextmanager
 def nothing_lost() -> Iterator[None]:
-    """Raises ValueError if the calling thread does something in a block that an export does not record: backwards of its
-    own, hooks of tensors, and random numbers of Python and NumPy."""
+    """Raises ValueError if the calling thread does in a block what an export does not record: backwards of its own, hooks of
+    tensors, and draws from Python or NumPy."""
     thread = threading.get_ident()
     register_hook: Any = Tensor.register_hook
 
@@ -196,14 +195,13 @@ OPERATOR = "gpipe_export::whole"
 
 @functools.cache
 def _operator() -> Any:
+    def fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
+        first, batch = inputs[0], inputs[0].shape[0]
+        return [first.new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)]
+
     torch.library.define(OPERATOR, "(Tensor[] inputs, str arguments, str outputs) -> Tensor[]")
-    torch.library.register_fake(OPERATOR, _fake)
+    torch.library.register_fake(OPERATOR, fake)
     return torch.ops.gpipe_export.whole.default
-
-
-def _fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
-    first, batch = inputs[0], inputs[0].shape[0]
-    return [first.new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)]
 
 
 def is_inside(name: str, paths: Iterable[str]) -> bool:
@@ -240,10 +238,8 @@ def kept_whole(
         batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         for leaf in tree_leaves(output):
             if not batch or not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch[0]:
-                name = type(each).__name__
-                raise ValueError(
-                    f"an opaque module must get and return tensors with the batch as dimension 0, but {name} does not"
-                )
+                what = "an opaque module must get and return tensors with the batch as dimension 0"
+                raise ValueError(f"{what}, but {type(each).__name__} does not")
         found[each].append(output)
 
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from gpipe.exported.sizes import Sizes
 
@@ -26,10 +26,6 @@ class Value:
     tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
     mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
-
-    @property
-    def is_tensor(self) -> bool:
-        return isinstance(self.example, Tensor)
 
     @property
     def is_number(self) -> bool:
@@ -131,24 +127,9 @@ class Graph:
     operations: list[Operation] = field(default_factory=list)
 
 
-def leaves_of(arguments: Any) -> Iterator[Any]:
-    """Yields the values, numbers and constants in an argument."""
-    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
-        if isinstance(leaf, Choice):
-            yield from leaves_of((leaf.training, leaf.evaluation))
-        else:
-            yield leaf
-
-
 def inputs_of(arguments: Any) -> Iterator[Value]:
-    """Yields the values in an argument."""
-    return (leaf for leaf in leaves_of(arguments) if isinstance(leaf, Value))
-
-
-def map_leaves(kind: type, arguments: Any, call: Callable[[Any], Any]) -> Any:
-    """Returns an argument with ``call(leaf)`` in place of each value, number or constant of a kind."""
-    leaves, tree = tree_flatten(arguments)
-    return tree_unflatten([call(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], tree)
+    """Yields the values in an argument. A :class:`Choice` is a tuple, so its values count."""
+    return (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value))
 
 
 def name_of(constant: object) -> str:

@@ -9,7 +9,7 @@ import pkgutil
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,29 +27,26 @@ def check_modes(path: str, training: bool, other: str, other_training: bool) -> 
     """An operation that raises :class:`gpipe._C.ModeError` unless two modules are in the same mode. C++ runs it."""
 
 
-class Ends(NamedTuple):
-    """What the first and the last layer of a model need besides their operations."""
-
-    inputs: list[Value | None] | None = None  # of the first layer: the model's, flattened
-    sizes: Sizes = Sizes()  # of the inputs
-    outputs: list[Any] | None = None  # of the last layer: the model's, flattened
+_RUN_WHOLE = f"{run_whole.__module__}:{run_whole.__qualname__}"
 
 
 class Description:
-    """Describes what a layer computes, for ``gpipe::Graph``."""
+    """Describes what a layer computes, for ``gpipe::Graph``. Of the first layer, ``inputs`` are the model's, flattened, and
+    ``sizes`` theirs. Of the last layer, ``outputs`` are the model's, flattened."""
 
-    def __init__(self, route: Route, ends: Ends) -> None:
+    def __init__(
+        self, route: Route, inputs: list[Value | None] | None, sizes: Sizes | None, outputs: list[Any] | None
+    ) -> None:
         self._numbers: dict[Value, int] = {}
         self.places: dict[str, int] = {}  # by path
         self._blocks: dict[str, int] = {}
-        entering = route.arriving if ends.inputs is None else ends.inputs
-        leaving = route.leaving if ends.outputs is None else ends.outputs
+        entering = route.arriving if inputs is None else inputs
+        leaving = route.leaving if outputs is None else outputs
+        guards = [] if sizes is None else [(described(each, sizes.places.get), text_of(each)) for each in sizes.guards]
         self._fields = {
             "inputs": [None if value is None else self._number(value) for value in entering],
-            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in ends.inputs or ()],
-            "guards": [
-                (self._number_of(described(each, ends.sizes.places.get)), text_of(each)) for each in ends.sizes.guards
-            ],
+            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in inputs or ()],
+            "guards": [(self._number_of(guard), text) for guard, text in guards],
             "tensors": [(value.tensor, self._number(value)) for value in route.owned],
             "pops": [(name, self._number(value)) for name, value in route.pops],
             "peeks": [(name, self._number(value)) for name, value in route.peeks],
@@ -65,16 +62,16 @@ class Description:
     def _call(self, operation: Operation) -> dict[str, Any]:
         call: dict[str, Any] = {}
         args, function = operation.args, operation.function
-        if operation.schema is None:
+        if function is check_modes:
+            call["python"] = "gpipe:check_modes"
+        elif operation.schema is None:
             call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
         elif operation.schema.name == OPERATOR:
-            call["python"] = f"{run_whole.__module__}:{run_whole.__qualname__}"
+            call["python"] = _RUN_WHOLE
             self._place(operation.call.path)
             args = (operation.call.path, args[1], args[0])
         else:
             call["operator"] = ".".join(filter(None, (operation.schema.name, operation.schema.overload_name)))
-        if function is check_modes:
-            call["python"] = "gpipe:check_modes"
         call["args"] = [self._argument(arg) for arg in args]
         if operation.kwargs and operation.schema is None:
             raise ValueError(f"cannot convert the model: it calls {call['python']} with arguments by name")
@@ -170,9 +167,8 @@ class ExportedLayer(ConvertedLayer):
     @property
     def python_functions(self) -> list[str]:
         """The Python functions that the layer calls, and the paths of the modules that are kept whole."""
-        whole = f"{run_whole.__module__}:{run_whole.__qualname__}"
         functions = dict.fromkeys(self._graph.python_functions)
-        return [f"the module '{self.name}', which is opaque" if each == whole else each for each in functions]
+        return [f"the module '{self.name}', which is opaque" if each == _RUN_WHOLE else each for each in functions]
 
     def name_in_messages(self, key: str) -> str:
         return self.name
@@ -215,7 +211,7 @@ class ExportedLayer(ConvertedLayer):
         return tree_unflatten(outputs[: spec.num_leaves], spec)
 
     def _call_python(self, name: str, *args: Any) -> Any:
-        if name == f"{run_whole.__module__}:{run_whole.__qualname__}":
+        if name == _RUN_WHOLE:
             return run_whole(self.model.get_submodule(args[0]), *args[1:])
         return _resolved(name)(*args)
 

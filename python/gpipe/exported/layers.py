@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of, map_leaves
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of
 from gpipe.exported.sizes import Size, described
 
 
@@ -30,12 +31,9 @@ class Route:
 
 
 def divide(graph: Graph) -> list[Route]:
-    """Returns the layers of a model.
-
-    A layer begins where another module begins to compute: one without submodules, or one that uses parameters of its
-    own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
-    other layers have it too, a number follows.
-    """
+    """Returns the layers of a model. A layer begins where another module begins to compute: one without submodules, or one
+    that uses parameters of its own. Operators between two such modules belong to the layer before them. A layer has the name
+    of its module, followed by a number if an earlier one has it too."""
     paths = {operation.call.path for operation in graph.operations}
     # Of modules inside which another module computes.
     outer = {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
@@ -69,10 +67,9 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
-    """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
-    changes, because other stages would not see the change; those between the first and the last use of a number that is
-    computed, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
-    because it changes what operators on its thread do."""
+    """Joins layers that must be in one stage: those between the first and last use of a buffer that an operation changes,
+    which other stages would not see; those between the first and the last use of a number that is computed, because numbers
+    do not leave a layer; and those within a ``torch.vmap``, which changes what operators on its thread do."""
     memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
@@ -149,20 +146,17 @@ def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
 
 class Routes:
     """Routes each value from the layer that computes it to the layers that use it: as part of the activation if only the
-    next layer does, else as a skip.
+    next layer does, else as a skip. A value that one mode computes is always a skip, which is ``None`` in the other mode. Of
+    a buffer, a copy leaves.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer has anyway. If none has a size, the layer gets a tensor without
-    elements.
-
-    A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
+    that uses it. Sizes are read off tensors that a layer has anyway, else off one without elements.
     """
 
     def __init__(self, graph: Graph, layers: list[Route]) -> None:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
-        self._inputs = list(filter(None, graph.inputs))
-        self._source = dict.fromkeys(self._inputs, 0)  # the layer that has a value first
+        self._source = dict.fromkeys(filter(None, graph.inputs), 0)  # the layer that has a value first
         self._owners = owners_of_memory(graph)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
@@ -171,10 +165,6 @@ class Routes:
         self._shapes: dict[Value, Value] = {}  # tensors without elements that have the sizes of inputs
         self._connect([self._needed_tensors(index) for index in range(len(self.routes))])
 
-    def _is_far(self, value: Value, index: int) -> bool:
-        """Returns whether a layer gets a value from another layer."""
-        return self._source.get(value, index) != index
-
     def _needed_tensors(self, index: int) -> dict[Value, None]:
         """Returns the tensors that a layer uses and does not compute, in the order of use."""
         needed: dict[Value, None] = {}
@@ -182,7 +172,7 @@ class Routes:
         for value in itertools.chain(values, self._outputs if index == len(self.routes) - 1 else ()):
             if value.tensor:
                 self._source.setdefault(value, index)
-            if self._is_far(value, index):
+            if self._source.get(value, index) != index:  # from another layer
                 needed[value] = None
             elif value.tensor and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
@@ -190,8 +180,8 @@ class Routes:
         return needed
 
     def _find_sizes(self, index: int, needed: dict[Value, None]) -> None:
-        """Describes a layer's numbers by sizes of values that it has at that time. ``needed`` are the tensors that the layer
-        gets from others, to which it may add one that only has sizes."""
+        """Describes a layer's numbers by sizes of values that it has at that time. May add a tensor that only has sizes to
+        ``needed``, those that the layer gets from others."""
         known: dict[Any, Any] = {}  # descriptions of numbers, by expression
         for value in needed:
             _add_sizes(known, value, None)
@@ -210,8 +200,8 @@ class Routes:
                     known[expression] = size
                 return near.get(expression, known.get(expression))
 
-            operation.args, operation.kwargs = map_leaves(
-                Number, (operation.args, operation.kwargs), lambda each: Number(described(each.expression, find))
+            operation.args, operation.kwargs = tree_map_only(
+                Number, lambda each: Number(described(each.expression, find)), (operation.args, operation.kwargs)
             )
             if torch.Tag.inplace_view in getattr(operation.function, "tags", ()):
                 changed = next(operation.inputs())  # whose sizes are others from now on

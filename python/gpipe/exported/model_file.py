@@ -3,7 +3,6 @@
 import json
 import os
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,16 +25,15 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             raise TypeError(f"layer '{key}' is a {type(layer).__name__}; add it to the module before the conversion")
         if layer.python_functions:
             raise ValueError(f"layer '{layer.name}' calls {', '.join(layer.python_functions)}, which C++ cannot run")
-        listed = []
-        state = layer.model.state_dict(keep_vars=True)
-        for name, tensor in _tensors_of(layer.model).items():
+        listed, model = [], layer.model
+        state = model.state_dict(keep_vars=True)
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             in_file = name if name in state else f".{name}"
             kind = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen"
-            earlier = first_names.get(id(tensor))
-            listed.append([in_file, kind, earlier])
+            listed.append([in_file, kind, first_names.get(id(tensor))])
             first_names.setdefault(id(tensor), in_file)
             tensors[in_file] = tensor
-        frozen = [path for path, each in layer.model.named_modules() if layer.model.training and not each.training]
+        frozen = [path for path, each in model.named_modules() if model.training and not each.training]
         layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
     _refuse_views(tensors)
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
@@ -47,8 +45,3 @@ def _refuse_views(tensors: dict[str, Tensor]) -> None:
     for (begin, size, name), (after, _, other) in pairwise(sorted(places.values())):
         if after < begin + size:
             raise ValueError(f"the parameters '{name}' and '{other}' share memory, which a file loses; use one parameter")
-
-
-def _tensors_of(model: nn.Module) -> dict[str, Any]:
-    """Returns the parameters and buffers under all of their names."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

@@ -8,15 +8,15 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_leaves
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of
 from gpipe.exported.layer import check_modes
 
 
 def evaluation_of(graph: Graph) -> Graph:
-    """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
-    other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
+    """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: those that are given the
+    mode, such as dropout and batch norm, and the counter of batch norm. Raises ValueError if the graph is of evaluation
     mode, or draws random numbers in another way."""
     operations = []
     flags = []
@@ -55,11 +55,9 @@ class Combination:
     """Adds what evaluation mode does differently to the graph of training mode. ``called`` are the paths of the modules that
     are called in both modes.
 
-    An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
-    order. The others run in one mode only. Arguments that differ become a :class:`Choice`.
-
-    A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
-    mode of the innermost module around it that is called in both modes and computes different things in them.
+    Operations of the two graphs with the same call and function, in the same order, correspond. Their arguments that differ
+    become a :class:`Choice`. The others run in one mode: that of the innermost module around them that is called in both
+    modes and computes different things in them, because a module may decide by its mode what it computes or calls.
     """
 
     def __init__(self, training: Graph, evaluation: Graph, called: Container[str]) -> None:
@@ -81,7 +79,7 @@ class Combination:
             order += self._combined(*pair)
         self.graph.sizes.merge(evaluation.sizes, self._same)
         self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
-        theirs_out = map_leaves(Value, evaluation.outputs, self._same.__getitem__)
+        theirs_out = tree_map_only(Value, self._same.__getitem__, evaluation.outputs)
         self.graph.outputs = [_choice("", *pair) for pair in zip_longest(training.outputs, theirs_out)]
         self.graph.operations = list(self._checked(order))
 
@@ -96,7 +94,7 @@ class Combination:
                 return
             ours.result.mode = Mode(self._decider(ours.call), True)
         if theirs is not None:
-            theirs.args, theirs.kwargs = map_leaves(Value, (theirs.args, theirs.kwargs), self._same.__getitem__)
+            theirs.args, theirs.kwargs = tree_map_only(Value, self._same.__getitem__, (theirs.args, theirs.kwargs))
             theirs.result.mode = Mode(self._decider(theirs.call), False)
             self._same[theirs.result] = theirs.result
             yield self._sources.setdefault(theirs.result, theirs)
@@ -108,7 +106,7 @@ class Combination:
             # One mode may leave defaults out.
             arguments = ((), _all_arguments(ours)), ((), _all_arguments(theirs))
         leaves, tree = tree_flatten(arguments[0])
-        others, other_tree = tree_flatten(map_leaves(Value, arguments[1], self._same.__getitem__))
+        others, other_tree = tree_flatten(tree_map_only(Value, self._same.__getitem__, arguments[1]))
         if tree != other_tree:
             return False
         ours.args, ours.kwargs = tree_unflatten([self._leaf(*pair, ours.call) for pair in zip(leaves, others)], tree)
