@@ -193,8 +193,9 @@ class GPipe(TeamCalls):
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
             cut = checks.check_list(balance, "balance", "numbers of layers")
-            plan["chunks"] = chunks or min(2 * len(cut), len(take_apart(batch)[0][0]))
             plan = {name: value for name, value in plan.items() if value is not None}
+            if chunks is None:
+                plan["chunks"] = min(2 * len(cut), len(take_apart(batch)[0][0]))
             plan |= {"balance": cut, "placement": placement}
         plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
         pipe = cls(model, devices=placed, group=ranks, **plan)

@@ -90,8 +90,14 @@ class Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
         variable that is missing or not valid, and RuntimeError if the store cannot be served or reached."""
-        times: dict[str, Any] = {"timeout": timeout, "join_timeout": join_timeout}
-        return cls(_ENVIRONMENT, **times, interface=interface, replicas=replicas, nccl=nccl)
+        return cls(
+            _ENVIRONMENT,
+            timeout=timeout,
+            join_timeout=join_timeout,
+            interface=interface,
+            replicas=replicas,
+            nccl=nccl,
+        )
 
     def part(self, samples: int, replica: int | None = None) -> slice:
         """Returns the part of a mini-batch that belongs to a replica, by default this process's. The first replica's part is
