@@ -25,7 +25,8 @@ struct Network {
   LinkSpeed inside = {};     ///< between two devices of a host
   LinkSpeed between = {};    ///< between two devices of different hosts
 
-  /// The link between two workers of a replica, `inside` if it is for all of them; with a == b, of a worker's replicas.
+  /// The link between two workers of a replica: `inside` if it is so in every replica. With a == b, the link between
+  /// the replicas of a worker.
   const LinkSpeed& link(int a, int b) const;
 
   /// Seconds to sum `bytes` of gradients over a worker's replicas: each sends all others their shares, then its sums.

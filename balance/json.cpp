@@ -53,7 +53,7 @@ class Reader {
     }
     try {
       return parse_json(text, kLevels);
-    } catch (const Json::exception& error) {
+    } catch (const std::exception& error) {
       // Drop the text read last: it may be long and contain any bytes.
       const std::string reason = error.what();
       refuse(reason.substr(0, reason.find("; last read: ")));

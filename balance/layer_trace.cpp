@@ -120,7 +120,8 @@ std::vector<LayerTrace::Mark> LayerTrace::take_marks() {
 }
 
 void LayerTrace::begins(const Part& part) {
-  if (const Part* present = part_of_this_thread(); present != nullptr && *present == part) return;
+  // A backward comes once for each output of its layer.
+  if (const Part* present = part_of_this_thread(); part.kind == Kind::B && present && *present == part) return;
   // Wait for the device, so that the times are those of the work and not of its launch.
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   place_of_this_thread = {id_, part};

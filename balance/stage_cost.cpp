@@ -123,9 +123,11 @@ LayerProfile StageCost::sum(int first, int end) const {
 }
 
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
-  const auto sum = this->sum(first, end);
+  const auto& before = sums_[first];
+  const auto& after = sums_[end];
   const double share = share_recomputed(options);
-  const double seconds = sum.backward + (1 - share) * sum.forward + share * (sum.stored + sum.recompute);
+  const double seconds = after.backward - before.backward + (1 - share) * (after.forward - before.forward) +
+                         share * (after.stored - before.stored + after.recompute - before.recompute);
   const auto bytes = bytes_in(first, end);
   return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
@@ -133,8 +135,9 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
 bool StageCost::splits(int first) const { return profile_.input_requires_grad || gradients(0, first) > 0; }
 
 std::int64_t StageCost::static_bytes(int first, int end) const {
-  const auto sum = this->sum(first, end);
-  return sum.parameters + sum.buffers + sum.optimizer;
+  const auto& before = sums_[first];
+  const auto& after = sums_[end];
+  return after.parameters - before.parameters + after.buffers - before.buffers + after.optimizer - before.optimizer;
 }
 
 std::int64_t StageCost::reduction_bytes(int first, int end, const Network& network) const {

@@ -15,7 +15,8 @@ struct SuggestOptions {
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
-  /// The schedule and placement of all candidates. With kAnySchedule, any schedule that has the placement.
+  /// The schedule and the placement of all candidates. With kAnySchedule, a placement or stages per worker other than 1
+  /// leave only the schedules that have them.
   TORCH_ARG(Scheduling, scheduling) = Scheduling{kAnySchedule};
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
@@ -41,8 +42,9 @@ struct Measured {
 };
 
 /// Runs `repeats` steps of each of the first candidates that fit, after a warm-up. Returns their times, fastest first.
-/// Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. Errors: std::invalid_argument for
-/// numbers that are not positive; std::runtime_error with the reason if nothing fits; those of GPipe and the layers.
+/// Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. `progress` is as in ProfileOptions.
+/// Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with the reason if nothing fits;
+/// the errors of GPipe and the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                              const Suggestion& suggestion, int candidates = 3, int repeats = 5, int intraop_threads = 0,
                              const std::function<void(double)>& progress = {});

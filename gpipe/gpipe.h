@@ -44,7 +44,8 @@ struct Timeline;
 ///
 /// The layers are the caller's own modules, moved to their devices. Layers of stages on one device, or on several
 /// ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from the
-/// default generator (see RandomScope). In training mode, the checkpoint option decides which cells are recomputed.
+/// default generator (see RandomScope). In training mode, the checkpoint option decides which cells are recomputed;
+/// eval mode stores every graph. Without gradients nothing is stored.
 ///
 /// Thread safety: call forward, backward and step on any thread but the pipeline's workers; concurrent calls take
 /// turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
@@ -88,7 +89,8 @@ class GPipeImpl : public torch::nn::Module {
   ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
   ///
   /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch.
-  /// REQUIRES: the loss decomposes over samples; see check_loss() and StepOptions::check.
+  /// Under autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over
+  /// samples; see check_loss() and StepOptions::check.
   ///
   /// Errors: as forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
@@ -141,7 +143,7 @@ class GPipeImpl : public torch::nn::Module {
   bool ties_unchanged() const;
 
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one
-  // is an error of all. `what` is sent must be equal on all ranks.
+  // is an error of all. `what` says what is sent, and must be equal on all ranks.
 
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others.
   std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
@@ -159,13 +161,14 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
   /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's
-  /// parameters, in its order, on all ranks. Errors: std::invalid_argument for another count.
+  /// parameters, in its order, on all ranks. Their sum has the same bits as in one process. Errors:
+  /// std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
   void withdraw(const std::string& reason);
 
-  /// A name in the state of the whole model, its stage, and the first name of the same tensor.
+  /// A name in the state of the whole model, its stage, and the first name of the same tensor in the list.
   struct StateName {
     std::string name;
     int stage;
@@ -179,7 +182,7 @@ class GPipeImpl : public torch::nn::Module {
   /// for a number that is not positive, gives more than kMostCells cells, or does not fit the schedule.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
-  /// Loads the state of the unpartitioned model, saved from any device.
+  /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.

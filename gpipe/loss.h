@@ -96,7 +96,7 @@ struct LossCheck {
 
 /// Returns the loss of the whole `output`, and the one that step() would join from `chunks` micro-batches. They differ
 /// for a loss that does not decompose over samples, such as Dice over the batch or a contrastive loss, for which step()
-/// is no use. Calls the loss without grad mode, on copies of the output. Errors: as for step().
+/// is of no use. Calls the loss without grad mode, on copies of the output. Errors: as for step().
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options = {});
 

@@ -58,7 +58,7 @@ struct Snapshot {
 /// Tied tensors are written under each of their names. The path names the previous snapshot until this one is on the
 /// disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type
 /// that the format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a
-/// tuple of them.
+/// tuple of them. The path then names the previous file, unless only flushing its folder failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Errors: std::runtime_error with the path
@@ -70,7 +70,7 @@ Snapshot read_snapshot(const std::filesystem::path& path);
 /// read_snapshot().
 NamedTensors read_weights(const std::filesystem::path& path);
 
-/// The same in memory.
+/// write_snapshot() and read_snapshot() in memory.
 std::string to_bytes(const Snapshot& snapshot);
 Snapshot from_bytes(std::string_view bytes);
 

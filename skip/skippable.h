@@ -49,12 +49,14 @@ std::string to_string(const SkipKey& key);
 ///     torch::Tensor forward(torch::Tensor x) { return x + pop("features"); }
 ///   };
 ///
-/// A skip has at most one pop(), and no later reader. Any number of earlier layers may peek(). In a pipeline a skip
-/// goes once to each worker that reads it, and is freed after its last reader. In a plain Sequential it is passed on
-/// the calling thread, and is freed by its pop or the next stash.
+/// pop() takes a skip out: a skip has at most one, and no later layer reads it. peek() leaves it for later layers: any
+/// number of them may read it. In a pipeline a skip goes from the stage that stashes it to the workers that read it,
+/// once to each worker and micro-batch, and is freed after its last reader. In a plain Sequential it is passed on the
+/// calling thread, and is freed by its pop or the next stash.
 ///
-/// Each layer stashes, pops or peeks at each name that it declares once in every forward. Any tensor can be stashed,
-/// also an undefined one. Changing it in place before its last reader has it is an error.
+/// Each layer stashes, pops or peeks at each name that it declares once in every forward. Tensors of any dtype and
+/// undefined tensors can be stashed. Changing a stashed tensor in place before its last reader has it is an error,
+/// because its gradient would be wrong.
 class Skippable {
  public:
   struct Names {
@@ -65,9 +67,10 @@ class Skippable {
 
   virtual ~Skippable() = default;
 
-  /// Moves the names of this layer and of its nested Skippable layers, or only some, into a namespace, so that a model
-  /// can contain the same layers twice. REQUIRES: the model is not a pipeline yet. Errors: std::invalid_argument if
-  /// `only` has a name that none of the layers declares. Then no name is moved.
+  /// Moves the names of this layer and of its nested Skippable layers into a namespace, so that a model can contain the
+  /// same layers twice. Also moves names isolated before. If `only` is not empty, moves only those names.
+  /// REQUIRES: called before the model becomes a pipeline.
+  /// Errors: std::invalid_argument if `only` contains a name that none of the layers declares. Then no name is moved.
   void isolate(Namespace ns, const std::vector<std::string>& only = {});
 
   /// The declared names with their current namespaces, in the order of the declaration.
@@ -79,8 +82,9 @@ class Skippable {
   /// Errors: std::invalid_argument for an empty or repeated name.
   explicit Skippable(Names names);
 
-  /// Called inside forward(). Errors: std::invalid_argument for a name that the layer does not declare;
-  /// std::runtime_error for one that is read before it is stashed or, in a pipeline, stashed twice in one forward.
+  /// REQUIRES: called inside forward(). Errors: std::invalid_argument for a name that the layer does not declare;
+  /// std::runtime_error for a name that is read before it is stashed and, in a pipeline, for a name that is stashed
+  /// twice in one forward. In a plain Sequential a second stash replaces the first.
   void stash(const std::string& name, torch::Tensor tensor);
   torch::Tensor pop(const std::string& name);
   torch::Tensor peek(const std::string& name);
@@ -96,8 +100,12 @@ class Skippable {
 /// The same for a module and its submodules: isolates every Skippable among them.
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
 
-/// Implements stash(), pop() and peek() for the calling thread. A pipeline sets a context for each cell. Outside of
-/// pipelines each thread has a default one, in which a second stash replaces the first.
+/// Implements stash(), pop() and peek() for the calling thread. A pipeline sets a context for each cell. Outside a
+/// pipeline each thread has a default context, so that skippable layers also work in a plain Sequential.
+///
+/// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
+/// forward does not affect the next one. Its pop() and peek() throw std::runtime_error if nothing is stashed under the
+/// key.
 class SkipContext {
  public:
   virtual ~SkipContext() = default;
@@ -111,6 +119,7 @@ class SkipContext {
 };
 
 /// Makes a context current on this thread for a scope. Scopes nest.
+/// REQUIRES: the context outlives the guard; the guard is destroyed on the thread that created it.
 class SkipContextGuard {
  public:
   explicit SkipContextGuard(SkipContext& context);

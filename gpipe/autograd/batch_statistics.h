@@ -43,9 +43,9 @@ class BatchStatistics {
   void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
                      const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Returns the statistics as tensors on the CPU, three per buffer, undefined if it is no running mean: numbers (the
-  /// index of the running variance in `buffers`, the momentum, the number of values per channel, whether they are of
-  /// instances); the mean; the deviations.
+  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean: numbers (the index of
+  /// the running variance in `buffers`, the momentum, the number of values per channel, whether they are of instances);
+  /// the mean; the deviations. Undefined for other buffers.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.

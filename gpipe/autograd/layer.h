@@ -76,7 +76,7 @@ struct Borrowed {
 
 /// Runs the layers of a stage in order. Must call `begin` with each layer's index in the stage before running it.
 /// `memo` is null in a cell's forward; the recompute gets what the forward stored there. Layers must use the stand-in
-/// of a parameter on another device, and may use others themselves.
+/// of a parameter on another device, and may use other parameters directly.
 using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo,
                                       const std::vector<Borrowed>& borrowed)>;
 

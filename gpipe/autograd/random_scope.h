@@ -22,6 +22,7 @@ namespace gpipe {
 ///
 /// Some operators cannot be given a generator: on CUDA (dropout, attention), and on the CPU under a Python dispatch
 /// mode. For these the device's default generator gets the scope's state for the call, under a lock.
+/// Draws that other threads make from it meanwhile, outside of scopes, do not advance its state.
 ///
 /// Scopes nest. Each belongs to the thread that made it. Draws in traced or functionalized code are left alone.
 class RandomScope {

@@ -34,7 +34,8 @@ struct Stage {
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
   bool borrows(std::size_t parameter) const;
-  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as a stage.
+  /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the
+  /// last.
   std::vector<int> receivers;
 
   /// Whether a forward of this stage, or a later one with its input's memory, writes to it. See StoredInputs.
@@ -82,15 +83,17 @@ class ParameterSinks {
   const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`; other threads of layers, parts that lead to
-  /// inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is
-  /// not a parameter of the stage and that an earlier cell used too, because gradients would be lost there.
+  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
+  /// to inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that
+  /// is not a parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A
+  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
 
-  /// Gives sinks to the leaves that a loss depends on, except through `ends`. They become parameters() too.
+  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters.
+  /// They become parameters() too. Call on the stage's worker, when the loss has been computed.
   void adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<torch::autograd::Node>>& ends);
 
   /// Whether each parameter of the stage has a sink.

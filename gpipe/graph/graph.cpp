@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
-#include <deque>
+#include <list>
 
 #include "gpipe/base/json.h"
 #include "gpipe/graph/description.h"
@@ -57,7 +57,10 @@ class Contexts {
 
   void enter(const std::vector<Description::Context>& wanted) {
     std::size_t shared = 0;
-    while (shared < std::min(wanted.size(), scopes_.size()) && wanted[shared] == scopes_[shared].context) ++shared;
+    for (const auto& scope : scopes_) {
+      if (shared == wanted.size() || wanted[shared] != scope.context) break;
+      ++shared;
+    }
     leave(shared);
     for (; shared < wanted.size(); ++shared) scopes_.emplace_back(wanted[shared], device_);
   }
@@ -68,7 +71,7 @@ class Contexts {
   }
 
   const at::DeviceType device_;
-  std::deque<ContextScope> scopes_;
+  std::list<ContextScope> scopes_;
 };
 
 void check_modes(const std::vector<c10::IValue>& arguments) {

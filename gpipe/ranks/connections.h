@@ -19,7 +19,8 @@ class TimeoutError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
-/// One send or receive, used by one thread at a time. Its memory stays until it is complete or the connections closed.
+/// One send or receive, used by one thread at a time. REQUIRES: its memory stays until it is complete or the
+/// connections are closed.
 class Transfer {
  public:
   virtual ~Transfer() = default;

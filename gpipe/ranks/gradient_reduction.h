@@ -11,10 +11,12 @@ struct GradientPiece {
   std::int64_t end;
 };
 
-/// Parameters of a stage whose gradients travel together: of each replica, the share of their elements that it sums.
+/// Parameters of a stage whose gradients travel together. Their elements, one after the other, are cut into one share
+/// per replica, which sums it.
 using GradientBucket = std::vector<std::vector<GradientPiece>>;
 
-/// Returns about how many bytes a replica receives at once to sum `gradients` bytes. `largest`: of one parameter.
+/// Returns about how many bytes of parts and sums a replica receives at once to sum a stage's gradients of `gradients`
+/// bytes. `largest` is the most of one parameter.
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
 
 /// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its
@@ -23,7 +25,8 @@ std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t 
 /// sums of a bucket after it has sent its own of the next one. So the bits are always the same, and a rank sends
 /// 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
 ///
-/// Serves one backward. Thread safety: send() on one thread at a time per stage. Invariant: replicas sum in one order.
+/// Serves one backward. Thread safety: send() on one thread at a time per stage. Invariant: all replicas sum the
+/// buckets in the same order, so a wait for a sum always ends.
 class GradientReduction {
  public:
   /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas.
@@ -31,8 +34,8 @@ class GradientReduction {
   /// Ends early unless all gradients have been sent. REQUIRES: then a rank has failed.
   ~GradientReduction();
 
-  /// Sends the shares of a stage's gradients, which the caller gives up, to the other replicas. Does not wait. Errors:
-  /// ConnectionError; std::invalid_argument for a sparse gradient.
+  /// Sends the shares of a stage's gradients to the other replicas. Does not wait. The caller gives up its references.
+  /// Errors: ConnectionError; std::invalid_argument for a sparse gradient.
   void send(int stage, Gradients gradients);
 
   /// Returns the sums, per stage, on the devices of the parameters. REQUIRES: send() has been called for each stage.

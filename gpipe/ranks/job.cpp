@@ -132,10 +132,14 @@ void Job::connect() {
     throw;
   }
   if (!board_->failure().empty()) close();
+  std::vector<std::shared_ptr<Transfer>> transfers;  // all begin before a thread can close the connections
   for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? ranks_.size() : 1); ++r) {
     auto& each = lifelines_.emplace_back(Lifeline{.rank = r});
-    auto transfer = connections_->receive(r, kLifelineTag, std::span(&each.received, 1));
-    each.thread = std::thread([this, r, transfer = std::move(transfer)] { watch(r, *transfer); });
+    transfers.push_back(connections_->receive(r, kLifelineTag, std::span(&each.received, 1)));
+  }
+  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
+    auto& each = lifelines_[i];
+    each.thread = std::thread([this, rank = each.rank, transfer = transfers[i]] { watch(rank, *transfer); });
   }
 }
 

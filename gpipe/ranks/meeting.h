@@ -4,7 +4,8 @@
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/connections.h"
 
-// How ranks find each other, agree and connect. `poll`, if not null, is called in waits, which its errors end.
+// How ranks find each other, agree and connect. `poll`, which may be null, is called while they wait; its errors end the
+// wait.
 
 namespace gpipe {
 

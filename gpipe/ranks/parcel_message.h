@@ -24,8 +24,8 @@ class Landing {
 };
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
-/// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, which is then not
-/// null, for a DeviceWire. Errors: std::invalid_argument for sparse tensors.
+/// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceWire.
+/// REQUIRES: all tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 

@@ -36,10 +36,12 @@ inline constexpr std::size_t kKeysPerWire = 8;
 /// The wires of one rank, as long as its connections. Thread safety: all but finish() on one thread at a time.
 class Wires {
  public:
-  /// Numbers of wires count from `first`. `delivery`: the longest wait for one. `allocate` is called on any thread.
+  /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
+  /// received messages, on any thread.
   Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate);
 
-  /// Ends of a wire to or from another rank, which both use one number per direction. `limit`: the longest wait.
+  /// Ends of a wire to or from another rank, which both use one number per direction. `limit`: the longest wait for a
+  /// message.
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
@@ -73,7 +75,8 @@ struct Activity {
 /// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
 class RemoteEdges {
  public:
-  /// Posts memory for the first messages. `ranks`: of the workers. `limit`: of a wait. All but `key` must outlive this.
+  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message.
+  /// All arguments but `key` must outlive this.
   RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
               const LayoutKey& key, std::chrono::milliseconds limit);
 

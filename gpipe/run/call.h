@@ -22,12 +22,13 @@ class Call {
   std::uint64_t seed() const { return draw_->seed(); }
   /// Takes the turn and agrees on the call with the other ranks. Errors: as Team::agree().
   Agreement agree(Proposal proposal);
-  /// From then on, as all ranks run the call, an error of this rank is a failure of the team.
+  /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
   void start() { has_started_ = true; }
 
-  /// Makes the call throw the exception that is being handled on the other ranks too. Does nothing the second time.
+  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being
+  /// handled.
   void report() noexcept;
-  /// Reports, and restores what save() has noted. REQUIRES: the call's cells are gone.
+  /// Reports, and restores what save() has noted. REQUIRES: as report(); the call's cells are gone.
   void fail() noexcept;
 
  private:

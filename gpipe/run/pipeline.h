@@ -74,8 +74,8 @@ class Pipeline {
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
   void take_state_of_first_replica();
-  /// The same for buffers that may have changed since a call trained, in a call that has been agreed on. `trains`:
-  /// whether this one does. Does not advance version counters.
+  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
+  /// since the last time. `trains`: whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
@@ -112,7 +112,7 @@ class Pipeline {
     int step = 0;
     std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
   };
-  /// Returns where the next mini-batch records. If nowhere but `needed`, a new timeline.
+  /// Returns where the next mini-batch records, and its step there. If that is nowhere and `needed`, a new timeline.
   Recording next_recording(bool needed);
 
  private:

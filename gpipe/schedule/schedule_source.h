@@ -27,12 +27,15 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Reads a file in that form. Errors: std::invalid_argument, with the path: cannot be read, malformed, or above 64 MiB.
+/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a file that cannot be
+/// read, is larger than 64 MiB, or is malformed.
 ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`, or
 /// if that is empty where the rule places them. A file implies its own placement, and without any R gets those of the
-/// checkpoint mode. Errors: as both; std::invalid_argument for another number of stages, two placements or a misfit.
+/// checkpoint mode. Errors: as read_schedule() and the rule; std::invalid_argument for a file for another number of
+/// stages or another placement, stages_per_worker together with a placement or a file, or a schedule that does not fit
+/// the placement.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 

@@ -43,7 +43,8 @@ struct Replay {
 
 /// Executes a schedule by the executor's rules in simulated time, without threads. Deterministic.
 ///
-/// `latencies` and `sending` are as in Costs. REQUIRES: the schedule satisfies rules 1 to 3 of verify().
+/// `latencies` and `sending` are as Costs::edges and Costs::sending.
+/// REQUIRES: the schedule satisfies rules 1 to 3 of verify().
 Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
               absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
               const std::vector<double>& sending = {});

@@ -6,8 +6,6 @@
 
 #include <algorithm>
 
-#include "gpipe/base/bytes.h"
-
 namespace gpipe {
 namespace {
 
@@ -161,22 +159,25 @@ StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& re
 }
 
 std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {
-  ByteWriter sampled;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  const auto add = [&](const void* data, std::size_t bytes) {
+    const auto* each = static_cast<const unsigned char*>(data);
+    for (std::size_t i = 0; i < bytes; ++i) hash = (hash ^ each[i]) * 1099511628211u;
+  };
   for (const auto& tensor : tensors) {
-    sampled.add(tensor.defined() ? static_cast<int>(tensor.scalar_type()) : -1);
+    const std::int64_t type = tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1;
+    add(&type, sizeof type);
     if (!tensor.defined()) continue;
     if (!tensor.is_cpu() || !has_plain_memory(tensor)) return 0;
-    for (const auto size : tensor.sizes()) sampled.add(size);
+    add(tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
     const auto* first = static_cast<const char*>(tensor.const_data_ptr());
     const auto bytes = static_cast<std::int64_t>(tensor.element_size());
     const auto samples = std::min(kSamples, tensor.numel());
     for (std::int64_t i = 0; i < samples; ++i) {
       const auto element = samples == 1 ? 0 : i * (tensor.numel() - 1) / (samples - 1);
-      sampled.add(std::string(first + place_of(element, tensor) * bytes, bytes));
+      add(first + place_of(element, tensor) * bytes, bytes);
     }
   }
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a, the same on all ranks
-  for (const unsigned char byte : sampled.take()) hash = (hash ^ byte) * 1099511628211u;
   return std::max<std::uint64_t>(hash, 1);
 }
 

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "parser" in options:
             _check(options)
         output = options.run(options)
-        _write(json.dumps(output.fields) + "\n" if getattr(options, "json", False) else output.text, sys.stdout)
+        _write(json.dumps(output.fields()) + "\n" if getattr(options, "json", False) else output.text, sys.stdout)
     except (AssertionError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error).partition("\n")[0])
     except KeyboardInterrupt:

@@ -65,8 +65,8 @@ def profile(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Measures each layer of a model in training mode. Raises RuntimeError, with the layer's name, if a layer fails or does
-    not fit the device alone.
+    """Measures each layer of a model in training mode, for micro-batches like ``sample``. Raises RuntimeError, with the
+    layer's name, if a layer fails or does not fit the device alone.
 
     Args:
         module: the model. Nothing else may use it during the measurement.

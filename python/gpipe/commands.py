@@ -5,6 +5,7 @@ import ast
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Output(NamedTuple):
     """What a command prints, and its exit status."""
 
     text: str
-    fields: object = None  # with --json, instead of the text
+    fields: Callable[[], object] = lambda: None  # returns what --json prints instead
     status: int = 0
 
 
@@ -36,8 +37,12 @@ class Output(NamedTuple):
 
 def print_(options: argparse.Namespace) -> Output:
     made = _schedule(options)
-    fields = _sizes(made) | {"placement": made.placement, "actions": list(map(str.split, str(made).splitlines()))}
-    return Output(str(made), fields)
+    text = str(made)
+
+    def fields() -> object:
+        return _sizes(made) | {"placement": made.placement, "actions": list(map(str.split, text.splitlines()))}
+
+    return Output(text, fields)
 
 
 def draw(options: argparse.Namespace) -> Output:
@@ -52,7 +57,7 @@ def check(options: argparse.Namespace) -> Output:
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
     lines += [f"{worker:6}  {count:10}  {size:10}" for worker, (count, size) in enumerate(zip(cells, sizes))]
-    return Output("\n".join(lines) + "\n", _sizes(made) | fields)
+    return Output("\n".join(lines) + "\n", lambda: _sizes(made) | fields)
 
 
 def _sizes(made: _C.Schedule) -> dict[str, Any]:
@@ -107,7 +112,7 @@ def profile(options: argparse.Namespace) -> Output:
     measured, _ = _profile(options, options.chunks, options.seconds)
     if options.output:
         Path(options.output).write_text(measured.to_json())
-    return Output(str(measured), json.loads(measured.to_json()))
+    return Output(str(measured), lambda: json.loads(measured.to_json()))
 
 
 def cut(options: argparse.Namespace) -> Output:
@@ -123,7 +128,7 @@ def cut(options: argparse.Namespace) -> Output:
     text = measured.table(layers) + "\n" if options.layers else ""
     text += f"balance {','.join(map(str, layers))}; {chunks} chunks, checkpoint {options.checkpoint}:\n{found}"
     names = ("balance", "seconds", "bubble", "stages", "placement", "bytes")
-    return Output(text, {name: getattr(found, name) for name in names})
+    return Output(text, lambda: {name: getattr(found, name) for name in names})
 
 
 def sweep(options: argparse.Namespace) -> Output:
@@ -133,7 +138,7 @@ def sweep(options: argparse.Namespace) -> Output:
     for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
         found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, _search(options))
     found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
-    return Output(_C.candidate_table(found), list(map(_fields, found)))
+    return Output(_C.candidate_table(found), lambda: list(map(_fields, found)))
 
 
 def suggest(options: argparse.Namespace) -> Output:
@@ -168,13 +173,16 @@ def suggest(options: argparse.Namespace) -> Output:
             print(f"no schedule for the measured times is faster; {options.save_schedule} is not written", file=sys.stderr)
     code += f"pipe = {_pipeline(best, schedule, devices)}\n"
     code += "# per mini-batch: " + ("loss = pipe.step(batch, targets, loss_function)" if schedule else "output = pipe(batch)")
-    fields = {
-        "reason": found.reason,
-        "code": code if found.fits else None,
-        "candidates": list(map(_fields, found.candidates)),
-        "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
-        "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
-    }
+
+    def fields() -> object:
+        return {
+            "reason": found.reason,
+            "code": code if found.fits else None,
+            "candidates": list(map(_fields, found.candidates)),
+            "measured": [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured],
+            "unpartitioned": found.unpartitioned and _fields(found.unpartitioned),
+        }
+
     text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
     text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
     for each, seconds in measured:
@@ -198,7 +206,11 @@ def _plan(options: argparse.Namespace) -> Output:
         samples_of = [structure.build(tensor[:size] for tensor in tensors) for size in sizes]
         profiles = [_measure(options, model, sample, options.seconds / len(sizes)) for sample in samples_of]
     plan = balance.plan_cluster(cluster, profiles, samples, schedule=options.schedule or None)
-    return Output(str(plan), {"reason": plan.reason, "candidates": list(map(_fields, plan.candidates))}, not plan.fits)
+
+    def fields() -> object:
+        return {"reason": plan.reason, "candidates": list(map(_fields, plan.candidates))}
+
+    return Output(str(plan), fields, not plan.fits)
 
 
 def _read(path: str) -> str:
@@ -320,9 +332,10 @@ def export(options: argparse.Namespace) -> Output:
     sequence = model if isinstance(model, ExportedSequential) else converted(model, batch)
     show("")
     export_model(sequence, options.output)
-    return Output(f"{options.output} has {len(sequence)} layers\n", {"target": options.output, "layers": len(sequence)})
+    layers = len(sequence)
+    return Output(f"{options.output} has {layers} layers\n", lambda: {"target": options.output, "layers": layers})
 
 
 def convert(options: argparse.Namespace) -> Output:
     tensors = write_safetensors(options.source, options.target)
-    return Output(f"{options.target} has {tensors} tensors\n", {"target": options.target, "tensors": tensors})
+    return Output(f"{options.target} has {tensors} tensors\n", lambda: {"target": options.target, "tensors": tensors})

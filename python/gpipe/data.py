@@ -44,7 +44,7 @@ def collate_part(
     dataset: Dataset[Any], collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
     """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples: the last one of an
-    epoch can have fewer than there are replicas. ``dataset[0]`` gives their shapes. ``collate`` makes other mini-batches."""
+    epoch can have fewer samples than there are replicas. ``dataset[0]`` gives their shapes. ``collate`` makes the others."""
     return partial(_collate_part, dataset, collate)  # can be pickled, for a loader's worker processes
 
 

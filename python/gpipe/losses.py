@@ -73,6 +73,8 @@ def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
         return None
     _, operator, one_shape = _OPERATORS[function]
     names = [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments[2:]]
+    if not settings.keys() >= set(names):  # another version of torch
+        return None
     if any(settings[name] != default for name, default in _defaults(function).items() if name in settings and name not in names):
         return None
     tensors = [settings[name] for name in ("weight", "pos_weight") if isinstance(settings.get(name), Tensor)]

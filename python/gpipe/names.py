@@ -19,8 +19,8 @@ class ConvertedLayer(Skippable):
 
 
 class StateNames:
-    """The names that the user's model has for the state of its layers. ``layers`` has these by their paths in a tree of
-    modules. ``<path>.weight`` is ``<layer>.weight`` in the user's model, where ``<layer>`` is the last part of the path.
+    """The names that the user's model has for the state of its layers. ``layers`` has the layers by their paths in a tree
+    of modules. ``<path>.weight`` is ``<layer>.weight`` in the user's model, where ``<layer>`` is the last part of the path.
     ``<path>.model.<name>`` of a converted model's layer is ``<name>``. All paths have equally many parts."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:

@@ -319,7 +319,8 @@ class GPipe(TeamCalls):
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
         itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch: the
-        backward has run. With ``return_output``, returns a tuple of it and the detached output.
+        backward has run, so do not call ``loss.backward()``. With ``return_output``, returns a tuple of it and the detached
+        output.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -344,7 +345,8 @@ class GPipe(TeamCalls):
                 as targets. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
 
         Raises:
-            RuntimeError: in evaluation mode or without grad mode; inside ``DistributedDataParallel``.
+            RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
+                ``DistributedDataParallel`` (use replicas, or :meth:`compute_loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
                 differs from that of the whole mini-batch, a wrong count, or invalid arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
@@ -391,10 +393,10 @@ class GPipe(TeamCalls):
             factor = check_scale(scale, self.devices[self.placement[-1]])
             chosen = step_options(loss, factor, self.chunks, self.checkpoint, *options)
             native = native_loss(loss)
-            tensors = chain(self.partitions.parameters(), tree_leaves(input))
-            can_train = any(isinstance(each, Tensor) and each.requires_grad for each in tensors) or trains(loss)
-            if native is not None and self.ranks is None and not can_train:
-                raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
+            if native is not None and self.ranks is None and not trains(loss):
+                tensors = chain(self.partitions.parameters(), tree_leaves(input))
+                if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
+                    raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)

@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
 from gpipe.balance import MODES, Candidate, suggest
-from gpipe.checks import Checkpoint, arrange_workers
+from gpipe.checks import Checkpoint, arrange_workers, check_checkpoint
 from gpipe.ranks import Ranks
 from gpipe.structure import take_apart
 
@@ -90,7 +90,13 @@ def choose_plan(
             "times as fast as the pipeline; train the module without one unless you are short of memory",
             stacklevel=6,
         )
-    return cast(Plan, {name: getattr(chosen, name) for name in Plan.__annotations__})
+    return {
+        "balance": chosen.balance,
+        "chunks": chosen.chunks,
+        "checkpoint": check_checkpoint(chosen.checkpoint),
+        "schedule": chosen.schedule,
+        "placement": chosen.placement,
+    }
 
 
 def _has_batch_norm(model: nn.Sequential) -> bool:

@@ -83,7 +83,8 @@ class PipelineGradScaler(GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    All ranks give equal arguments, and call its methods in the same order, with an optimizer of the pipeline's parameters.
+    All ranks call its methods in the same order, with an optimizer of the pipeline's parameters. The other arguments are
+    those of ``torch.amp.GradScaler``, the same on all ranks.
     """
 
     def __init__(

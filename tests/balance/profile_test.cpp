@@ -177,7 +177,8 @@ TEST(Profiler, RefusesInvalidArguments) {
   EXPECT_THAT([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().checkpoints({})); },
               refused("at least one checkpoint mode"));
   EXPECT_THAT([&] { suggest(model, x, {}); }, refused("at least one device"));
-  EXPECT_THAT([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); }, refused("chunks must be positive, but is 0"));
+  EXPECT_THAT([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); },
+              refused("chunks must be positive, but is 0"));
 }
 
 /// A layer on a simulated device whose memory holds the graphs of four such layers.

@@ -1,5 +1,7 @@
 """Profiles, balances, predictions and suggestions."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -16,8 +18,22 @@ def model():
     )
 
 
-def test_a_profile_has_layers_and_skips():
-    measured = balance.profile(model(), torch.rand(8, 64), workers=2, seconds=0)
+def test_the_balance_by_size_gives_large_layers_their_own_stage():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
+    assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
+
+
+def test_a_profile_leaves_the_model_unchanged():
+    layers, x = model(), torch.rand(8, 64)
+    layers[6].eval()
+    layers[0].weight.grad = torch.ones(64, 64)
+    state = copy.deepcopy(layers.state_dict())
+    random = torch.get_rng_state()
+    measured = balance.profile(layers, x, workers=2, seconds=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(state[key], value) for key, value in layers.state_dict().items())
+    assert torch.equal(layers[0].weight.grad, torch.ones(64, 64))
+    assert [layer.training for layer in layers] == [True] * 6 + [False]
     assert [layer.name for layer in measured.layers] == list("0123456")
     assert [(skip.name, skip.from_layer, skip.reader_layers) for skip in measured.skips] == [("skip", 3, [5])]
     assert all(layer.forward > 0 and layer.backward > 0 for layer in measured.layers)

@@ -1,9 +1,10 @@
-"""Values that many later layers read, in converted models with attention residuals."""
+"""Values that many later layers read, in converted models: attention residuals, DenseNet, U-Net++."""
 
 import contextlib
 import functools
 import itertools
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 import gpipe
+import zoo
 from gpipe import _C, checks
-from gpipe.balance import predict, profile
-from helpers import named_gradients, results_of
+from gpipe.balance import predict, profile, suggest
+from conftest import long
+from helpers import results_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "python"))
 from attention_residuals import Transformer, cross_entropy
@@ -42,7 +45,11 @@ def reference():
     for part, of_part in zip(input.split(SIZES), target.split(SIZES)):
         outputs.append(sequence(part))
         (cross_entropy(outputs[-1], of_part) * len(part) / sum(SIZES)).backward()
-    return torch.cat(outputs).detach(), named_gradients(sequence)
+    return torch.cat(outputs).detach(), gradients_of(sequence)
+
+
+def gradients_of(module):
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
 
 
 def equal_parts(layers, stages):
@@ -57,7 +64,7 @@ def step(schedule, placement, checkpoint, group=None):
     pipe = gpipe.GPipe(sequence, equal_parts(len(sequence), len(placement)), chunks=len(SIZES), **options)
     pipe.zero_grad()
     _, output = pipe.step(input, target, cross_entropy, return_output=True)
-    return output, named_gradients(pipe)
+    return output, gradients_of(pipe)
 
 
 def placements(schedule):
@@ -101,14 +108,55 @@ def test_attention_residuals_over_two_ranks_equal_one_process():
         assert all(torch.equal(gradient, gradients[name]) for name, gradient in (mine | others).items())
 
 
-def test_each_value_is_one_skip():
-    sequence, value, _ = make_sequence()
-    stashed = []
-    for layer in sequence:
-        stashes, *_ = layer.declared()
-        value = layer(value)
-        stashed += map(_C.peek, stashes)
-    assert len({(each.data_ptr(), each._version) for each in stashed}) == len(stashed) > 2
+def values_of(sequence, input):
+    """Returns the tensors that go from layer to layer: their bytes, the layer that makes each, and those that read it.
+    A tensor that a layer changes in place becomes another one."""
+    makers, readers, kept = {}, defaultdict(set), []
+
+    def key(tensor):
+        kept.append(tensor)  # so that no other tensor gets its memory
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor._version
+
+    def make(index, tensor):
+        makers.setdefault(key(tensor), (tensor.nbytes, index))
+        return tensor
+
+    def read(index, tensor):
+        readers[key(tensor)].add(index)
+        return tensor
+
+    activation = ()
+    for index, layer in enumerate(sequence):
+        stashes, pops, peeks = layer.declared()
+        for tensor in itertools.chain(activation, map(_C.peek, pops), map(_C.peek, peeks)):
+            read(index, tensor)
+        input = layer(input)
+        for stashed in stashes:
+            make(index, _C.peek(stashed))
+        activation = [] if index + 1 == len(sequence) else [input] if torch.is_tensor(input) else input
+        for tensor in activation:
+            make(index, tensor)
+    return [(*made, readers[each]) for each, made in makers.items()]
+
+
+LONG = "torchvision densenet121", "segmentation_models_pytorch UnetPlusPlus"
+
+
+@pytest.mark.parametrize(("name", "workers"), [("", 2), ("", 3), *(long(name, 2) for name in LONG)])
+def test_each_value_crosses_once_to_each_worker(name, workers):
+    """A search predicts the fewest bytes possible: each value goes once to each worker that only reads it."""
+    sequence, input, _ = make_sequence()
+    if name:
+        model, (input,), _ = zoo.models()[name]()
+        sequence = gpipe.to_sequential(model, input)
+    values = values_of(sequence, input[: -(-len(input) // 2)])
+    assert max(len(readers) for *_, readers in values) > 2
+    candidates = suggest(sequence, input, ["cpu"] * workers, chunks=[2], seconds=0.5).candidates
+    assert {each.placed_by for each in candidates} == {"schedule", "stages_per_worker", "v"}
+    for each in candidates:
+        worker_of = [each.placement[stage] for stage, layers in enumerate(each.balance) for _ in range(layers)]
+        least = sum(size * len({worker_of[i] for i in readers} - {worker_of[maker]}) for size, maker, readers in values)
+        assert each.crossing == 2 * least, each.placement
 
 
 class Losses(nn.Module):

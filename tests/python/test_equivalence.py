@@ -5,12 +5,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gpipe
-from helpers import gradients
+from helpers import gradients, make_tied_model, results_of, tied_batch
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
@@ -23,6 +24,24 @@ def test_scripted_layers_train_the_same():
         pipe(x).sum().backward()
     torch.testing.assert_close(*(list(pipe.state_dict().values()) for pipe in pipes))
     torch.testing.assert_close(*map(gradients, pipes))
+
+
+def train_in_parallel(ranks):
+    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2, checkpoint="always")
+    module, whole = nn.ModuleList([pipe]), make_tied_model()
+    module.forward = lambda x, y: pipe.compute_loss(x, y, F.cross_entropy)
+    parallel = nn.parallel.DistributedDataParallel(module)
+    for step in range(2):
+        parallel.zero_grad()
+        whole.zero_grad()
+        parallel(*(tensor.chunk(2)[ranks.rank] for tensor in tied_batch(step))).backward()
+        x, y = tied_batch(step)
+        F.cross_entropy(whole(x), y).backward()
+        torch.testing.assert_close(gradients(pipe), gradients(whole))
+
+
+def test_distributed_data_parallel_averages_the_gradients():
+    results_of(2, train_in_parallel)
 
 
 MODES = ["never", "always"]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import gpipe
 from gpipe import to_sequential
+from gpipe.balance import balance_by_time, suggest
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
 from helpers import named_gradients
@@ -265,6 +266,14 @@ def test_copies_and_pickles():
         verify_skippables(sequence[:3])
     twice = nn.Sequential(sequence[:5], sequence[5:])
     assert torch.equal(twice(batch()), sequence(batch()))
+
+
+def test_balances_of_modules():
+    net = make_net()
+    assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
+    suggestion = suggest(net, batch(), ["cpu", "cpu"], chunks=[2], seconds=1)
+    assert sum(suggestion.best.balance) == 12
+    assert "first.linear" in suggestion.profile_of(suggestion.best).table(suggestion.best.balance)
 
 
 def counts_through_a_view(self, x):

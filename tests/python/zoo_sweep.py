@@ -6,6 +6,7 @@ left out. Then the tables of docs/zoo.md are written, if all models have run.
 
 import functools
 import json
+import math
 import multiprocessing
 import re
 import resource
@@ -74,14 +75,17 @@ def state_after(model, step, seed=1):
 
 def difference(ours, theirs):
     """Returns the largest difference of two states, relative to the largest output, gradient or buffer; 0 if all bits are
-    equal."""
+    equal; infinity if one is finite where the other is not."""
     largest = 0.0
     for mine, others in zip(ours, theirs, strict=True):
         assert {name: each.shape for name, each in mine.items()} == {name: each.shape for name, each in others.items()}
         pairs = [(mine[name].double(), others[name].double()) for name in mine if not torch.equal(mine[name], others[name])]
+        if any(not torch.equal(one.isfinite(), other.isfinite()) for one, other in pairs):
+            return math.inf
         if pairs:
-            scale = max(float(each.double().abs().max()) for each in others.values() if each.numel())
-            largest = max(largest, *(float((one - other).abs().max()) / scale for one, other in pairs))
+            scale = max(float(each.double().nan_to_num(0, 0, 0).abs().max()) for each in others.values() if each.numel())
+            differences = [(one - other).nan_to_num(0, 0, 0).abs().max() / scale for one, other in pairs]
+            largest = max(largest, *map(float, differences))
     return largest
 
 

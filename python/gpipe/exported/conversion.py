@@ -111,7 +111,7 @@ def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwar
 
 
 def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a model and its sequence return equal values, or both raise, in each mode, and return in one."""
+    """Returns whether a model and its sequence return equal values, or both raise, in each mode. In one, they must return."""
     returned = False
     for training in (True, False):
         with mode(module, training), mode(sequence, training):

@@ -1,6 +1,7 @@
 """Calls torch.export for any number of samples or any sizes, without its output, with an error that tells the module.
 
-A module that is kept whole becomes an operator per call, which only tells the shapes of the outputs. The layer calls it.
+A module that is kept whole becomes an operator per call, which only tells the shapes of the outputs. The layer calls
+the module.
 """
 
 import functools

@@ -68,8 +68,8 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
     """Joins layers that must be in one stage: those between the first and last use of a buffer that an operation changes,
-    which other stages would not see; those between the first and the last use of a number that is computed, because numbers
-    do not leave a layer; and those within a ``torch.vmap``, which changes what operators on its thread do."""
+    as other stages would not see the change; those between the first and the last use of a number that is computed, as
+    numbers do not leave a layer; and those within a ``torch.vmap``, which changes what operators on its thread do."""
     memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()

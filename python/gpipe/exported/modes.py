@@ -56,8 +56,8 @@ class Combination:
     are called in both modes.
 
     Operations of the two graphs with the same call and function, in the same order, correspond. Their arguments that differ
-    become a :class:`Choice`. The others run in one mode: that of the innermost module around them that is called in both
-    modes and computes different things in them, because a module may decide by its mode what it computes or calls.
+    become a :class:`Choice`. The other operations run in one mode: that of the innermost module around them that is called
+    in both modes and computes different things in them, because a module may decide by its mode what it computes or calls.
     """
 
     def __init__(self, training: Graph, evaluation: Graph, called: Container[str]) -> None:
