@@ -143,6 +143,7 @@ TEST(Profiler, AcceptsFrozenModels) {
   const auto half = profile(model, rows(), brief());
   EXPECT_EQ(half.layers[0].gradients, 0);
   EXPECT_EQ(half.layers[0].backward, 0);
+  EXPECT_GT(half.layers[0].recompute, 0);
   EXPECT_GT(half.layers[2].backward, 0);
   for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);
   EXPECT_EQ(profile(model, rows(), brief()).layers[2].backward, 0);
