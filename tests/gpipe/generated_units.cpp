@@ -1,6 +1,13 @@
 #include "tests/gpipe/generated_units.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
+#include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/instruments.h"
+
+// Of LeakSanitizer, in builds that have it.
+extern "C" __attribute__((weak)) void __lsan_disable();
+extern "C" __attribute__((weak)) void __lsan_enable();
 
 namespace gpipe {
 
@@ -182,6 +189,22 @@ Unit of_parameter(const char* name, const std::vector<double>& shape, Function f
 Unit of_vector(const char* name, Function function, int flags = 0) { return of_parameter(name, {1}, function, flags); }
 Unit of_matrix(const char* name, Function function) { return of_parameter(name, {1, 1}, function); }
 
+// Writes to buffers, which the version counter may hide, small and large, and shares their memory.
+void written_buffers(Builder& b) {
+  const auto table = b.buffer(torch::ones({b.variant < 2 ? b.width : 20000}));
+  b.buffer(table.view({2, -1}));
+  b.add([table, hidden = b.variant % 2 == 0](Tensor x) {
+    auto target = hidden ? table.variable_data() : table;
+    target.mul_(0.5).add_(x.detach().mean() + 1);
+    return x * table.narrow(0, 0, x.size(1)).clone();
+  });
+}
+
+void own_generator(Builder& b) {
+  auto generator = b.variant < 2 ? at::make_generator<at::CPUGeneratorImpl>(7) : at::detail::getDefaultCPUGenerator();
+  b.add([generator](Tensor x) { return x * torch::rand({x.size(1)}, generator, x.options().requires_grad(false)); });
+}
+
 void image_layers(Builder& b) {
   b.add([](Tensor x) { return x.view({x.size(0), 1, 2, x.size(1) / 2}); });
   b.push(nn::Conv2d(nn::Conv2dOptions(1, 4, 3).padding(1)));
@@ -194,6 +217,11 @@ void image_layers(Builder& b) {
 void stash_a_product(Builder& b) {
   const auto w = b.parameter({b.width});
   b.push(SkipFunction(Skippable::Names{.stash = {b.pair}}, [name = b.pair, w](Tensor x, SkipFunctionImpl& skips) {
+    // If a later layer adds the product to x in place, PyTorch's graph holds itself until a backward.
+    if (__lsan_disable) __lsan_disable();
+    const absl::Cleanup enable = [] {
+      if (__lsan_enable) __lsan_enable();
+    };
     skips.stash(name, x * w);
     return x;
   }));
@@ -311,6 +339,8 @@ std::vector<Unit> other_units() {
       {"base and view changed", [](Builder& b) { pair_of_tensors(b, true, true); }, kChanges | kAliases},
       {"moving average", moving_average},
       {"step counter", step_counter},
+      {"written buffers", written_buffers, Unit::kHost},
+      {"own generator", own_generator, Unit::kHost},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
       of_vector("unused parameter", [](Tensor x, const Tensor&) { return x.sin(); }),

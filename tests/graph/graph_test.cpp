@@ -51,6 +51,14 @@ TEST(Graph, ComputesSizes) {
   EXPECT_EQ(computed(R"(["and", ["<=", {"size": [0, 0]}, 7], ["!=", {"size": [0, 0]}, 7]])"), 0);
 }
 
+TEST(Graph, TakesNamesForEnumerators) {
+  const auto outputs = run(R"({"values": 2, "inputs": [0],
+    "calls": [{"operator": "aten::clone", "args": [{"value": 0}], "result": 1,
+               "kwargs": {"memory_format": {"memory format": "channels_last"}}}], "outputs": [{"value": 1}]})",
+                           {torch::zeros({2, 3, 4, 4})});
+  EXPECT_TRUE(outputs.front().is_contiguous(at::MemoryFormat::ChannelsLast));
+}
+
 TEST(Graph, ChecksShapesAndGuards) {
   const Graph graph(R"({"values": 1, "inputs": [0, null], "shapes": [[null, 3], null],
     "guards": [[["<", 2, {"size": [0, 0]}], "samples > 2"]], "outputs": [{"value": 0}]})");
