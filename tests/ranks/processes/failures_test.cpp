@@ -218,6 +218,10 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
       {[](auto&, auto& balance, auto&) { std::swap(balance[1], balance[2]); }, "the balance", "[1, 2, 1]", "[1, 1, 2]"},
       {[](auto& options, auto&, auto&) { options.chunks(3); }, "chunks", "2", "3"},
       {[](auto& options, auto&, auto&) { options.schedule("1f1b"); }, "the schedule", "gpipe", "1f1b"},
+      {[](auto& options, auto&, auto&) {
+         options.placement({2, 1, 0});
+       },
+       "the placement", "[]", "[2, 1, 0]"},
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
