@@ -106,10 +106,10 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   add("torch's version", TORCH_VERSION);
   add("the number of replicas", options.ranks()->replicas());
   add("nccl", options.ranks()->options().nccl() ? "true" : "false");
-  add("the balance", "[" + absl::StrJoin(balance, ", ") + "]");
+  add("the balance", absl::StrCat("[", absl::StrJoin(balance, ", "), "]"));
   add("the schedule", options.schedule_function() ? "a function" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());
-  add("the placement", "[" + absl::StrJoin(options.placement(), ", ") + "]");
+  add("the placement", absl::StrCat("[", absl::StrJoin(options.placement(), ", "), "]"));
   add("chunks", options.chunks());
   add("split_size", options.split_size());
   add("the checkpoint mode", to_string(options.checkpoint()));
