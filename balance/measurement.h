@@ -7,7 +7,7 @@ namespace gpipe {
 /// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
 /// layers' state: see RestoreModule. A `plain` profile has no times and bytes of recomputes and of split backwards.
 ///
-/// Errors: those of GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.
+/// Errors: as GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain);
 
 /// Profiles one layer at a time. Bytes are upper bounds. Restores the layers' state. Errors: as measure();

@@ -79,7 +79,7 @@ struct TailoredSchedule {
 /// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
 /// placement, chunks and checkpoint mode, and to the memory limit, which workers on one device share equally. If a
 /// named schedule of the candidate keeps to it too, the result is never slower in simulation. Returns nothing if no
-/// schedule keeps to it. REQUIRES: the candidate is of the profile. Errors: those of predict().
+/// schedule keeps to it. REQUIRES: the candidate is of the profile. Errors: as predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 

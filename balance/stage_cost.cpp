@@ -178,7 +178,7 @@ std::int64_t StageCost::most_bytes(const std::vector<std::int64_t>& balance, con
 }
 
 // After the first of several backwards, all gradients and other cells are live. A backward begins with all bytes saved
-// for it: at least those that backwards before `end` free, less those that forwards before `first` saved.
+// for it: at least the bytes that backwards before `end` free, less the bytes that forwards before `first` saved.
 std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& options) const {
   const auto saved = std::max(std::int64_t{0}, saved_for_[end] - saved_by_[first]);
   const auto gradients = this->gradients(first, end);

@@ -63,7 +63,7 @@ class GPipeImpl : public torch::nn::Module {
   /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for factories of layers. Calls them in order, each in a RandomScope of its own, and keeps this rank's
-  /// layers. So the initial values do not depend on the balance or the ranks, but differ from those of a Sequential.
+  /// layers. So the initial values do not depend on the balance or the ranks, but a Sequential's values differ.
   /// Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory that
   /// returns no module, or two layers of one name.
   GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
@@ -179,7 +179,7 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<StateName>& buffer_names() const { return buffer_names_; }
 
   /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument
-  /// for a number that is not positive, gives more than kMostCells cells, or does not fit the schedule.
+  /// for a number that is not positive, means more than kMostCells cells, or does not fit the schedule.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.

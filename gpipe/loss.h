@@ -68,10 +68,10 @@ struct StepOptions {
   /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
   /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) compares the joined loss and its
-  /// gradients with those of the whole mini-batch, for which it keeps all outputs. Again when the shares of negative
-  /// integers or of false in the micro-batches' targets on the CPU first differ, because losses ignore such targets.
-  /// Throws std::invalid_argument if the losses differ. Does nothing if the reduction is known or given as kSum, or for
-  /// a loss that fails on the whole mini-batch or draws random numbers.
+  /// gradients with the loss and gradients of the whole mini-batch, for which it keeps all outputs. Compares once more
+  /// when the shares of negative integers or of false in the micro-batches' targets on the CPU first differ, because
+  /// losses ignore such targets. Throws std::invalid_argument if the losses differ. Does nothing if the reduction is
+  /// known or given as kSum, or for a loss that fails on the whole mini-batch or draws random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

@@ -19,7 +19,7 @@ Users reported these failures of other libraries. Each has a test here, which re
 result, where possible against the plain model, bit by bit.
 
 The last column tells what torch {version} does in [a small program](torch_failures.py) of that kind, on CPUs with
-Gloo. *Right*: it does not fail, and its gradients are those of the plain model. *As reported*: nothing was run, because the
+Gloo. *Right*: it does not fail, and its gradients equal the plain model's. *As reported*: nothing was run, because the
 thread is about another library.
 
 | | threads | failure | test here | torch {version} |

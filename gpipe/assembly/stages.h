@@ -74,7 +74,7 @@ struct Assembly {
 Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& workers, LayerFactories factories,
                   std::vector<RunLayers> run_layers, const GPipeOptions& options);
 
-/// Moves the stages' layers to their devices; a shared parameter to that of the first stage here that has it.
+/// Moves the stages' layers to their devices. A shared parameter goes to the device of its first stage here.
 void move_to_devices(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

@@ -23,8 +23,8 @@ namespace gpipe {
 /// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
 class Pipeline {
  public:
-  /// REQUIRES: the stages of a worker have one device; those of other ranks the CPU, and no layers. Errors, with wires
-  /// between devices: ConnectionError.
+  /// REQUIRES: the stages of a worker have one device. Stages of other ranks are on the CPU and have no layers. Errors,
+  /// with wires between devices: ConnectionError.
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
            LanguageBinding binding, std::unique_ptr<Team> team);
   ~Pipeline();

@@ -31,8 +31,8 @@ struct ListSchedule {
   double makespan = 0;  ///< what simulate() says, without Costs::sending
 };
 
-/// Returns the lists that arise when each free worker runs one of the actions that can start, those of one kind and
-/// stage in the order of micro-batches. Never deadlocks, whatever the edges. The lists have no R (see
+/// Returns the lists that arise when each free worker runs one of the actions that can start. Actions of one kind and
+/// stage run in the order of micro-batches. Never deadlocks, whatever the edges. The lists have no R (see
 /// with_recomputes()), but the times include them. REQUIRES: a valid layout, edges within it, and costs for all.
 ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
