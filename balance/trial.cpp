@@ -24,6 +24,7 @@ class DecoratedLayer : public Layer {
   const std::string& name() const override { return layer_->name(); }
   std::shared_ptr<torch::nn::Module> module() const override { return module_ ? module_ : layer_->module(); }
   Buffers buffers() const override { return layer_->buffers(); }
+  std::vector<at::Tensor> parameters() const override { return layer_->parameters(); }
 
  private:
   const std::unique_ptr<Layer> layer_;

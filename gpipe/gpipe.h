@@ -95,7 +95,7 @@ class GPipeImpl : public torch::nn::Module {
   /// Errors: as forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
   /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient
-  /// has been added, unless a hook threw it.
+  /// has been added, unless a hook threw it; except to a `.grad` of earlier steps, which then may hold a part.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients. Serves
@@ -193,6 +193,7 @@ class GPipeImpl : public torch::nn::Module {
  private:
   /// All others delegate to this one.
   GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding);
+  std::int64_t least_samples() const;  // of a micro-batch
   Value run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint);
   StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                       std::shared_ptr<const at::Tensor> unit);
@@ -203,6 +204,7 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<std::pair<std::string, torch::Tensor>> across_ranks_;  // named_parameters() that other ranks have too
   std::vector<StateName> parameter_names_;
   std::vector<StateName> buffer_names_;
+  bool has_batch_norm_ = false;
   std::shared_ptr<Pipeline> pipeline_;
   std::once_flag warned_;
 };

@@ -35,8 +35,8 @@ struct GPipeOptions {
   /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(). Each R
   /// must come directly before its B or I among its stage's actions, W's aside.
   TORCH_ARG(ScheduleFunction, schedule_function);
-  /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
-  /// there may be fewer. 1 is plain model parallelism.
+  /// The number of micro-batches per mini-batch, at most one per sample; see micro_batch_sizes(). 1 is plain model
+  /// parallelism.
   TORCH_ARG(std::int64_t, chunks) = 1;
   /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
   TORCH_ARG(std::int64_t, split_size) = 0;
@@ -57,10 +57,12 @@ struct GPipeOptions {
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 
-/// Returns the number of samples in each micro-batch: at most `chunks` equal ones, the last one possibly smaller, as
-/// torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one empty micro-batch.
-/// Errors: std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than kMostCells
-/// micro-batches.
-std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
+/// Returns the number of samples in each micro-batch: `chunks` of them, as equal as can be, as torch::tensor_split cuts
+/// (10 in 4 are 3, 3, 2, 2); or, if `split_size` is positive, that many and the rest in the last, as torch::split cuts.
+/// There are fewer, as equal as can be, where one would have less than `least` samples. (A batch norm cannot train on one
+/// sample, so a pipeline that trains one passes 2.) An empty mini-batch has one empty micro-batch. Errors:
+/// std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than kMostCells micro-batches.
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
+                                            std::int64_t least = 1);
 
 }  // namespace gpipe

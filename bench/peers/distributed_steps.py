@@ -64,7 +64,7 @@ def data_parallel_step(args: argparse.Namespace, layers: models.Layers, x: Tenso
 
     def step() -> None:
         steps.clear_gradients(model)
-        for index, part in enumerate(x.chunk(chunks)):
+        for index, part in enumerate(x.tensor_split(chunks)):
             with model.no_sync() if index + 1 < chunks else nullcontext():
                 model(part).sum().backward()
 

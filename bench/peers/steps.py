@@ -45,7 +45,7 @@ def clear_gradients(module: nn.Module) -> None:
 def plain_step(model: nn.Module, x: Tensor, chunks: int, recompute: bool) -> None:
     """Computes what a pipeline's step does, in a loop over the micro-batches."""
     clear_gradients(model)
-    for part in x.chunk(chunks):
+    for part in x.tensor_split(chunks):
         if recompute:
             with torch.no_grad():
                 model(part)

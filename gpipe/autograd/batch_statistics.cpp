@@ -17,6 +17,11 @@ namespace {
 
 thread_local BatchStatistics* current_statistics = nullptr;
 
+// PyTorch refuses one without the other.
+bool have_values(const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var) {
+  return running_mean && running_mean->defined() && running_var && running_var->defined();
+}
+
 // Runs for every layer, because each runs inside a RandomScope, which includes this dispatch key.
 at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
@@ -24,7 +29,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
   auto* statistics = current_statistics;
-  const bool updates = training && running_mean && running_mean->defined();
+  const bool updates = training && have_values(running_mean, running_var);
   const bool defer = statistics != nullptr && updates;
   if (updates) {
     StageState::before_write(*running_mean);
@@ -43,7 +48,7 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
                          double eps, bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
   auto* statistics = current_statistics;
-  const bool defer = statistics != nullptr && use_input_stats && running_mean && running_mean->defined();
+  const bool defer = statistics != nullptr && use_input_stats && have_values(running_mean, running_var);
   const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {
     const BatchStatistics::Scope inner(nullptr);
     return at::_ops::instance_norm::redispatch(below, input, weight, bias, mean, var, use_input_stats, momentum, eps,
@@ -70,14 +75,17 @@ void register_batch_norm(torch::Library& library) {
   library.impl("instance_norm", TORCH_FN(instance_norm));
 }
 
-BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {}
+BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {
+  if (statistics == nullptr) return;
+  for (auto& entry : statistics->entries_) entry.is_next = true;
+}
 
 BatchStatistics::Scope::~Scope() { current_statistics = previous_; }
 
 void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var,
                           double momentum) {
   at::NoGradGuard no_grad;
-  auto& entry = entry_of(running_mean, running_var, momentum);
+  auto& entry = next_entry(running_mean, running_var, momentum);
   ++entry.calls;
   if (input.numel() == 0) return;
 
@@ -97,17 +105,17 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
 void BatchStatistics::add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
                                     const at::Tensor& running_mean, const at::Tensor& running_var, double momentum) {
   at::NoGradGuard no_grad;
-  auto& entry = entry_of(running_mean, running_var, momentum);
+  auto& entry = next_entry(running_mean, running_var, momentum);
   entry.of_instances = true;
   if (instances == 0) return;
   const auto count = static_cast<double>(instances);
   merge(entry, count, mean.to(at::kDouble), var.to(at::kDouble) * count);
 }
 
-BatchStatistics::Entry& BatchStatistics::entry_of(const at::Tensor& running_mean, const at::Tensor& running_var,
-                                                  double momentum) {
+BatchStatistics::Entry& BatchStatistics::next_entry(const at::Tensor& running_mean, const at::Tensor& running_var,
+                                                    double momentum) {
   for (auto& known : entries_) {
-    if (known.running_mean.is_same(running_mean)) return known;
+    if (known.running_mean.is_same(running_mean) && std::exchange(known.is_next, false)) return known;
   }
   return entries_.emplace_back(Entry{running_mean, running_var, momentum});
 }
@@ -128,17 +136,18 @@ void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, 
 }
 
 std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor>& buffers) const {
-  std::vector<at::Tensor> tensors(3 * buffers.size());
+  std::vector<at::Tensor> tensors;
   for (const auto& entry : entries_) {
     const auto mean = index_of(entry.running_mean, buffers);
     const auto var = index_of(entry.running_var, buffers);
     if (entry.count == 0 || mean == buffers.size() || var == buffers.size()) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
-    tensors[3 * mean] = at::tensor(
-        {static_cast<double>(var), entry.momentum, entry.count, entry.of_instances ? 1.0 : 0.0}, at::kDouble);
-    tensors[3 * mean + 1] = entry.mean.to(at::kCPU);
-    tensors[3 * mean + 2] = entry.deviations.to(at::kCPU);
+    tensors.push_back(at::tensor({static_cast<double>(mean), static_cast<double>(var), entry.momentum, entry.count,
+                                  entry.of_instances ? 1.0 : 0.0},
+                                 at::kDouble));
+    tensors.push_back(entry.mean.to(at::kCPU));
+    tensors.push_back(entry.deviations.to(at::kCPU));
   }
   return tensors;
 }
@@ -146,18 +155,16 @@ std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor
 void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
                            const std::vector<std::vector<at::Tensor>>& of_others) {
   at::NoGradGuard no_grad;
-  for (std::size_t b = 0; b < buffers.size(); ++b) {
-    bool is_first = true;
-    for (const auto& tensors : of_others) {
-      const auto& numbers = tensors.at(3 * b);
-      if (!numbers.defined()) continue;
-      const auto var = static_cast<std::size_t>(numbers[0].item<double>());
-      auto& entry = entry_of(buffers[b], buffers.at(var), numbers[1].item<double>());
-      if (std::exchange(is_first, false)) entry.count = 0;
-      entry.of_instances = numbers[3].item<double>() != 0;
-      const auto device = buffers[b].device();
-      merge(entry, numbers[2].item<double>(), tensors.at(3 * b + 1).to(device, at::kDouble, false, /*copy=*/true),
-            tensors.at(3 * b + 2).to(device, at::kDouble, false, /*copy=*/true));
+  for (auto& entry : entries_) entry.count = 0;
+  for (const auto& tensors : of_others) {
+    const Scope first_calls(this);
+    for (std::size_t k = 0; k < tensors.size(); k += 3) {
+      const auto number = [&](int i) { return tensors[k][i].item<double>(); };
+      const auto& mean = buffers.at(static_cast<std::size_t>(number(0)));
+      auto& entry = next_entry(mean, buffers.at(static_cast<std::size_t>(number(1))), number(2));
+      entry.of_instances = number(4) != 0;
+      merge(entry, number(3), tensors.at(k + 1).to(mean.device(), at::kDouble, false, /*copy=*/true),
+            tensors.at(k + 2).to(mean.device(), at::kDouble, false, /*copy=*/true));
     }
   }
 }

@@ -24,8 +24,8 @@ void register_batch_norm(torch::Library& library);
 /// Algorithm for Computing Sample Variances, 1979).
 class BatchStatistics {
  public:
-  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, add their
-  /// inputs to `statistics` and leave their running statistics alone. nullptr changes nothing.
+  /// One micro-batch: for its lifetime, batch norm and instance norm in training mode on this thread, inside a
+  /// RandomScope, add their inputs to `statistics` and leave their running statistics alone. nullptr changes nothing.
   class Scope {
    public:
     explicit Scope(BatchStatistics* statistics);
@@ -36,16 +36,17 @@ class BatchStatistics {
     BatchStatistics* const previous_;
   };
 
-  /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
+  /// Adds the input of one call. The n-th calls of all micro-batches make one update. An empty input only counts as a
+  /// call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
   /// The same for an instance norm, of means over the micro-batch's samples.
   void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
                      const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean: numbers (the index of
-  /// the running variance in `buffers`, the momentum, the number of values per channel, whether they are of instances);
-  /// the mean; the deviations. Undefined for other buffers.
+  /// Returns the statistics as tensors on the CPU, three for each update: numbers (the indices of the running mean and
+  /// variance in `buffers`, the momentum, the number of values per channel, whether they are of instances); the mean;
+  /// the deviations.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
@@ -62,14 +63,16 @@ class BatchStatistics {
     double momentum = 0;
     std::int64_t calls = 0;
     bool of_instances = false;
+    bool is_next = false;        // whether the micro-batch has not made this call yet
     double count = 0;            // values per channel; of an instance norm: samples
     at::Tensor mean = {};        // per channel, double
     at::Tensor deviations = {};  // per channel, double: sum of squared deviations; of an instance norm: of variances
   };
-  Entry& entry_of(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
+  /// Returns the entry of the micro-batch's next call.
+  Entry& next_entry(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
   static void merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations);
 
-  std::vector<Entry> entries_;
+  std::vector<Entry> entries_;  // those of a batch norm in the order of its calls
 };
 
 }  // namespace gpipe

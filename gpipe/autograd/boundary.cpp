@@ -43,6 +43,10 @@ at::Tensor unshared(at::Tensor tensor) {
 
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (!gradient.defined()) return;
+  if (accumulators_[index]) {
+    (*accumulators_[index])({std::move(gradient)});
+    return;
+  }
   auto& sum = sums_[index];
   if (!sum.defined()) {
     sum = std::move(gradient);
@@ -184,10 +188,31 @@ class SkipUndefinedHook : public torch::autograd::FunctionPreHook {
   const std::unique_ptr<FunctionPreHook> hook_;
 };
 
+thread_local const GradientCatch::Take* current_catch = nullptr;
+
+class CatchHook : public torch::autograd::FunctionPreHook {
+ public:
+  explicit CatchHook(const c10::TensorImpl* leaf) : leaf_(leaf) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (current_catch == nullptr || !gradients.front().defined()) return gradients;
+    const auto* wanted = torch::autograd::get_current_graph_task_exec_info();  // not empty: autograd::grad()
+    const bool is_taken = (wanted == nullptr || wanted->empty()) && (*current_catch)(leaf_, gradients.front());
+    return is_taken ? variable_list(1) : gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  const c10::TensorImpl* const leaf_;  // has this hook
+};
+
+bool is_ours(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
+  return dynamic_cast<SkipUndefinedHook*>(hook.get()) != nullptr || dynamic_cast<CatchHook*>(hook.get()) != nullptr;
+}
+
 void wrap_hooks(const at::Tensor& leaf) {
   for (auto& hook : torch::autograd::impl::hooks(leaf)) {
-    if (dynamic_cast<SkipUndefinedHook*>(hook.get()) == nullptr)
-      hook = std::make_unique<SkipUndefinedHook>(std::move(hook));
+    if (!is_ours(hook)) hook = std::make_unique<SkipUndefinedHook>(std::move(hook));
   }
 }
 
@@ -209,6 +234,17 @@ torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::
 }
 
 }  // namespace
+
+GradientCatch::GradientCatch(Take take) : take_(take), previous_(std::exchange(current_catch, &take_)) {}
+
+GradientCatch::~GradientCatch() { current_catch = previous_; }
+
+void catch_gradients(const at::Tensor& leaf) {
+  wrap_hooks(leaf);
+  auto& hooks = torch::autograd::impl::hooks(leaf);
+  if (!hooks.empty() && dynamic_cast<CatchHook*>(hooks.front().get()) != nullptr) return;
+  hooks.insert(hooks.begin(), std::make_unique<CatchHook>(leaf.unsafeGetTensorImpl()));
+}
 
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,

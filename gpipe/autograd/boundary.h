@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -52,14 +53,19 @@ at::Tensor unshared(at::Tensor tensor);
 /// Sums of gradients, each in the order of add().
 class GradientSums {
  public:
-  explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
+  explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count), accumulators_(count) {}
 
   /// Makes sums for `count` indices.
   void resize(std::size_t count) {
     sums_.resize(count);
     owned_.resize(count);
+    accumulators_.resize(count);
   }
 
+  /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`.
+  void accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator) {
+    accumulators_[index] = std::move(accumulator);
+  }
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
   /// Returns the sums and ends their use.
@@ -70,6 +76,7 @@ class GradientSums {
  private:
   Gradients sums_;
   std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
+  std::vector<NodePtr<torch::autograd::Node>> accumulators_;  // null for those that are summed here
 };
 
 /// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.
@@ -93,6 +100,24 @@ struct Leave : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeLeave"; }
 };
+
+/// While it lives, gradients of leaves in backwards on this thread are offered to `take` before they reach `.grad`; it
+/// returns whether it took one. A backward inside a cell's backward, such as a reentrant checkpoint's, runs on the
+/// cell's thread but on a graph of its own, which ends in the parameters. Only for leaves of catch_gradients().
+class GradientCatch {
+ public:
+  using Take = absl::FunctionRef<bool(const c10::TensorImpl* leaf, const at::Tensor& gradient)>;
+  explicit GradientCatch(Take take);
+  ~GradientCatch();
+  GradientCatch(const GradientCatch&) = delete;
+
+ private:
+  const Take take_;
+  const Take* const previous_;
+};
+
+/// Adds a hook to a leaf, once, in front of its other hooks, which are not called for undefined gradients from then on.
+void catch_gradients(const at::Tensor& leaf);
 
 /// Returns an input of a cell: shares memory with `tensor`, requires grad, and is neither a leaf nor a view, so that
 /// in-place operations work on it. Its node is a GradientSink; the caller sets its indices.

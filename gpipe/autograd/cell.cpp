@@ -222,6 +222,20 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
     for (const auto& sink : entry_sinks_[p]) connect(sink, entering[p]);
   }
   for (const auto& sink : sinks_.sinks()) connect(sink, sums);
+  const auto borrowed = sinks_.borrowed();
+  const auto take = [&](const c10::TensorImpl* leaf, const at::Tensor& gradient) {
+    auto end = sinks_.end_of(leaf);
+    for (std::size_t k = 0; k < borrowed.size() && !entry_sinks_.empty(); ++k) {
+      if (borrowed[k].unsafeGetTensorImpl() != leaf) continue;
+      end = {entry_sinks_[1 + stage_.skips_in.size() + k].front(), 0};
+    }
+    if (end.is_valid()) {
+      auto& sink = static_cast<GradientSink&>(*end.function);
+      sink.sums->add(sink.indices[end.input_nr], gradient);
+    }
+    return end.is_valid();
+  };
+  const GradientCatch inner(take);
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
   const StageState::Scope watch(stage_.state, present_ ? &*present_ : nullptr);

@@ -105,6 +105,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     if (!parameter.is_leaf()) {
       refuse_argument("a parameter is not a leaf; parameters are made by register_parameter");
     }
+    catch_gradients(parameter);
     if (stage.borrows(i)) continue;
     has_sink_.back() = true;
     add_sink(parameter, is_large(parameter));
@@ -116,8 +117,12 @@ void ParameterSinks::add_sink(const at::Tensor& parameter, bool of_its_own) {
   sink->indices.push_back(parameters_.size());
   const auto input = sink->add_input_metadata(parameter);
   parameters_.push_back(parameter);
-  accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
-  edges_.emplace(accumulators_.back().get(), torch::autograd::Edge(std::move(sink), input));
+  edges_.emplace(parameter.unsafeGetTensorImpl(), torch::autograd::Edge(std::move(sink), input));
+}
+
+torch::autograd::Edge ParameterSinks::end_of(const c10::TensorImpl* parameter) const {
+  const auto found = edges_.find(parameter);
+  return found == edges_.end() ? torch::autograd::Edge() : found->second;
 }
 
 void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<Node>>& ends) {
@@ -133,7 +138,7 @@ void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<Node
     pending.pop_back();
     for (const auto& edge : node->next_edges()) visit(edge.function);
     const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
-    if (leaf == nullptr || edges_.contains(leaf)) continue;
+    if (leaf == nullptr || edges_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
     if (index_of(leaf->variable, all_) == all_.size()) add_sink(leaf->variable, /*of_its_own=*/true);
   }
 }
@@ -167,12 +172,18 @@ std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& i
 }
 
 void ParameterSinks::check_unchanged() const {
+  bool has_changed = false;
   for (std::size_t i = 0; i < all_.size(); ++i) {
-    if (stage_.borrows(i) || others_writes(all_[i]) == versions_[i]) continue;
-    throw_error(
-        "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
-        "step the optimizer after the backward");
+    has_changed = has_changed || (!stage_.borrows(i) && others_writes(all_[i]) != versions_[i]);
   }
+  for (std::size_t i = 0; i < samples_.size(); ++i) {
+    const bool writes = stage_.own_writes.contains(own_[i].unsafeGetTensorImpl());
+    has_changed = has_changed || (!writes && sample_hash({own_[i]}) != samples_[i]);
+  }
+  if (!has_changed) return;
+  throw_error(
+      "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
+      "step the optimizer after the backward");
 }
 
 void ParameterSinks::begin_writes() {
@@ -180,41 +191,38 @@ void ParameterSinks::begin_writes() {
   for (const auto& parameter : own_) before_.push_back(version_of(parameter));
 }
 
-void ParameterSinks::end_writes() {
+void ParameterSinks::end_writes(bool recomputes) {
+  samples_.clear();
+  for (std::size_t i = 0; recomputes && i < own_.size(); ++i) samples_.push_back(sample_hash({own_[i]}));
   for (std::size_t i = 0; i < before_.size(); ++i) {
     const auto writes = version_of(own_[i]) - before_[i];
     if (writes != 0) stage_.own_writes[own_[i].unsafeGetTensorImpl()] += writes;
   }
 }
 
-GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) {
-  for (std::size_t s = 0; s < sinks.size(); ++s) {
-    const auto& parameters = sinks[s].parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      before_.push_back({s, i, parameters[i], std::exchange(parameters[i].mutable_grad(), {})});
-    }
-  }
-}
-
-GradientsAside::~GradientsAside() {
-  for (auto& [stage, index, parameter, gradient] : before_) parameter.mutable_grad() = std::move(gradient);
-}
-
-void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
-  for (const auto& [stage, index, parameter, gradient] : before_) {
-    sums[stage].add(index, std::exchange(parameter.mutable_grad(), {}));
-  }
+NodePtr<Node> accumulator_of(const at::Tensor& parameter) {
+  // An accumulator holds its lock while it writes `.grad`, on any thread.
+  struct Locked : Node {
+    static std::mutex& of(Node& node) { return node.*(&Locked::mutex_); }
+  };
+  auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+  const bool has_hooks = torch::autograd::impl::hooks(parameter).size() > 1 ||  // the first is of catch_gradients()
+                         torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr ||
+                         !accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty();
+  if (has_hooks) return nullptr;
+  const std::lock_guard<std::mutex> lock(Locked::of(*accumulator));
+  const auto& gradient = parameter.grad();
+  return gradient.defined() && !gradient.requires_grad() ? accumulator : nullptr;
 }
 
 void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed) {
   // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.
-  const auto end_of = [&](const Node* accumulator) {
-    if (const auto found = edges_.find(accumulator); found != edges_.end()) return found->second;
+  const auto end_of = [&](const torch::autograd::AccumulateGrad* leaf) {
+    if (leaf == nullptr) return torch::autograd::Edge();
     for (const auto& [parameter, stand_in] : borrowed) {
-      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(accumulator);
-      if (leaf != nullptr && leaf->variable.is_same(parameter)) return torch::autograd::impl::gradient_edge(stand_in);
+      if (leaf->variable.is_same(parameter)) return torch::autograd::impl::gradient_edge(stand_in);
     }
-    return torch::autograd::Edge();
+    return this->end_of(leaf->variable.unsafeGetTensorImpl());
   };
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
@@ -242,7 +250,7 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
         continue;
       }
       auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-      auto end = end_of(edge.function.get());
+      auto end = end_of(leaf);
       if (!end.is_valid() && leaf != nullptr && !std::exchange(has_looked, true) && adopt_new()) end = end_of(leaf);
       if (end.is_valid()) {
         edge = end;

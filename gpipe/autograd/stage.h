@@ -89,6 +89,9 @@ class ParameterSinks {
   /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
+  /// Where the graph's edges to a parameter lead, and its gradients; invalid without a sink.
+  torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
+
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
 
@@ -105,9 +108,10 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 
-  /// Changes of the stage's own parameters between the two count as writes by its layers.
+  /// Changes of the stage's own parameters between the two count as writes by its layers. The latter notes samples of
+  /// the values if `recomputes`: LibTorch's SGD writes through Tensor.data(), which advances no version counter.
   void begin_writes();
-  void end_writes();
+  void end_writes(bool recomputes);
   /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
   void check_unchanged() const;
 
@@ -122,33 +126,15 @@ class ParameterSinks {
   std::vector<at::Tensor> own_;
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<std::uint32_t> before_;    // of own_, at begin_writes()
+  std::vector<std::uint64_t> samples_;   // of own_, at end_writes()
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
   std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
-  std::vector<NodePtr<torch::autograd::Node>> accumulators_;
-  absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
+  absl::flat_hash_map<const c10::TensorImpl*, torch::autograd::Edge> edges_;  // by parameter
 };
 
-/// Sets `.grad` of all parameters aside for its lifetime, because a backward that a layer's backward runs, such as a
-/// reentrant checkpoint, adds to it. REQUIRES: no other thread uses `.grad` meanwhile.
-class GradientsAside {
- public:
-  explicit GradientsAside(const std::vector<ParameterSinks>& sinks);
-  /// Drops what has been added since.
-  ~GradientsAside();
-  GradientsAside(const GradientsAside&) = delete;
-
-  /// Moves what has been added since to the sums, which are parallel to the sinks.
-  void move_to(std::vector<GradientSums>& sums) const;
-
- private:
-  struct Before {
-    std::size_t stage;
-    std::size_t index;  // of the stage's sinks
-    at::Tensor parameter;
-    at::Tensor gradient;
-  };
-  std::vector<Before> before_;
-};
+/// Returns the accumulator of a parameter if a gradient can go there without the engine: `.grad` is defined, and the
+/// parameter has no hooks. Null otherwise. Any thread.
+NodePtr<torch::autograd::Node> accumulator_of(const at::Tensor& parameter);
 
 }  // namespace gpipe

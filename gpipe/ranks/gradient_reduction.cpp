@@ -100,7 +100,6 @@ GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Ten
   for (int s = 0; s < std::ssize(stages_); ++s) {
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
-    for (const auto& parameter : stage.parameters) stage.present.emplace_back(parameter.grad(), parameter.grad());
     stage.gradients.resize(stage.parameters.size());
     stage.buckets = cut_into_buckets(stage.parameters, team.replicas());
     const auto count = stage.buckets.size();
@@ -245,12 +244,6 @@ std::vector<Gradients> GradientReduction::take() {
   std::vector<Gradients> all;
   for (auto& stage : stages_) {
     for (std::size_t p = 0; p < stage.parameters.size(); ++p) {
-      const auto& [present, version] = stage.present[p];
-      if (!stage.parameters[p].grad().is_same(present) || version.changed()) {
-        throw_error(
-            "a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
-            "replicas cannot sum that; use torch.utils.checkpoint with use_reentrant=False");
-      }
       auto& gradient = stage.gradients[p];
       if (gradient.defined()) gradient = gradient.to(stage.parameters[p].device());
     }

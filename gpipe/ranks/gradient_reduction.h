@@ -39,13 +39,12 @@ class GradientReduction {
   void send(int stage, Gradients gradients);
 
   /// Returns the sums, per stage, on the devices of the parameters. REQUIRES: send() has been called for each stage.
-  /// Errors: the first error of any rank; std::runtime_error if a `.grad` has changed since this was made.
+  /// Errors: the first error of any rank.
   std::vector<Gradients> take();
 
  private:
   struct OfStage {
     std::vector<at::Tensor> parameters;
-    std::vector<std::pair<at::Tensor, VersionWatch>> present;  // each parameter's `.grad`, with its version
     std::vector<GradientBucket> buckets;
     std::vector<Team::GradientWires> parts;  // per other replica: gradients that it sums, and those to sum here
     std::vector<Team::GradientWires> sums;

@@ -56,6 +56,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   auto& stages = model.stages;
   parameter_names_ = state_names(model.parameters);
   buffer_names_ = state_names(model.buffers);
+  has_batch_norm_ = std::ranges::any_of(
+      buffer_names_, [](const auto& buffer) { return buffer.name.ends_with(".num_batches_tracked"); });
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
     team = std::make_unique<Team>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()), model.manifest,

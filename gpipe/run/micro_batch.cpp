@@ -9,12 +9,6 @@
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
-namespace {
-
-std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }
-
-}  // namespace
-
 CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
     : device_(device), parcels_(std::move(parcels)) {
   if (parcels_.empty()) return;
@@ -42,21 +36,27 @@ void CallerInputs::await_copies() const {
   }
 }
 
-std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
+                                            std::int64_t least) {
   if (split_size == 0) check_chunks(chunks);
   if (samples < 0 || split_size < 0) {
     refuse_argument("a mini-batch of ", samples, " samples cannot be cut into ",
                     split_size != 0 ? absl::StrCat("micro-batches of ", split_size, " samples")
                                     : absl::StrCat(chunks, " micro-batches"));
   }
-  const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : divide_up(samples, chunks));
-  if (const auto count = divide_up(samples, size); count > kMostCells) {
+  const auto rest = split_size > 0 ? samples % split_size : 0;
+  auto count = split_size > 0 ? samples / split_size + (rest > 0 ? 1 : 0) : std::min(chunks, samples);
+  const bool is_split = split_size >= least && (rest == 0 || rest >= least);
+  if (!is_split) count = std::clamp<std::int64_t>(samples / least, 1, std::max<std::int64_t>(count, 1));
+  if (count > kMostCells) {
     refuse_argument("a mini-batch of ", samples, " samples would be cut into ", count, " micro-batches, but at most ",
                     kMostCells, " are possible; use fewer and larger ones");
   }
-  std::vector<std::int64_t> sizes;
-  for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
-  if (sizes.empty()) sizes.push_back(0);
+  std::vector<std::int64_t> sizes(std::max<std::int64_t>(count, 1));
+  for (std::int64_t i = 0; i < std::ssize(sizes); ++i) {
+    const bool is_last = i + 1 == count;
+    sizes[i] = is_split ? (is_last && rest > 0 ? rest : split_size) : samples / count + (i < samples % count ? 1 : 0);
+  }
   return sizes;
 }
 
@@ -99,22 +99,21 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
   return parts;
 }
 
-Gathered gather(const std::vector<Parcel>& parts) {
+Gathered gather(const std::vector<Parcel>& parts, const std::vector<std::int64_t>& sizes, const std::string& layer) {
   at::NoGradGuard no_grad;
   const auto& first = parts.front();
   const auto outputs = first.tensors.size();
-  Gathered gathered{{}, std::vector<bool>(outputs), std::vector<std::vector<std::int64_t>>(outputs)};
+  Gathered gathered{{}, std::vector<bool>(outputs)};
   std::vector<at::Tensor> joined;
   for (std::size_t k = 0; k < outputs; ++k) {
     std::vector<at::Tensor> pieces;
     for (const auto& part : parts) {
       if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
-        throw_error("the last layer returned ", first.value().describe(), " for one micro-batch and ",
+        throw_error("layer '", layer, "' returned ", first.value().describe(), " for one micro-batch and ",
                     part.value().describe(), " for another");
       }
-      const auto& piece = pieces.emplace_back(part.tensors[k]);
+      pieces.push_back(part.tensors[k]);
       gathered.wants_gradient[k] = gathered.wants_gradient[k] || part.wants_gradient[k];
-      gathered.sizes[k].push_back(piece.defined() && piece.dim() > 0 ? piece.size(0) : 0);
     }
     if (parts.size() == 1) {
       const bool own = first.alias_groups[k].number == AliasGroup::kNone;
@@ -126,11 +125,25 @@ Gathered gather(const std::vector<Parcel>& parts) {
       joined.emplace_back();
       continue;
     }
-    if (undefined > 0 || pieces.front().dim() == 0) {
-      throw_error("output ", k,
-                  (undefined > 0 ? " is undefined for only some of the micro-batches"
-                                 : " has no dimensions, so the micro-batches cannot be joined; "
-                                   "compute a loss outside the pipeline, or use chunks = 1"));
+    const auto output = absl::StrCat("output ", k, " of layer '", layer, "'");
+    if (undefined > 0) throw_error(output, " is undefined for only some of the micro-batches");
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      const auto shape = pieces[i].sizes();
+      if (shape.empty()) {
+        throw_error(output,
+                    " has no dimensions, so the micro-batches cannot be joined; compute a loss outside the pipeline, "
+                    "or use chunks = 1");
+      }
+      if (shape.front() != sizes[i]) {
+        throw_error(output, " has the shape ", c10::str(shape), " for a micro-batch of ", sizes[i],
+                    " samples, but dimension 0 of an output must be its samples; transpose it in the layer, leave it "
+                    "out, or use chunks = 1");
+      }
+      if (const auto other = pieces.front().sizes(); shape.slice(1) != other.slice(1)) {
+        throw_error(output, " has the shape ", c10::str(other), " for one micro-batch and ", c10::str(shape),
+                    " for another; pad it to a size that does not depend on the micro-batch, as total_length of "
+                    "pad_packed_sequence does, or use chunks = 1");
+      }
     }
     joined.push_back(at::cat(pieces, 0));
   }
@@ -144,7 +157,7 @@ void Outputs::add(int micro_batch, Parcel part) {
 }
 
 void Outputs::note_device(const at::Tensor& result) {
-  if (!result.defined() || result.device() == device_) return;
+  if (!result.defined() || result.device() == last_.device) return;
   const auto found = std::ranges::find(other_devices_, result.device());
   if (found == other_devices_.end()) other_devices_.push_back(result.device());
 }
@@ -154,7 +167,7 @@ Gathered Outputs::gather() {
   for (const auto& part : parts) {
     for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
   }
-  return gpipe::gather(parts);
+  return gpipe::gather(parts, sizes_, last_.name_of(static_cast<int>(last_.layers.size()) - 1));
 }
 
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {

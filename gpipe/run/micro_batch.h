@@ -39,19 +39,20 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
 /// The joined micro-batches.
 struct Gathered {
   Value value;
-  std::vector<bool> wants_gradient;              ///< per tensor: whether any of its parts wants a gradient
-  std::vector<std::vector<std::int64_t>> sizes;  ///< per tensor: the sizes of its parts along dimension 0
+  std::vector<bool> wants_gradient;  ///< per tensor: whether any of its parts wants a gradient
 };
 
 /// Joins the parts along dimension 0. Copies of a single part only tensors that share memory with another output or
-/// input. Errors: std::runtime_error if the parts differ in form or number of tensors, or have no dimension 0.
-Gathered gather(const std::vector<Parcel>& parts);
+/// input. Errors: std::runtime_error if the parts differ in form, number of tensors or other dimensions, or if dimension
+/// 0 of one has not the micro-batch's size; its message names the layer that returned them.
+Gathered gather(const std::vector<Parcel>& parts, const std::vector<std::int64_t>& sizes, const std::string& layer);
 
 /// The outputs of a mini-batch's model. The last stage's worker adds them, then the caller takes them.
 class Outputs {
  public:
-  /// `device`: the last stage's.
-  Outputs(int micro_batches, c10::Device device) : device_(device), parts_(micro_batches) {}
+  /// `last`: the last stage, which must outlive this.
+  Outputs(std::vector<std::int64_t> sizes, const Stage& last)
+      : sizes_(std::move(sizes)), last_(last), parts_(sizes_.size()) {}
 
   void add(int micro_batch, Parcel part);
   /// Notes where a result is: a layer or a loss may move it to another device than the stage's.
@@ -61,7 +62,8 @@ class Outputs {
   Gathered gather();
 
  private:
-  const c10::Device device_;
+  const std::vector<std::int64_t> sizes_;
+  const Stage& last_;
   std::vector<Parcel> parts_;
   std::vector<c10::Device> other_devices_;
 };

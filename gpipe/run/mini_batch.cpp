@@ -41,7 +41,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
-      outputs_(micro_batches_, pipeline_->stages().back().device),
+      outputs_(options_.sizes, pipeline_->stages().back()),
       loss_(loss) {}
 
 // Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
@@ -75,7 +75,7 @@ void MiniBatch::begin(Call& call) {
 
 Results MiniBatch::start(Call& call) try {
   begin(call);
-  if (loss_) gradients_.emplace(*pipeline_, sinks_, micro_batches_, /*takes_grad_aside=*/true);
+  if (loss_) gradients_.emplace(*pipeline_, sinks_, micro_batches_, options_.accumulates);
   return run_part(loss_ ? Part::kAll : Part::kForward);
 } catch (...) {
   call.report();  // before the gradients are destroyed, which waits for their sums
@@ -114,7 +114,9 @@ Results MiniBatch::run_part(Part part) {
   key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
   {
     for (auto& sinks : sinks_) sinks.begin_writes();
-    const absl::Cleanup end_writes = [&] { std::ranges::for_each(sinks_, &ParameterSinks::end_writes); };
+    const absl::Cleanup end_writes = [&] {
+      for (int s = 0; s < pipeline_->count(); ++s) sinks_[s].end_writes(!loss_ && program_->recomputes(s));
+    };
     run_actions(part, key);
   }
   inputs_.await_copies();

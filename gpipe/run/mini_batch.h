@@ -31,6 +31,7 @@ class MiniBatch {
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
     Proposal proposal = {};                ///< what the call is
     bool measures = false;                 ///< whether to record the actions in any case
+    bool accumulates = false;              ///< see BackwardGradients
   };
   /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);

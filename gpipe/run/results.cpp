@@ -31,13 +31,19 @@ at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
 }  // namespace
 
 BackwardGradients::BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches,
-                                     bool takes_grad_aside)
+                                     bool accumulates)
     : sinks_(sinks), inputs_(micro_batches), backwards_left_(sinks.size(), micro_batches) {
-  for (const auto& of_stage : sinks) sums_.emplace_back(of_stage.parameters().size());
-  if (takes_grad_aside) aside_.emplace(sinks);
-  if (pipeline.team().replicas() == 1) return;
   std::vector<std::vector<at::Tensor>> parameters;
-  for (const auto& of_stage : sinks) parameters.push_back(of_stage.parameters());
+  for (const auto& of_stage : sinks) {
+    sums_.emplace_back(of_stage.parameters().size());
+    parameters.push_back(of_stage.parameters());
+  }
+  if (pipeline.team().replicas() == 1) {
+    for (std::size_t s = 0; accumulates && s < sinks.size(); ++s) {
+      for (std::size_t p = 0; p < parameters[s].size(); ++p) sums_[s].accumulate(p, accumulator_of(parameters[s][p]));
+    }
+    return;
+  }
   reduction_ = std::make_unique<GradientReduction>(pipeline.team(), std::move(parameters));
 }
 
@@ -74,7 +80,6 @@ void BackwardGradients::end_backward(int stage) {
 
 BackwardGradients::Result BackwardGradients::take() {
   if (reduction_) return {std::move(inputs_), reduction_->take()};
-  if (aside_) aside_->move_to(sums_);
   Result result{std::move(inputs_), {}};
   for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
   return result;

@@ -12,9 +12,10 @@ namespace gpipe {
 /// Thread safety: the functions of a stage on its worker; the others on the caller's thread while the workers rest.
 class BackwardGradients {
  public:
-  /// `sinks`: per stage; must outlive this, as `pipeline` must. `takes_grad_aside`: see GradientsAside.
+  /// `sinks`: per stage; must outlive this, as `pipeline` must. `accumulates`: gradients go to a `.grad` of an earlier
+  /// step at once where they can (accumulator_of()), because sums beside it would need as much memory again.
   BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches,
-                    bool takes_grad_aside = false);
+                    bool accumulates = false);
 
   /// Sets the gradients of the outputs, per micro-batch. `share`: this replica's part of the samples.
   void set_outputs(std::vector<Gradients> gradients, double share);
@@ -31,8 +32,8 @@ class BackwardGradients {
     std::vector<Gradients> inputs;      ///< per micro-batch
     std::vector<Gradients> parameters;  ///< per stage, in the order of ParameterSinks::parameters()
   };
-  /// Returns the gradients that leave the backward, once. Errors: as GradientReduction::take(), which refuses a `.grad`
-  /// that the backward has changed.
+  /// Returns the gradients that leave the backward, once; undefined ones for those that have been accumulated. Errors:
+  /// as GradientReduction::take().
   Result take();
 
  private:
@@ -42,7 +43,6 @@ class BackwardGradients {
   std::vector<Gradients> inputs_;           // per micro-batch
   std::vector<GradientSums> sums_;          // per stage
   std::vector<int> backwards_left_;         // per stage
-  std::optional<GradientsAside> aside_;
   std::unique_ptr<GradientReduction> reduction_;  // null without replicas
 };
 

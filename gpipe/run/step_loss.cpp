@@ -135,8 +135,11 @@ void compare(const LossFunction& function, const std::vector<Parcel>& outputs, c
   try {
     const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
     if (total == 0 || !can_join(outputs, targets)) return;
-    const auto target = gather(targets).value;
-    const auto all = differentiate(function, gather(outputs).value, scatter(target, {batch_size(target)}).front());
+    std::vector<std::int64_t> sizes;
+    for (const auto& each : targets) sizes.push_back(samples_of(each));
+    const auto target = gather(targets, sizes, "").value;
+    const auto all =
+        differentiate(function, gather(outputs, sizes, "").value, scatter(target, {batch_size(target)}).front());
     whole = all.loss;
     double magnitude = std::abs(whole);
     std::vector<std::vector<at::Tensor>> parts(all.gradients.size());

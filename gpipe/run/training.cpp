@@ -196,11 +196,11 @@ void attach(const std::vector<at::Tensor>& outputs, const std::vector<bool>& wan
 
 // The backward of forward().
 BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline,
-                             const Value& input, const Sizes& sizes, std::vector<Sizes> output_sizes) {
+                             const Value& input, const Sizes& sizes) {
   const auto& tensors = input.tensors();
   return [mini_batch = std::move(mini_batch), pipeline = std::move(pipeline), devices = devices_of(input), sizes,
-          output_sizes = std::move(output_sizes), entered = std::vector<VersionWatch>(tensors.begin(), tensors.end())](
-             std::vector<at::Tensor> gradients, bool retain_graph) {
+          entered = std::vector<VersionWatch>(tensors.begin(), tensors.end())](std::vector<at::Tensor> gradients,
+                                                                               bool retain_graph) {
     auto result = in_call(*pipeline, [&](Call& call) {
       pipeline->set_error(std::nullopt);
       // Micro-batches have version counters of their own.
@@ -208,8 +208,8 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
         throw_error("an input was changed in place between the forward and its backward; change a clone instead");
       }
       std::vector<Gradients> of_parts(sizes.size());
-      for (std::size_t k = 0; k < output_sizes.size(); ++k) {
-        auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
+      for (const auto& gradient : gradients) {
+        auto pieces = scatter_gradient(gradient, sizes);
         for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
       }
       return mini_batch->backward(call, std::move(of_parts), retain_graph);
@@ -261,13 +261,15 @@ Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint
   return run(std::move(input), chunks, /*split_size=*/0, checkpoint);
 }
 
+std::int64_t GPipeImpl::least_samples() const { return has_batch_norm_ && is_training() ? 2 : 1; }
+
 Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
   const bool grad = at::GradMode::is_enabled();
   const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
   Sizes sizes;
   auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
-    sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
+    sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
     return start(call, pipeline_, input, {use, checkpoint, options_.deferred_batch_norm(), is_training(), sizes},
                  grad ? "forward with gradients" : "forward");
@@ -277,7 +279,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
   if (grad && std::ranges::find(wanted, true) != wanted.end()) {
     const auto sources = sources_of(*mini_batch, *pipeline_, input);
     attach(output.value.tensors(), wanted, *pipeline_, input, sources,
-           backward_of(std::move(mini_batch), pipeline_, input, sizes, output.sizes));
+           backward_of(std::move(mini_batch), pipeline_, input, sizes));
   }
   return std::move(output.value);
 }
@@ -311,8 +313,9 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     refuse_transforms(input, pipeline_->stages());
     if (unit) refuse_step_in_ddp(pipeline_->stages());
     const auto samples = batch_size(input);
-    sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
-                                  : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
+    const bool has_own = options.chunks() != 0;
+    sizes = micro_batch_sizes(samples, has_own ? options.chunks() : options_.chunks(),
+                              has_own ? 0 : options_.split_size(), least_samples());
     const auto completed = complete(options, loss, target, samples);
     const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
@@ -321,6 +324,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     MiniBatch::Options made{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm()};
     made.sizes = sizes;
     made.measures = measures;
+    made.accumulates = unit != nullptr;
     const auto what = describe_step(completed) + (measures ? " that measures" : "");
     auto [mini_batch, results] = start(call, pipeline_, input, std::move(made), what, &step_loss);
     if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoint);

@@ -69,8 +69,8 @@ class GPipe(TeamCalls):
         balance: the number of layers of each stage; see :mod:`gpipe.balance`.
         devices: one per worker, which may repeat. Surplus devices are ignored if each worker has one stage. Default: the
             GPUs, or the CPU for each worker.
-        chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. All but the last have
-            ceil(samples / chunks) samples.
+        chunks: the number of micro-batches that a mini-batch is cut into along dimension 0, as equal as can be
+            (``torch.tensor_split``). A model that trains a batch norm gets fewer where one would have a single sample.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
@@ -99,7 +99,7 @@ class GPipe(TeamCalls):
 
     Attributes:
         balance: the number of layers of each stage.
-        chunks: the most micro-batches that a mini-batch is cut into. May be assigned.
+        chunks: the number of micro-batches that a mini-batch is cut into. May be assigned.
         checkpoint: which micro-batches recompute their forward. May be assigned.
         devices: the device of each worker; the CPU for those of other ranks.
         placement: the worker of each stage.
@@ -239,6 +239,7 @@ class GPipe(TeamCalls):
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
+            RuntimeError: if dimension 0 of an output is not the batch.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
         with self.refusing():

@@ -54,9 +54,11 @@ def run_unpartitioned(module: nn.Sequential, input: Any, *, chunks: int = 1) -> 
     inputs, structure = take_apart(input)
     if not inputs:
         raise ValueError("the input holds no tensors; a pipeline needs at least one")
+    trains_batch_norm = module.training and any(name.endswith("num_batches_tracked") for name, _ in module.named_buffers())
+    sizes = _C.micro_batch_sizes(len(inputs[0]), chunks, 0, 2 if trains_batch_norm else 1)
     seed = RandomScope.draw_seed()
     outputs = []
-    for micro_batch, parts in enumerate(zip(*(tensor.chunk(chunks) for tensor in inputs), strict=True)):
+    for micro_batch, parts in enumerate(zip(*(tensor.split(sizes) for tensor in inputs), strict=True)):
         value = structure.build(parts)
         for index, layer in enumerate(module):
             with RandomScope(seed, index, micro_batch):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, tree_flatten, tree_unflatten
 
+from gpipe._C import micro_batch_sizes
+
 
 class Structure:
     """An object without its tensors: the containers and ``None`` that it is made of, and the classes of its tensors."""
@@ -73,8 +75,8 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
 def first_micro_batch(value: object, chunks: int) -> tuple[Any, int]:
     """Returns the first micro-batch of a mini-batch, and the number of micro-batches. Errors as :func:`take_apart`."""
     tensors, structure = take_apart(value)
-    parts = [tensor.chunk(chunks) for tensor in tensors]
-    return structure.build(pieces[0] for pieces in parts), len(parts[0]) if parts else 0
+    sizes = micro_batch_sizes(len(tensors[0]), chunks, 0, 1) if tensors else []
+    return structure.build(tensor[: sizes[0]] for tensor in tensors), len(sizes)
 
 
 def encode(structure: Structure) -> bytes:

@@ -134,6 +134,7 @@ void init_training(py::module_& module) {
       .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);
+  module.def("micro_batch_sizes", &micro_batch_sizes);
   py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
   py::class_<SkipKey>(module, "SkipKey").def(py::init<Namespace, std::string>());
   module.def("stash", [](const SkipKey& key, const std::optional<at::Tensor>& tensor) {

@@ -45,6 +45,11 @@ TEST(RandomScope, LeavesGeneratorsGivenByTheCallerAlone) {
   EXPECT_TRUE(torch::equal(torch::rand({8}, generator), expected));
 }
 
+TEST(RandomScope, RefusesWhatPyTorchRefuses) {
+  RandomScope scope(1, 0, 0);
+  EXPECT_THROW(torch::zeros({}).addr_(torch::ones({3}), torch::ones({3})), c10::Error);
+}
+
 TEST(RandomScope, DrawsItsSeedFromTheDefaultGenerator) {
   torch::manual_seed(4);
   const auto one = RandomScope::draw_seed();

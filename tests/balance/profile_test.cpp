@@ -29,13 +29,16 @@ const std::vector<torch::Device> kTwoCpus(2, torch::kCPU);
 
 nn::Sequential four_layers() { return nn::Sequential(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh()); }
 
-/// Creates its buffer in the first forward.
+/// Creates its buffer and its parameter in the first forward.
 struct LazyImpl : nn::Module {
   torch::Tensor forward(torch::Tensor x) {
-    if (!mask.defined()) mask = register_buffer("mask", torch::ones({6}));
-    return x * mask;
+    if (!mask.defined()) {
+      mask = register_buffer("mask", torch::ones({6}));
+      scale = register_parameter("scale", torch::ones({6}));
+    }
+    return x * mask * scale;
   }
-  torch::Tensor mask;
+  torch::Tensor mask, scale;
 };
 TORCH_MODULE(Lazy);
 
@@ -46,7 +49,7 @@ TEST(Profiler, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   const auto of = profile(model, rows(), brief());
   EXPECT_GT(of.layers[2].backward, 0);
   EXPECT_EQ(of.layers[2].saved, 0);
-  EXPECT_EQ(of.layers[1].saved, 4 * 6 * 4);
+  EXPECT_EQ(of.layers[1].saved, 2 * 4 * 6 * 4);
   EXPECT_FALSE(model[1]->is_training());
 }
 

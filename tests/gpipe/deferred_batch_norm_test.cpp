@@ -75,6 +75,38 @@ TEST(DeferredBatchNorm, IsExactOverTheMiniBatch) {
   }
 }
 
+// A siamese network: two updates per mini-batch, in the order of the calls.
+TEST(DeferredBatchNorm, UpdatesOncePerCallOfALayer) {
+  struct TwiceImpl : nn::Module {
+    Tensor forward(Tensor x) { return norm(x * 2 + 1) - norm(x); }
+    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(kChannels));
+  };
+  for (const auto mode : kModes) {
+    const auto twice = std::make_shared<TwiceImpl>();
+    GPipe pipe(Sequential(nn::Linear(kChannels, kChannels), twice), {1, 1},
+               in_chunks(3, mode).deferred_batch_norm(true));
+    const auto x = torch::randn({11, kChannels});
+    const auto entering = pipe->children()[0]->as<nn::Linear>()->forward(x).detach();
+    pipe->forward(x).sum().backward();
+    Statistics expected;
+    expected.update(entering * 2 + 1, 0.1);
+    expected.update(entering, 0.1);
+    expected.expect_in(twice->norm);
+    EXPECT_EQ(twice->norm->num_batches_tracked.item<std::int64_t>(), 2);
+  }
+}
+
+TEST(DeferredBatchNorm, LeavesARunningMeanWithoutAVarianceToPyTorch) {
+  GPipe pipe(Sequential(Functional([](Tensor x) {
+               return torch::batch_norm(x, {}, {}, torch::zeros({kChannels}), {}, true, 0.1, 1e-5, false);
+             })),
+             {1}, in_chunks(2).deferred_batch_norm(true));
+  try {
+    pipe->forward(torch::randn({6, kChannels}));
+  } catch (const c10::Error&) {  // a version of PyTorch may refuse it
+  }
+}
+
 TEST(DeferredBatchNorm, IsExactForReducedTypes) {
   for (const auto type : {torch::kHalf, torch::kBFloat16}) {
     for (const double sigma : {1.0, 300.0, 5000.0}) {
@@ -100,14 +132,14 @@ TEST(DeferredBatchNorm, IgnoresMicroBatchesAndMiniBatchesWithoutValues) {
     batches[empty].narrow(0, 4 * empty, 4).select(1, 0).neg_();
   }
   for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) batches.push_back(batch);
+  const auto sum = tensor_loss([](const Tensor& out, const Tensor&) { return out.sum(); });
   for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
     for (const auto mode : kModes) {
       nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(momentum));
       nn::BatchNorm1d alone(norm->options);
       GPipe pipe(Sequential(Functional(positive), norm), {1, 1}, in_chunks(3, mode).deferred_batch_norm(true));
       for (const auto& batch : batches) {
-        const auto output = pipe->forward(batch.clone().requires_grad_());
-        if (output.numel() > 0) output.sum().backward();
+        pipe->step(batch, batch, sum, kOfSums);
         alone->forward(positive(batch));
         EXPECT_TRUE(torch::allclose(norm->running_mean, alone->running_mean)) << norm->running_mean;
         EXPECT_TRUE(torch::allclose(norm->running_var, alone->running_var)) << norm->running_var;

@@ -81,7 +81,7 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       const auto& gradient = parameter.value().grad();
       if (is_here(parameter.value()) || gradient.defined()) add("the gradient of " + parameter.key(), gradient);
     }
-    for (auto& parameter : distinct_parameters(*model)) {
+    for (auto& parameter : spec.accumulates ? Tensors() : distinct_parameters(*model)) {
       if (parameter.grad().defined()) parameter.sub_(parameter.grad().to_dense() * 0.01);
       parameter.mutable_grad().reset();
     }
@@ -104,6 +104,13 @@ Balance balance_of(const Spec& spec, const Sequential& model) {
   return balance;
 }
 
+std::vector<std::int64_t> sizes_of(const Spec& spec, const Sequential& model) {
+  const auto buffers = model->named_buffers();
+  const bool has_norm =
+      std::ranges::any_of(buffers, [](const auto& buffer) { return buffer.key().ends_with(".num_batches_tracked"); });
+  return micro_batch_sizes(spec.batch, spec.chunks, 0, has_norm && model->is_training() ? 2 : 1);
+}
+
 /// `cut`: with the boundaries of the pipeline.
 CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Devices>& devices) {
   auto model = build(spec);
@@ -118,10 +125,8 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
   const auto fills = spec.schedule.empty() || fills_and_drains(spec.schedule);
   const auto train = [&](const Call& call, bool eval) {
     model->train(!eval);
-    ReferenceStep step{.input = call.input(),
-                       .sizes = micro_batch_sizes(spec.batch, spec.chunks, 0),
-                       .placement = placement,
-                       .ascending = !fills};
+    ReferenceStep step{
+        .input = call.input(), .sizes = sizes_of(spec, model), .placement = placement, .ascending = !fills};
     if (spec.schedule.empty()) {
       step.gradients_of = gradients_of;
     } else {
@@ -143,7 +148,7 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
 
 /// Whether each stage held as many graphs at once as the verifier says, and holds none now.
 bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& pipe) {
-  const auto program = pipe->program(static_cast<int>(micro_batch_sizes(spec.batch, spec.chunks, 0).size()));
+  const auto program = pipe->program(static_cast<int>(sizes_of(spec, model).size()));
   const auto& layout = program->layout();
   const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
   const auto peaks = verify(layout, program->edges(), schedule);

@@ -32,7 +32,8 @@ struct Spec {
   int chunks = 1;
   int calls = 1;
   bool backward_twice = false;
-  bool eval = false;  // in the second call
+  bool eval = false;         // in the second call
+  bool accumulates = false;  // gradients over all calls, without steps of the optimizer
 
   int stages() const { return static_cast<int>(placement.size()); }
   /// Whether the schedule splits backwards.

@@ -70,7 +70,7 @@ std::string to_string(const Spec& spec) {
        << spec.calls << " calls" << (spec.single ? ", single" : "")
        << (spec.input_gradient ? "" : ", no input gradient") << (spec.several_inputs ? ", several inputs" : "")
        << (spec.several_outputs ? ", several outputs" : "") << (spec.backward_twice ? ", backward twice" : "")
-       << (spec.eval ? ", eval" : "") << ":";
+       << (spec.eval ? ", eval" : "") << (spec.accumulates ? ", accumulates" : "") << ":";
   for (const auto& use : spec.uses) text << " [" << use.unit->name << " " << use.variant << " " << use.pair << "]";
   return text.str();
 }
@@ -117,6 +117,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   const bool forward = spec.schedule.empty();
   spec.backward_twice = forward && one_in(4);
   spec.eval = forward && one_in(4);
+  spec.accumulates = !spec.backward_twice && one_in(4);
   // Each stage has a layer.
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
@@ -154,7 +155,8 @@ std::vector<Spec> smaller(const Spec& spec) {
   for (auto number : {&Spec::batch, &Spec::chunks, &Spec::calls}) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
-  for (auto feature : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval}) {
+  for (auto feature :
+       {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval, &Spec::accumulates}) {
     if (spec.*feature) change(feature, false);
   }
   if (!spec.schedule.empty()) change(&Spec::schedule, std::string());

@@ -44,6 +44,25 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
   }
 };
 
+/// Runs a backward of its own in its backward, as a reentrant checkpoint does.
+struct Reentrant : torch::autograd::Function<Reentrant> {
+  struct Weight {
+    Tensor tensor;
+  };
+  static Tensor run(const Tensor& x, const Tensor& weight) { return (x * weight).tanh(); }
+  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x, const Weight& weight) {
+    context->save_for_backward({x});
+    context->saved_data["weight"] = weight.tensor;
+    return run(x, weight.tensor);
+  }
+  static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
+    const torch::AutoGradMode grad_mode(true);
+    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
+    torch::autograd::backward({run(x, context->saved_data["weight"].toTensor())}, gradients);
+    return {x.grad(), Tensor()};
+  }
+};
+
 /// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it. The pair
 /// is a tensor twice, or a tensor and its first half.
 void pair_of_tensors(Builder& b, bool has_half, bool change) {
@@ -86,13 +105,14 @@ void step_counter(Builder& b) {
   });
 }
 
-void batch_norm(Builder& b, bool eval) {
+void batch_norm(Builder& b, bool eval, bool twice = false) {
   nn::BatchNormOptions options(1);
   if (b.variant % 2 == 1) options.momentum(std::nullopt);
   options.affine(b.variant < 2);
   auto norm = b.module(nn::BatchNorm1d(options));
-  b.add([norm, eval](Tensor x) mutable {
+  b.add([norm, eval, twice](Tensor x) mutable {
     if (eval) norm->eval();
+    if (twice) x = norm(x.sin().unsqueeze(1)).squeeze(1);
     return norm(x.unsqueeze(1)).squeeze(1);
   });
 }
@@ -343,6 +363,9 @@ std::vector<Unit> other_units() {
       {"own generator", own_generator, Unit::kHost},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
+      {"batch norm twice", [](Builder& b) { batch_norm(b, false, /*twice=*/true); }},
+      of_vector("backward in a backward",
+                [](Tensor x, const Tensor& w) { return Reentrant::apply(x, Reentrant::Weight{w}); }),
       of_vector("unused parameter", [](Tensor x, const Tensor&) { return x.sin(); }),
       of_matrix(
           "branch",

@@ -190,12 +190,43 @@ TEST(Trace, CoversAForwardThatBeganUnderItAndItsBackward) {
 
 using Sizes = std::vector<std::int64_t>;
 
-TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
-  EXPECT_EQ(micro_batch_sizes(10, 4, 0), (Sizes{3, 3, 3, 1}));
-  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer micro-batches than chunks";
+TEST(MicroBatch, SizesAreAsEqualAsCanBe) {
+  EXPECT_EQ(micro_batch_sizes(10, 4, 0), (Sizes{3, 3, 2, 2}));
+  EXPECT_EQ(micro_batch_sizes(33, 32, 0).size(), 32);
   EXPECT_EQ(micro_batch_sizes(2, 5, 0), (Sizes{1, 1}));
   EXPECT_EQ(micro_batch_sizes(0, 5, 0), (Sizes{0}));
   EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
+  EXPECT_EQ(micro_batch_sizes(3, 1, 4), (Sizes{3}));
+}
+
+TEST(MicroBatch, SizesAreAtLeastTwoForBatchNorm) {
+  for (std::int64_t samples = 2; samples < 12; ++samples) {
+    for (std::int64_t number = 1; number < 14; ++number) {
+      for (const bool splits : {false, true}) {
+        const auto sizes = micro_batch_sizes(samples, splits ? 1 : number, splits ? number : 0, /*least=*/2);
+        EXPECT_EQ(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}), samples);
+        EXPECT_GE(std::ranges::min(sizes), 2) << samples << " samples, " << number;
+      }
+    }
+  }
+  EXPECT_EQ(micro_batch_sizes(9, 1, 4, 2), (Sizes{3, 3, 3}));
+  EXPECT_EQ(micro_batch_sizes(10, 1, 4, 2), (Sizes{4, 4, 2}));
+  EXPECT_EQ(micro_batch_sizes(5, 8, 0, 2), (Sizes{3, 2}));
+  EXPECT_EQ(micro_batch_sizes(1, 8, 0, 2), (Sizes{1}));
+  EXPECT_EQ(micro_batch_sizes(0, 8, 0, 2), (Sizes{0}));
+}
+
+TEST(MicroBatch, OfOneSampleIsNotMadeForABatchNormInTraining) {
+  GPipe pipe(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6)), {2, 1}, in_chunks(4));
+  pipe->forward(torch::randn({5, 6})).sum().backward();  // of which batch norm would refuse a single one
+  pipe->step(torch::randn({5, 6}), torch::randn({5, 6}),
+             tensor_loss([](const Tensor& a, const Tensor& b) { return torch::mse_loss(a, b); }));
+  pipe->eval();
+  torch::NoGradGuard no_grad;
+  const auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  pipe->forward(torch::randn({5, 6}));
+  EXPECT_EQ(timeline->spans.size(), 2U * 4U);
 }
 
 TEST(MicroBatch, SizesRequirePositiveNumbers) {
@@ -206,8 +237,36 @@ TEST(MicroBatch, SizesRequirePositiveNumbers) {
 
 TEST(MicroBatch, SizesDoNotOverflow) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
-  EXPECT_EQ(micro_batch_sizes(kHuge, 2, 0).back(), kHuge / 2);
+  EXPECT_EQ(micro_batch_sizes(kHuge, 2, 0), (Sizes{kHuge / 2 + 1, kHuge / 2}));
   EXPECT_EQ(micro_batch_sizes(kHuge, 1, kHuge), Sizes{kHuge});
+}
+
+TEST(MicroBatch, OutputsWhoseDimensionZeroIsNotTheBatchAreNamed) {
+  using Tensors = std::vector<Tensor>;
+  const auto refusal = [](std::function<Tensors(Tensor)> last) {
+    struct LastImpl : torch::nn::Module {
+      explicit LastImpl(std::function<Tensors(Tensor)> run) : run(std::move(run)) {}
+      Tensors forward(Tensor x) { return run(std::move(x)); }
+      std::function<Tensors(Tensor)> run;
+    };
+    GPipe pipe(Sequential(Linear(6, 6), std::make_shared<LastImpl>(std::move(last))), {1, 1}, in_chunks(2));
+    try {
+      pipe->forward(Value(torch::randn({7, 6})));
+    } catch (const std::exception& error) {
+      return std::string(error.what());
+    }
+    return std::string("no error");
+  };
+  EXPECT_THAT(refusal([](const Tensor& x) {
+                return Tensors{x, torch::zeros({2, x.size(0), 4})};
+              }),
+              testing::HasSubstr("output 1 of layer '1' has the shape [2, 4, 4] for a micro-batch of 4 samples"));
+  EXPECT_THAT(
+      refusal([](const Tensor& x) {
+        return Tensors{torch::zeros({x.size(0), x.size(0) - 1})};
+      }),
+      testing::HasSubstr("output 0 of layer '1' has the shape [4, 3] for one micro-batch and [3, 2] for another"));
+  EXPECT_EQ(refusal([](const Tensor& x) { return Tensors{x, x}; }), "no error");
 }
 
 TEST(MicroBatch, PartsAreViewsWithTheirOwnVersionCounters) {

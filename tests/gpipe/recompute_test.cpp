@@ -240,6 +240,25 @@ TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
   pipe->forward(ids).sum().backward();
 }
 
+// LibTorch's SGD writes through Tensor.data(), which advances no version counter.
+TEST(Recompute, FailsWhenAnOptimizerStepsBeforeTheBackward) {
+  for (const auto checkpoint : kModes) {
+    Sequential model(Linear(6, 6), Linear(6, 6));
+    GPipe pipe(model, {1, 1}, in_chunks(2, checkpoint));
+    torch::optim::SGD optimizer(pipe->parameters(), 0.1);
+    const auto x = torch::randn({4, 6});
+    pipe->forward(x).sum().backward();
+    const auto output = pipe->forward(x).sum();
+    optimizer.step();
+    if (checkpoint == Checkpoint::kNever) {
+      output.backward();  // as the model itself
+    } else {
+      EXPECT_THAT([&] { output.backward(); }, throws<std::runtime_error>("step the optimizer after"));
+    }
+    pipe->forward(x).sum().backward();
+  }
+}
+
 TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
   struct SwitchImpl : nn::Module {
     std::tuple<Tensor, Tensor> forward(Tensor x) {

@@ -132,8 +132,13 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
     for (std::size_t i = 0; i < count; ++i) root_gradients[i].push_back(parts[i]);
   }
 
-  const auto parameters = model->parameters();
-  std::vector<Tensor> sums(parameters.size());
+  const auto parameters = distinct_parameters(*model);
+  std::vector<Tensor> before;
+  for (const auto& parameter : parameters) before.push_back(std::exchange(parameter.mutable_grad(), {}));
+  auto sums = step.loss ? before : std::vector<Tensor>(parameters.size());
+  const auto add_to = [](Tensor& sum, const Tensor& gradient) {
+    if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
+  };
   std::vector<std::vector<Tensor>> of_inputs(count);
   for (std::size_t turn = 0; turn < count; ++turn) {
     const auto i = step.ascending ? turn : count - 1 - turn;
@@ -159,9 +164,13 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
     for (const auto& entry : entries[i]) of_inputs[i].push_back(entry.is_valid() ? *next++ : Tensor());
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       if (!parameters[p].requires_grad()) continue;
-      const auto& gradient = *next++;
-      if (gradient.defined()) sums[p] = sums[p].defined() ? sums[p] + gradient : gradient;
+      add_to(sums[p], std::exchange(parameters[p].mutable_grad(), {}));  // of a backward in a backward
+      add_to(sums[p], *next++);
     }
+  }
+  for (std::size_t p = 0; !step.loss && p < parameters.size(); ++p) {
+    add_to(before[p], sums[p]);
+    sums[p] = before[p];
   }
   const auto give = [](const std::vector<Tensor>& leaves, const std::vector<Tensor>& of_leaves) {
     for (std::size_t k = 0; k < leaves.size(); ++k) {

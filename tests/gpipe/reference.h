@@ -22,7 +22,8 @@ struct ReferenceStep {
 /// seed like a pipeline. A pipeline on the CPU must equal it bit by bit. With one stage it is a plain loop over the
 /// layers.
 ///
-/// Returns the outputs. The gradients replace those of the input and the parameters.
+/// Returns the outputs. Adds gradients to those of the input and the parameters: to a parameter's, with a loss, at once
+/// for each micro-batch.
 std::vector<Tensor> reference(const Sequential& model, const Balance& balance, const ReferenceStep& step);
 
 }  // namespace gpipe

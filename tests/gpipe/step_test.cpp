@@ -86,8 +86,60 @@ TEST_F(Step, ScalesAndAccumulatesGradientsExactly) {
   const auto loss = pipe->step(x, y, kMse).loss;
   auto expected = take_gradients(*model);
   for (auto& gradient : expected) gradient *= 1024 + 1024;
-  for (int i = 0; i < 2; ++i) EXPECT_TRUE(torch::equal(pipe->step(x, y, kMse, StepOptions().scale(1024)).loss, loss));
-  EXPECT_TRUE(same(take_gradients(*model), expected));
+  std::map<bool, std::vector<Tensor>> accumulated;  // by whether the last micro-batch's backward is the first
+  for (const auto& schedule : kSchedules) {
+    GPipe by_schedule(model, {2, 1, 1, 1}, fitting_options(schedule));
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_TRUE(torch::equal(by_schedule->step(x, y, kMse, StepOptions().scale(1024)).loss, loss));
+    }
+    const auto gradients = take_gradients(*model);
+    expect_close(gradients, expected, 1e-12, 1e-12);
+    const auto& same_order = accumulated.try_emplace(fills_and_drains(schedule), gradients).first->second;
+    EXPECT_TRUE(same(gradients, same_order)) << schedule;
+  }
+}
+
+TEST_F(Step, SumsOfALaterStepNeedNoMemoryBesideGrad) {
+  const auto bytes_after = [&] {
+    const auto timeline = std::make_shared<Timeline>();
+    pipe->trace(timeline);
+    pipe->step(x, y, kMse);
+    std::vector<std::int64_t> of_workers(timeline->workers);
+    for (const auto& span : timeline->spans) of_workers[span.worker] = span.bytes.after;
+    return std::accumulate(of_workers.begin(), of_workers.end(), std::int64_t{0});
+  };
+  std::int64_t gradients = 0;
+  for (const auto& parameter : model->parameters()) gradients += static_cast<std::int64_t>(parameter.nbytes());
+  const auto first = bytes_after();
+  EXPECT_LE(bytes_after(), first - gradients / 2);  // a worker may still hold what it has sent
+}
+
+// A hook or another thread may look at it meanwhile.
+TEST_F(Step, LeavesGradInPlace) {
+  pipe->step(x, y, kMse);
+  std::set<bool> seen;
+  const auto looks = [&](const Value& out, const Value& target) {
+    seen.insert(model->parameters().front().grad().defined());
+    return kMse(out, target);
+  };
+  pipe->step(x, y, looks);
+  EXPECT_EQ(seen, std::set<bool>{true});
+}
+
+// A micro-batch's gradient of a parameter with a hook is not added alone.
+TEST_F(Step, HooksSeeTheSumsOfALaterStep) {
+  pipe->step(x, y, kMse);
+  const auto expected = take_gradients(*model);
+  pipe->step(x, y, kMse);
+  std::vector<Tensor> seen;
+  for (const auto& parameter : model->parameters()) {
+    parameter.register_hook([&](const Tensor& gradient) { seen.push_back(gradient.clone()); });
+  }
+  pipe->step(x, y, kMse);
+  ASSERT_EQ(seen.size(), expected.size());
+  for (const auto& gradient : seen) {
+    EXPECT_EQ(std::ranges::count_if(expected, [&](const auto& each) { return torch::equal(each, gradient); }), 1);
+  }
 }
 
 TEST_F(Step, LossHandsOutItsGradientsOnce) {

@@ -32,6 +32,36 @@ TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
   for (const auto& gradient : got) EXPECT_TRUE(same(gradient, expected));
 }
 
+// All sums are exact, so that their order does not matter.
+TEST(Threads, StepOnePipelineWhileAnotherRunsABackwardOfItsModel) {
+  constexpr int kTimes = 100;
+  Sequential model(Linear(4, 4), Linear(4, 4), Linear(4, 4));
+  model->to(torch::kDouble);
+  torch::NoGradGuard no_grad;
+  for (const auto& parameter : model->parameters()) parameter.copy_(torch::randint(-2, 3, parameter.sizes()));
+  const auto x = torch::randint(-2, 3, {6, 4}, torch::kDouble);
+  const auto sum = tensor_loss([](const Tensor& out, const Tensor&) { return out.sum(); });
+  torch::AutoGradMode grad_mode(true);
+  model->forward(x).sum().backward();
+  auto expected = take_gradients(*model);
+  for (auto& gradient : expected) gradient *= 3 * kTimes;
+  GPipe pipe(model, {1, 1, 1}, in_chunks(3).schedule("1f1b"));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&, steps = i < 2] {
+      for (int k = 0; k < kTimes; ++k) {
+        if (steps) {
+          pipe->step(x, x, sum, kOfSums);
+        } else {
+          model->forward(x).sum().backward();
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_TRUE(same(take_gradients(*model), expected));
+}
+
 TEST(Threads, BeginAndEndWithThePipeline) {
   { GPipe warm_up(Sequential(Linear(6, 6), torch::nn::Tanh()), {1, 1}); }
   const auto threads = thread_count();
