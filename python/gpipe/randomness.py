@@ -58,7 +58,7 @@ def run_unpartitioned(module: nn.Sequential, input: Any, *, chunks: int = 1) -> 
     sizes = _C.micro_batch_sizes(len(inputs[0]), chunks, 0, 2 if trains_batch_norm else 1)
     seed = RandomScope.draw_seed()
     outputs = []
-    for micro_batch, parts in enumerate(zip(*(tensor.split(sizes) for tensor in inputs), strict=True)):
+    for micro_batch, parts in enumerate(zip(*(tensor.split_with_sizes(sizes) for tensor in inputs), strict=True)):
         value = structure.build(parts)
         for index, layer in enumerate(module):
             with RandomScope(seed, index, micro_batch):
