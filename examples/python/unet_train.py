@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.tensorboard import SummaryWriter
@@ -35,6 +35,7 @@ from gpipe import snapshot
 from gpipe.data import PartSampler, collate_part
 
 PICTURES = 4  # validation images that are drawn after each epoch
+MAX_CLASSES = 64
 
 
 def positive(text: str) -> int:
@@ -80,8 +81,8 @@ def parse_args() -> argparse.Namespace:
     add("--snapshot-every", type=positive, metavar="STEPS", help="write latest.snapshot also within epochs")
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
     args = parser.parse_args()
-    if args.classes < 2:
-        parser.error(f"--classes must be at least 2, but is {args.classes}")
+    if not 2 <= args.classes <= MAX_CLASSES:
+        parser.error(f"--classes must be from 2 to {MAX_CLASSES}, but is {args.classes}")
     if not 0 < args.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, but is {args.scale}")
     if not 0 < args.validation < 100:
@@ -119,18 +120,35 @@ def list_files(folder: Path) -> list[tuple[Path, Path]]:
 
 def read_image(path: Path) -> Image.Image:
     try:
-        image = Image.open(path)
-        image.load()
-        return image
+        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
     except Exception as error:  # Pillow has no common class for damaged files
         raise ValueError(f"{path}: {error}") from None
 
 
-class Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W).
+def read_labels(path: Path, classes: int) -> Image.Image:
+    """The class of each pixel of a mask: see docs/segmentation.md."""
+    red, green, blue = (np.asarray(part, np.int32) for part in read_image(path).split())
+    colors = red << 16 | green << 8 | blue
+    if classes == 2:
+        light, things = np.maximum(np.maximum(red, green), blue), colors[colors > 0]
+        greys = light.max() >= MAX_CLASSES and (colors == light * 0x010101).all()
+        if not greys and (things != things[:1]).any():
+            raise ValueError(f"{path}: a mask of two classes has one colour beside black, or greys up to white")
+        return Image.fromarray((2 * light > light.max()).astype(np.uint8))
+    label_of = np.full(1 << 24, classes, np.uint8)  # a colour
+    for label in range(classes):
+        of_voc = sum((label >> i + 3 * j & 1) << 23 - 8 * i - j for i in range(3) for j in range(2))
+        label_of[[of_voc, label * 0x010101]] = label
+    labels = label_of[colors]
+    if labels.max() == classes:
+        color = colors[labels == classes][0]
+        text = f"{color >> 16},{color >> 8 & 255},{color & 255}"
+        raise ValueError(f"{path}: the colour {text} is not that of any of {classes} classes")
+    return Image.fromarray(labels)
 
-    Masks of two classes are black and white. In others, the class is the grey level or the index in the palette.
-    """
+
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -146,21 +164,16 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
         if self.files is None:
             return draw_scene(index, self.args)
-        image, mask = map(read_image, self.files[index])
+        path, path_of_mask = self.files[index]
+        image, mask = read_image(path), read_labels(path_of_mask, self.args.classes)
         if image.size != mask.size:
-            raise ValueError(f"{self.files[index][0]} has the size {image.size}, but its mask has {mask.size}")
-        return image.convert("RGB"), mask
+            raise ValueError(f"{path} has the size {image.size}, but its mask has {mask.size}")
+        return image, mask
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = self.read(index)
         x = np.asarray(image.resize(self.size, Image.Resampling.BILINEAR), np.float32) / 255
-        mask = mask if self.args.classes > 2 and mask.mode == "P" else mask.convert("L")
         y = np.asarray(mask.resize(self.size, Image.Resampling.NEAREST)).astype(np.int64)
-        if self.args.classes == 2:
-            y = (2 * y > max(y.max(), 1)).astype(np.int64)
-        if y.max() >= self.args.classes:
-            name = self.files[index][1] if self.files else index
-            raise ValueError(f"mask {name} has the class {y.max()}, but --classes is {self.args.classes}")
         if self.augment:
             random = np.random.default_rng([self.args.seed, self.epoch, index])
             if random.random() < 0.5:

@@ -193,6 +193,51 @@ def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path,
     assert message in error and len(error.splitlines()) == 1
 
 
+MASKS = {
+    # name: (number of classes, a colour or a grey level for each of its two pixels, their classes)
+    "white": (2, (0, 255), [0, 1]),
+    "ones": (2, (0, 1), [0, 1]),
+    "smooth": (2, (127, 255), [0, 1]),
+    "nothing": (2, (0, 0), [0, 0]),
+    "maroon": (2, ((0, 0, 0), (128, 0, 0)), [0, 1]),
+    "blue": (2, ((0, 0, 1), (0, 0, 0)), [1, 0]),
+    "levels": (64, (5, 63), [5, 63]),
+    "voc": (64, ((128, 0, 128), (192, 192, 192)), [5, 63]),
+    "two colours": (2, ((0, 0, 1), (255, 0, 0)), "a mask of two classes has one colour beside black"),
+    "two levels": (2, (1, 2), "a mask of two classes has one colour beside black"),
+    "no class": (3, ((0, 0, 0), (10, 200, 30)), "the colour 10,200,30 is not that of any of 3 classes"),
+    "more classes": (5, (0, 5), "the colour 5,5,5 is not that of any of 5 classes"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("palette", [False, True])
+def test_masks_hold_classes_as_those_of_the_program_in_cpp(name, palette, tmp_path):
+    classes, colors, labels = MASKS[name]
+    image = Image.fromarray(np.array([colors], np.uint8))
+    if palette:
+        image = Image.fromarray(np.array([[1, 0]], np.uint8))
+        image.putpalette(np.array([[color] * 3 if isinstance(color, int) else color for color in colors[::-1]]).flatten())
+    image.save(path := tmp_path / "mask.png")
+    read_labels = importlib.import_module("unet_train").read_labels
+    if isinstance(labels, list):
+        assert np.asarray(read_labels(path, classes)).tolist() == [labels]
+    else:
+        with pytest.raises(ValueError, match=f"mask.png: {labels}"):
+            read_labels(path, classes)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_images_and_masks_are_turned_as_their_orientation_says(suffix, tmp_path):
+    exif = Image.Exif()
+    exif[0x112] = 6  # the stored top is the right
+    pixels = np.zeros((8, 16), np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(path := tmp_path / f"mask.{suffix}", quality=95, exif=exif)
+    labels = np.asarray(importlib.import_module("unet_train").read_labels(path, 2))
+    assert labels.shape == (16, 8) and labels[:8].all() and not labels[8:].any()
+
+
 def test_resnet_reads_mnists_files(tmp_path, capsys):
     labels = (np.arange(40) % 10).astype(np.uint8)
     images = np.broadcast_to(labels[:, None, None] * 25, (40, 28, 28))
