@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
 #include "examples/common/exif.h"
 #include "examples/common/files.h"
@@ -92,9 +93,14 @@ class Jpeg {
 
 class Png {
  public:
-  explicit Png(std::string_view bytes) {
+  explicit Png(std::string bytes) : bytes_(std::move(bytes)) {
+    // Hides the gamma from libpng, which would convert the values.
+    if (const auto gamma = bytes_.find("gAMA"); gamma < bytes_.find("IDAT")) bytes_[gamma + 1] = 'a';
     png_.version = PNG_IMAGE_VERSION;
-    check(png_image_begin_read_from_memory(&png_, bytes.data(), bytes.size()));
+    check(png_image_begin_read_from_memory(&png_, bytes_.data(), bytes_.size()));
+    if ((png_.format & PNG_FORMAT_FLAG_LINEAR) == 0) return;
+    png_image_free(&png_);
+    throw std::runtime_error("16 bits per channel are not supported; write 8");
   }
   ~Png() { png_image_free(&png_); }
   Png(const Png&) = delete;
@@ -116,6 +122,7 @@ class Png {
     if (result == 0) throw std::runtime_error(png_.message);
   }
 
+  std::string bytes_;
   png_image png_{};
 };
 

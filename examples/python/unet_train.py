@@ -106,21 +106,35 @@ def draw_scene(index: int, args: argparse.Namespace) -> tuple[Image.Image, Image
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), mask
 
 
+def files_by_name(folder: Path, suffixes: tuple[str, ...], ending: str = "") -> dict[str, Path]:
+    """The files with these suffixes, by their names without `ending`."""
+    files: dict[str, Path] = {}
+    for path in folder.iterdir():
+        if path.suffix.lower() not in suffixes:
+            continue
+        if not path.stem.endswith(ending):
+            raise ValueError(f"{path}: the name of a mask must be NAME{ending}{path.suffix}")
+        other = files.setdefault(path.stem.removesuffix(ending), path)
+        if other != path:
+            raise ValueError(f"two files have the same name: {other} and {path}")
+    return files
+
+
 def list_files(folder: Path) -> list[tuple[Path, Path]]:
     """The paths of all images, each with its mask's."""
-    files = []
-    for image in sorted((folder / "imgs").iterdir()):
-        masks = [folder / "masks" / f"{image.stem}_mask{suffix}" for suffix in (".gif", ".png")]
-        found = [mask for mask in masks if mask.exists()]
-        if not found:
-            raise ValueError(f"{image} has no mask {masks[0]} or .png")
-        files.append((image, found[0]))
-    return files
+    images = files_by_name(folder / "imgs", (".jpg", ".jpeg", ".png"))
+    masks = files_by_name(folder / "masks", (".gif", ".png"), "_mask")
+    for name in sorted(images.keys() ^ masks.keys()):
+        raise ValueError(f"{images[name]} has no mask" if name in images else f"{masks[name]} has no image")
+    return [(images[name], masks[name]) for name in sorted(images)]
 
 
 def read_image(path: Path) -> Image.Image:
     try:
-        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        image = Image.open(path, formats=["JPEG", "PNG", "GIF"])
+        if ";16" in str(image.tile):
+            raise ValueError("16 bits per channel are not supported; write 8")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # Pillow has no common class for damaged files
         raise ValueError(f"{path}: {error}") from None
 

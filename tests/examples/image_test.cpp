@@ -35,6 +35,8 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
   EXPECT_TRUE(at::equal(read_image(path_), image));
   write_png(path_, image[1]);
   EXPECT_TRUE(at::equal(read_image(path_), image[1].expand({3, 23, 37})));
+  const auto gamma = std::string("\0\0\0\4gAMA\0\1\x86\xa0\x31\xe8\x96\x5f", 16);
+  EXPECT_TRUE(at::equal(read(read_file(path_).insert(33, gamma)), image[1].expand({3, 23, 37})));
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
@@ -109,6 +111,7 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
   EXPECT_THAT(message_of("this is not an image"), HasSubstr("not a JPEG, PNG or GIF"));
   EXPECT_THAT(message_of(""), HasSubstr("is empty"));
   EXPECT_THAT(message_of(read_file(kImages / "no-palette.gif")), HasSubstr("no palette"));
+  EXPECT_THAT(message_of(read_file(kImages / "grey16.png")), HasSubstr("16 bits per channel"));
   // A tiny file can claim gigabytes of pixels.
   EXPECT_THAT(message_of(read_file(kImages / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),

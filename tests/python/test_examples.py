@@ -169,6 +169,7 @@ def carvana(tmp_path):
         pixels[8:24, 6 * index : 6 * index + 16] = 255
         Image.fromarray(np.stack([pixels, 255 - pixels, pixels], 2)).save(tmp_path / "data" / "imgs" / f"{index}.jpg")
         Image.fromarray(pixels).convert("1").save(tmp_path / "data" / "masks" / f"{index}_mask.gif")
+        (tmp_path / "data" / folder / "ignored.txt").touch()
     return tmp_path / "data"
 
 
@@ -183,7 +184,12 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (lambda data: (data / "masks" / "3_mask.gif").unlink(), "3.jpg has no mask"),
+    (lambda data: (data / "imgs" / "3.jpg").unlink(), "3_mask.gif has no image"),
+    (lambda data: (data / "imgs" / "3.png").touch(), "two files have the same name"),
+    (lambda data: (data / "masks" / "3.png").touch(), "3.png: the name of a mask must be NAME_mask.png"),
     (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
+    (lambda data: Image.new("RGB", (48, 32)).save(data / "imgs" / "2.jpg", "BMP"), "2.jpg: cannot identify image file"),
+    (lambda data: Image.new("I;16", (48, 32)).save(data / "imgs" / "2.jpg", "PNG"), "2.jpg: 16 bits per channel"),
     (lambda data: Image.new("1", (8, 8)).save(data / "masks" / "1_mask.gif"), "has the size (48, 32), but its mask has (8, 8)"),
 ])  # fmt: skip
 def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path, capsys):
