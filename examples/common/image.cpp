@@ -14,7 +14,9 @@
 #include <memory>
 #include <stdexcept>
 #include <string_view>
+#include <utility>
 
+#include "examples/common/exif.h"
 #include "examples/common/files.h"
 
 namespace gpipe::examples {
@@ -26,9 +28,21 @@ constexpr int kLargestSide = 65535;
 constexpr std::uint64_t kMostPixels = std::uint64_t{1} << 28;
 // Read from a file of any length, because the header can be longer than the pixels.
 constexpr std::uint64_t kFewPixels = std::uint64_t{1} << 20;
+constexpr std::size_t kLongestHeader = 1 << 20;
 
 // Decoders return [height, width, 3]. Their errors have no name of a file.
-at::Tensor new_pixels(Size size) { return at::zeros({size.height, size.width, 3}, at::kByte); }
+at::Tensor new_pixels(Size size, int channels = 3) { return at::zeros({size.height, size.width, channels}, at::kByte); }
+
+// --- Orientation
+
+Size turned(Size size, int orientation) { return orientation > 4 ? Size{size.height, size.width} : size; }
+
+at::Tensor turned(at::Tensor image, int orientation) {
+  if (orientation > 4) image = image.transpose(1, 2);
+  if ((orientation & 2) != 0) image = image.flip(2);
+  if (((orientation - 1) & 2) != 0) image = image.flip(1);
+  return image;
+}
 
 // --- JPEG
 
@@ -37,8 +51,7 @@ class Jpeg {
   explicit Jpeg(std::string_view bytes)
       : data_(reinterpret_cast<const unsigned char*>(bytes.data())), count_(bytes.size()) {
     int subsampling = 0;
-    int colorspace = 0;
-    check(tjDecompressHeader3(codec_.get(), data_, count_, &size_.width, &size_.height, &subsampling, &colorspace));
+    check(tjDecompressHeader3(codec_.get(), data_, count_, &size_.width, &size_.height, &subsampling, &colorspace_));
   }
 
   Size size() const { return size_; }
@@ -52,12 +65,16 @@ class Jpeg {
       const Size size{TJSCALED(size_.width, (*factor)), TJSCALED(size_.height, (*factor))};
       if (size.width >= wanted->width && size.height >= wanted->height && size.width < best.width) best = size;
     }
-    auto pixels = new_pixels(best);
+    const bool inks = colorspace_ == TJCS_CMYK || colorspace_ == TJCS_YCCK;
+    auto pixels = new_pixels(best, inks ? 4 : 3);
     // Damaged pixels are only a warning. A small file with thousands of scans would take minutes.
     constexpr int kFlags = TJFLAG_ACCURATEDCT | TJFLAG_STOPONWARNING | TJFLAG_LIMITSCANS;
     check(tjDecompress2(codec_.get(), data_, count_, pixels.mutable_data_ptr<std::uint8_t>(), best.width, 0,
-                        best.height, TJPF_RGB, kFlags));
-    return pixels;
+                        best.height, inks ? TJPF_CMYK : TJPF_RGB, kFlags));
+    if (!inks) return pixels;
+    // By Adobe's convention, a file has 255 for no ink.
+    const auto products = pixels.narrow(2, 0, 3).to(at::kInt) * pixels.narrow(2, 3, 1);
+    return (products + 127).floor_divide(255).to(at::kByte);
   }
 
  private:
@@ -69,15 +86,21 @@ class Jpeg {
   const unsigned char* data_;
   const std::size_t count_;
   Size size_;
+  int colorspace_ = 0;
 };
 
 // --- PNG
 
 class Png {
  public:
-  explicit Png(std::string_view bytes) {
+  explicit Png(std::string bytes) : bytes_(std::move(bytes)) {
+    // Hides the gamma from libpng, which would convert the values.
+    if (const auto gamma = bytes_.find("gAMA"); gamma < bytes_.find("IDAT")) bytes_[gamma + 1] = 'a';
     png_.version = PNG_IMAGE_VERSION;
-    check(png_image_begin_read_from_memory(&png_, bytes.data(), bytes.size()));
+    check(png_image_begin_read_from_memory(&png_, bytes_.data(), bytes_.size()));
+    if ((png_.format & PNG_FORMAT_FLAG_LINEAR) == 0) return;
+    png_image_free(&png_);
+    throw std::runtime_error("16 bits per channel are not supported; write 8");
   }
   ~Png() { png_image_free(&png_); }
   Png(const Png&) = delete;
@@ -99,6 +122,7 @@ class Png {
     if (result == 0) throw std::runtime_error(png_.message);
   }
 
+  std::string bytes_;
   png_image png_{};
 };
 
@@ -186,7 +210,7 @@ class Gif {
   std::unique_ptr<GifFileType, Closer> gif_;
 };
 
-// Opens the file's first bytes as Jpeg, Png or Gif, checks the size, and calls `use`.
+// Opens the file's first bytes as Jpeg, Png or Gif, checks the size, and calls `use` with it and the orientation.
 template <class Use>
 auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use use) {
   return with_name(path, [&] {
@@ -204,7 +228,8 @@ auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use u
         throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " +
                                  std::to_string(all_bytes) + " bytes");
       }
-      return use(image);
+      // The same bytes for image_size() and read_image().
+      return use(image, exif_orientation(std::string_view(bytes).substr(0, kLongestHeader)));
     };
     // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a
     // byte to at most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.
@@ -238,13 +263,16 @@ Size scaled(Size size, double scale) {
 }
 
 Size image_size(const std::filesystem::path& path) {
-  constexpr std::size_t kLongestHeader = 1 << 20;
-  return with_image(path, kLongestHeader, [](const auto& image) { return image.size(); });
+  return with_image(path, kLongestHeader,
+                    [](const auto& image, int orientation) { return turned(image.size(), orientation); });
 }
 
 at::Tensor read_image(const std::filesystem::path& path, std::optional<Size> wanted) {
   constexpr auto kAll = std::numeric_limits<std::size_t>::max();
-  const auto pixels = with_image(path, kAll, [&](auto& image) { return image.decode(wanted); }).permute({2, 0, 1});
+  const auto pixels = with_image(path, kAll, [&](auto& image, int orientation) {
+    const auto in_file = wanted ? Wanted(turned(*wanted, orientation)) : wanted;
+    return turned(image.decode(in_file).permute({2, 0, 1}), orientation);
+  });
   return wanted ? resize_smoothly(pixels, *wanted) : pixels;
 }
 

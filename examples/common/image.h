@@ -27,9 +27,10 @@ Size scaled(Size size, double scale);
 // classes.
 //
 // The format, JPEG, PNG or GIF, is found by content, not by name. Of a GIF, the first frame is read. Alpha channels are
-// ignored. Errors: std::runtime_error with the file's name and the reason, for a file that is missing, of another kind,
-// damaged or truncated, for more than 65535 pixels per side or 2^28 in all, and for more pixels than the file's bytes
-// can hold.
+// and gamma are ignored. Images are turned as their EXIF orientation says. CMYK becomes RGB as in Pillow. Errors:
+// std::runtime_error with the file's name and the reason, for a file that is missing, of another kind, damaged or
+// truncated, for 16 bits per channel, for more than 65535 pixels per side or 2^28 in all, and for more pixels than the
+// file's bytes can hold.
 
 /// Reads only the header.
 Size image_size(const std::filesystem::path& path);

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.tensorboard import SummaryWriter
@@ -35,6 +35,7 @@ from gpipe import snapshot
 from gpipe.data import PartSampler, collate_part
 
 PICTURES = 4  # validation images that are drawn after each epoch
+MAX_CLASSES = 64
 
 
 def positive(text: str) -> int:
@@ -80,8 +81,8 @@ def parse_args() -> argparse.Namespace:
     add("--snapshot-every", type=positive, metavar="STEPS", help="write latest.snapshot also within epochs")
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
     args = parser.parse_args()
-    if args.classes < 2:
-        parser.error(f"--classes must be at least 2, but is {args.classes}")
+    if not 2 <= args.classes <= MAX_CLASSES:
+        parser.error(f"--classes must be from 2 to {MAX_CLASSES}, but is {args.classes}")
     if not 0 < args.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, but is {args.scale}")
     if not 0 < args.validation < 100:
@@ -105,32 +106,63 @@ def draw_scene(index: int, args: argparse.Namespace) -> tuple[Image.Image, Image
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), mask
 
 
+def files_by_name(folder: Path, suffixes: tuple[str, ...], ending: str = "") -> dict[str, Path]:
+    """The files with these suffixes, by their names without `ending`."""
+    files: dict[str, Path] = {}
+    for path in folder.iterdir():
+        if path.suffix.lower() not in suffixes:
+            continue
+        if not path.stem.endswith(ending):
+            raise ValueError(f"{path}: the name of a mask must be NAME{ending}{path.suffix}")
+        other = files.setdefault(path.stem.removesuffix(ending), path)
+        if other != path:
+            raise ValueError(f"two files have the same name: {other} and {path}")
+    return files
+
+
 def list_files(folder: Path) -> list[tuple[Path, Path]]:
     """The paths of all images, each with its mask's."""
-    files = []
-    for image in sorted((folder / "imgs").iterdir()):
-        masks = [folder / "masks" / f"{image.stem}_mask{suffix}" for suffix in (".gif", ".png")]
-        found = [mask for mask in masks if mask.exists()]
-        if not found:
-            raise ValueError(f"{image} has no mask {masks[0]} or .png")
-        files.append((image, found[0]))
-    return files
+    images = files_by_name(folder / "imgs", (".jpg", ".jpeg", ".png"))
+    masks = files_by_name(folder / "masks", (".gif", ".png"), "_mask")
+    for name in sorted(images.keys() ^ masks.keys()):
+        raise ValueError(f"{images[name]} has no mask" if name in images else f"{masks[name]} has no image")
+    return [(images[name], masks[name]) for name in sorted(images)]
 
 
 def read_image(path: Path) -> Image.Image:
     try:
-        image = Image.open(path)
-        image.load()
-        return image
+        image = Image.open(path, formats=["JPEG", "PNG", "GIF"])
+        if ";16" in str(image.tile):
+            raise ValueError("16 bits per channel are not supported; write 8")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # Pillow has no common class for damaged files
         raise ValueError(f"{path}: {error}") from None
 
 
-class Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W).
+def read_labels(path: Path, classes: int) -> Image.Image:
+    """The class of each pixel of a mask: see docs/segmentation.md."""
+    red, green, blue = (np.asarray(part, np.int32) for part in read_image(path).split())
+    colors = red << 16 | green << 8 | blue
+    if classes == 2:
+        light, things = np.maximum(np.maximum(red, green), blue), colors[colors > 0]
+        greys = light.max() >= MAX_CLASSES and (colors == light * 0x010101).all()
+        if not greys and (things != things[:1]).any():
+            raise ValueError(f"{path}: a mask of two classes has one colour beside black, or greys up to white")
+        return Image.fromarray((2 * light > light.max()).astype(np.uint8))
+    label_of = np.full(1 << 24, classes, np.uint8)  # a colour
+    for label in range(classes):
+        of_voc = sum((label >> i + 3 * j & 1) << 23 - 8 * i - j for i in range(3) for j in range(2))
+        label_of[[of_voc, label * 0x010101]] = label
+    labels = label_of[colors]
+    if labels.max() == classes:
+        color = colors[labels == classes][0]
+        text = f"{color >> 16},{color >> 8 & 255},{color & 255}"
+        raise ValueError(f"{path}: the colour {text} is not that of any of {classes} classes")
+    return Image.fromarray(labels)
 
-    Masks of two classes are black and white. In others, the class is the grey level or the index in the palette.
-    """
+
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -146,21 +178,16 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
         if self.files is None:
             return draw_scene(index, self.args)
-        image, mask = map(read_image, self.files[index])
+        path, path_of_mask = self.files[index]
+        image, mask = read_image(path), read_labels(path_of_mask, self.args.classes)
         if image.size != mask.size:
-            raise ValueError(f"{self.files[index][0]} has the size {image.size}, but its mask has {mask.size}")
-        return image.convert("RGB"), mask
+            raise ValueError(f"{path} has the size {image.size}, but its mask has {mask.size}")
+        return image, mask
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = self.read(index)
         x = np.asarray(image.resize(self.size, Image.Resampling.BILINEAR), np.float32) / 255
-        mask = mask if self.args.classes > 2 and mask.mode == "P" else mask.convert("L")
         y = np.asarray(mask.resize(self.size, Image.Resampling.NEAREST)).astype(np.int64)
-        if self.args.classes == 2:
-            y = (2 * y > max(y.max(), 1)).astype(np.int64)
-        if y.max() >= self.args.classes:
-            name = self.files[index][1] if self.files else index
-            raise ValueError(f"mask {name} has the class {y.max()}, but --classes is {self.args.classes}")
         if self.augment:
             random = np.random.default_rng([self.args.seed, self.epoch, index])
             if random.random() < 0.5:

@@ -135,17 +135,20 @@ torch::Tensor class_colors(int classes) {
 
 torch::Tensor read_labels(const fs::path& path, int classes) {
   const auto image = read_image(path).to(torch::kInt);
-  if (classes == 2) {  // a file whose values are all 0 or 1 is taken as it is
-    const auto grey = (299 * image[0] + 587 * image[1] + 114 * image[2]).floor_divide(1000);
-    return (grey > (grey.max().item<int>() <= 1 ? 0 : 127)).to(torch::kByte);
-  }
   const auto colors = to_numbers(image);
+  if (classes == 2) {
+    const auto light = image.amax(0);
+    const auto things = colors.masked_select(colors > 0);
+    const bool greys = light.max().item<int>() >= kMaxClasses && colors.eq(light * 0x010101).all().item<bool>();
+    if (!greys && things.numel() > 0 && things.ne(things[0]).any().item<bool>()) {
+      throw std::runtime_error(path.string() +
+                               ": a mask of two classes has one colour beside black, or greys up to white");
+    }
+    return (2 * light > light.max()).to(torch::kByte);
+  }
   const auto of_classes = to_numbers(class_colors(classes).t());
   auto labels = torch::full_like(colors, classes, torch::kByte);
-  for (int k = classes - 1; k >= 0; --k) {
-    labels.masked_fill_(colors == of_classes[k], k);
-    labels.masked_fill_(colors == k * 0x010101, k);
-  }
+  for (int k = 0; k < classes; ++k) labels.masked_fill_((colors == of_classes[k]) | (colors == k * 0x010101), k);
   const auto others = colors.masked_select(labels == classes);
   if (others.numel() == 0) return labels;
   const int color = others[0].item<int>();

@@ -39,9 +39,9 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
 
 // --- Classes of a mask's pixels
 //
-// 0 is the background; 1 and up are the things to find. A mask file of two classes is black and white. With more
-// classes, class k has the k-th colour of PASCAL VOC's masks (black, maroon, green, olive, navy, ...), or the grey
-// level k.
+// 0 is the background, which is black in masks; 1 and up are the things to find. With two classes, these have any one
+// colour. In shades of grey, a pixel is of class 1 above half of the lightest. With more classes, class k has the k-th
+// colour of PASCAL VOC's masks (black, maroon, green, olive, navy, ...), or the grey level k.
 
 inline constexpr int kMaxClasses = 64;
 

@@ -144,6 +144,23 @@ TEST(MaskTest, PaintedLabelsAreReadBack) {
   EXPECT_TRUE(at::equal(read_grey(at::tensor({0, 1, 0}, at::kByte), 2), at::tensor({0, 1, 0}, at::kByte)));
 }
 
+TEST(MaskTest, TwoClassesAreBlackAndOneColour) {
+  const TemporaryDirectory directory;
+  const auto black = at::zeros(3, at::kByte);
+  const auto read = [&](const at::Tensor& first, const at::Tensor& second) {
+    write_png(directory / "mask.png", at::stack({black, first, second}, 1).unsqueeze(1));
+    return unet::read_labels(directory / "mask.png", 2).view(3);
+  };
+  const auto violet = at::tensor({250, 0, 250}, at::kByte), ones = at::ones(3, at::kByte);
+  for (const auto& color : {at::tensor({255, 0, 0}, at::kByte), at::tensor({0, 64, 0}, at::kByte), ones}) {
+    EXPECT_TRUE(at::equal(read(color, black), at::tensor({0, 1, 0}, at::kByte))) << color;
+    EXPECT_THAT(error_of([&] { read(color, violet); }),
+                AllOf(HasSubstr("mask.png: "), HasSubstr("one colour beside black")));
+  }
+  EXPECT_EQ(read(black, black).sum().item<int>(), 0);
+  EXPECT_THAT(error_of([&] { read(ones, 2 * ones); }), HasSubstr("one colour beside black"));
+}
+
 class LoaderTest : public ::testing::Test {
  protected:
   LoaderTest() {

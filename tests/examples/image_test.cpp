@@ -35,6 +35,8 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
   EXPECT_TRUE(at::equal(read_image(path_), image));
   write_png(path_, image[1]);
   EXPECT_TRUE(at::equal(read_image(path_), image[1].expand({3, 23, 37})));
+  const auto gamma = std::string("\0\0\0\4gAMA\0\1\x86\xa0\x31\xe8\x96\x5f", 16);
+  EXPECT_TRUE(at::equal(read(read_file(path_).insert(33, gamma)), image[1].expand({3, 23, 37})));
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
@@ -47,6 +49,41 @@ TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
     EXPECT_EQ(image.sizes(), at::IntArrayRef({3, size.height, size.width}));
     EXPECT_LT((image - resize_smoothly(whole, size)).abs().mean().item<double>(), 10) << to_string(size);
   }
+}
+
+TEST_F(ImageTest, CmykIsReadAsPillowDoes) {
+  const auto image = read_image(kImages / "cmyk.jpg").to(at::kInt);
+  const auto corners = at::tensor({0, 0, 240, 230, 0, 141, 0, 140, 100, 143, 140, 38}).view({2, 2, 3});
+  EXPECT_LE((image.slice(1, 0, 9, 8).slice(2, 0, 11, 10).permute({1, 2, 0}) - corners).abs().max().item<int>(), 2);
+  EXPECT_EQ(read_image(kImages / "cmyk.jpg", Size{6, 5}).sizes(), at::IntArrayRef({3, 5, 6}));
+}
+
+TEST_F(ImageTest, OrientationOfExifTurnsTheImage) {
+  write_png(path_, at::tensor({1, 2, 3, 4, 5, 6}, at::kByte).view({2, 3}));
+  const auto png = read_file(path_);
+  const std::vector<std::vector<int>> turned = {{1, 2, 3, 4, 5, 6}, {3, 2, 1, 6, 5, 4}, {6, 5, 4, 3, 2, 1},
+                                                {4, 5, 6, 1, 2, 3}, {1, 4, 2, 5, 3, 6}, {4, 1, 5, 2, 6, 3},
+                                                {6, 3, 5, 2, 4, 1}, {3, 6, 2, 5, 1, 4}};
+  for (int orientation = 0; orientation < 10; ++orientation) {
+    // The checksum is wrong, so that libpng skips the chunk.
+    auto exif = std::string(
+        "\0\0\0\x1a"
+        "eXIfMM\0*\0\0\0\x8\0\1\1\x12\0\3\0\0\0\1\0N\0\0\0\0\0\0\0\0\0\0",
+        38);
+    exif[27] = static_cast<char>(orientation);
+    const auto image = read(std::string(png).insert(33, exif));
+    const auto& pixels = orientation == 0 || orientation == 9 ? turned[0] : turned[orientation - 1];
+    EXPECT_TRUE(at::equal(image[0].flatten(), at::tensor(pixels, at::kByte))) << orientation << image[0];
+    EXPECT_EQ(image_size(path_), (Size{static_cast<int>(image.size(2)), static_cast<int>(image.size(1))}));
+  }
+  const auto jpeg = read_file(kImages / "accepted.jpg");
+  const std::string exif(
+      "\xff\xe1\0\x22"
+      "Exif\0\0II*\0\x8\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0",
+      36);
+  const auto image = read(std::string(jpeg).insert(2, exif));
+  EXPECT_TRUE(at::equal(image, read_image(kImages / "accepted.jpg").rot90(-1, {1, 2})));
+  EXPECT_EQ(read_image(path_, Size{5, 6}).sizes(), at::IntArrayRef({3, 6, 5}));
 }
 
 TEST_F(ImageTest, ShrinkingAveragesAllPixelsAndNearestKeepsClasses) {
@@ -74,6 +111,7 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
   EXPECT_THAT(message_of("this is not an image"), HasSubstr("not a JPEG, PNG or GIF"));
   EXPECT_THAT(message_of(""), HasSubstr("is empty"));
   EXPECT_THAT(message_of(read_file(kImages / "no-palette.gif")), HasSubstr("no palette"));
+  EXPECT_THAT(message_of(read_file(kImages / "grey16.png")), HasSubstr("16 bits per channel"));
   // A tiny file can claim gigabytes of pixels.
   EXPECT_THAT(message_of(read_file(kImages / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),

@@ -169,6 +169,7 @@ def carvana(tmp_path):
         pixels[8:24, 6 * index : 6 * index + 16] = 255
         Image.fromarray(np.stack([pixels, 255 - pixels, pixels], 2)).save(tmp_path / "data" / "imgs" / f"{index}.jpg")
         Image.fromarray(pixels).convert("1").save(tmp_path / "data" / "masks" / f"{index}_mask.gif")
+        (tmp_path / "data" / folder / "ignored.txt").touch()
     return tmp_path / "data"
 
 
@@ -183,7 +184,12 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     (lambda data: (data / "masks" / "3_mask.gif").unlink(), "3.jpg has no mask"),
+    (lambda data: (data / "imgs" / "3.jpg").unlink(), "3_mask.gif has no image"),
+    (lambda data: (data / "imgs" / "3.png").touch(), "two files have the same name"),
+    (lambda data: (data / "masks" / "3.png").touch(), "3.png: the name of a mask must be NAME_mask.png"),
     (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
+    (lambda data: Image.new("RGB", (48, 32)).save(data / "imgs" / "2.jpg", "BMP"), "2.jpg: cannot identify image file"),
+    (lambda data: Image.new("I;16", (48, 32)).save(data / "imgs" / "2.jpg", "PNG"), "2.jpg: 16 bits per channel"),
     (lambda data: Image.new("1", (8, 8)).save(data / "masks" / "1_mask.gif"), "has the size (48, 32), but its mask has (8, 8)"),
 ])  # fmt: skip
 def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path, capsys):
@@ -191,6 +197,51 @@ def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path,
     assert run("unet_train", *CARVANA, "--data", carvana, "--epochs", 1, "--output", tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+MASKS = {
+    # name: (number of classes, a colour or a grey level for each of its two pixels, their classes)
+    "white": (2, (0, 255), [0, 1]),
+    "ones": (2, (0, 1), [0, 1]),
+    "smooth": (2, (127, 255), [0, 1]),
+    "nothing": (2, (0, 0), [0, 0]),
+    "maroon": (2, ((0, 0, 0), (128, 0, 0)), [0, 1]),
+    "blue": (2, ((0, 0, 1), (0, 0, 0)), [1, 0]),
+    "levels": (64, (5, 63), [5, 63]),
+    "voc": (64, ((128, 0, 128), (192, 192, 192)), [5, 63]),
+    "two colours": (2, ((0, 0, 1), (255, 0, 0)), "a mask of two classes has one colour beside black"),
+    "two levels": (2, (1, 2), "a mask of two classes has one colour beside black"),
+    "no class": (3, ((0, 0, 0), (10, 200, 30)), "the colour 10,200,30 is not that of any of 3 classes"),
+    "more classes": (5, (0, 5), "the colour 5,5,5 is not that of any of 5 classes"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("palette", [False, True])
+def test_masks_hold_classes_as_those_of_the_program_in_cpp(name, palette, tmp_path):
+    classes, colors, labels = MASKS[name]
+    image = Image.fromarray(np.array([colors], np.uint8))
+    if palette:
+        image = Image.fromarray(np.array([[1, 0]], np.uint8))
+        image.putpalette(np.array([[color] * 3 if isinstance(color, int) else color for color in colors[::-1]]).flatten())
+    image.save(path := tmp_path / "mask.png")
+    read_labels = importlib.import_module("unet_train").read_labels
+    if isinstance(labels, list):
+        assert np.asarray(read_labels(path, classes)).tolist() == [labels]
+    else:
+        with pytest.raises(ValueError, match=f"mask.png: {labels}"):
+            read_labels(path, classes)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_images_and_masks_are_turned_as_their_orientation_says(suffix, tmp_path):
+    exif = Image.Exif()
+    exif[0x112] = 6  # the stored top is the right
+    pixels = np.zeros((8, 16), np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(path := tmp_path / f"mask.{suffix}", quality=95, exif=exif)
+    labels = np.asarray(importlib.import_module("unet_train").read_labels(path, 2))
+    assert labels.shape == (16, 8) and labels[:8].all() and not labels[8:].any()
 
 
 def test_resnet_reads_mnists_files(tmp_path, capsys):
