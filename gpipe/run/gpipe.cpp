@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/container/flat_hash_set.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"

@@ -4,11 +4,11 @@
 #include <tuple>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/binding.h"
 #include "gpipe/ranks/team.h"
+#include "gpipe/run/loss_check.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
@@ -46,8 +46,8 @@ class Pipeline {
   int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// What StepLoss has compared. Belongs to the holder of call_mutex().
-  absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
+  /// What StepLoss has compared, last used last. Belongs to the holder of call_mutex().
+  std::vector<ComparedLoss>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -125,7 +125,7 @@ class Pipeline {
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
   bool buffers_differ_ = false;  // a call has trained since they were made equal
-  absl::flat_hash_set<std::size_t> compared_losses_;
+  std::vector<ComparedLoss> compared_losses_;
   const int intraop_threads_;
   const LanguageBinding binding_;
   std::unique_ptr<Team> team_;

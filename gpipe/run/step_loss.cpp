@@ -1,47 +1,46 @@
 #include "gpipe/run/step_loss.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/norm.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <c10/util/TypeCast.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
 
-// A loss function may change the output in place.
-Value clone_of(const Value& value) {
-  auto tensors = value.tensors();
-  for (auto& tensor : tensors) {
-    if (tensor.defined()) tensor = tensor.clone();
+// Returns what the micro-batches' losses are the means of; nothing if these are the samples, or for sums.
+std::vector<at::Tensor> counts_of(const StepOptions& options, const std::vector<Parcel>& targets) {
+  std::vector<at::Tensor> counts;
+  if (options.reduction() == Reduction::kSum || !options.count()) return counts;
+  at::NoGradGuard no_grad;
+  for (const auto& target : targets) {
+    const at::Tensor count = options.count()(target.value());
+    if (!count.defined() || count.numel() != 1) {
+      refuse_argument("count returned ", count.defined() ? c10::str("a tensor of shape ", count.sizes()) : "no tensor",
+                      " for micro-batch ", counts.size(), "; return a number, or a tensor of one element");
+    }
+    counts.push_back(count.detach().reshape({}).to(at::kDouble));
   }
-  return {value.form(), std::move(tensors)};
+  return counts;
 }
 
-std::int64_t samples_of(const Parcel& target) { return target.tensors.front().size(0); }
-
-double epsilon_of(at::ScalarType type) {
-  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "epsilon_of",
-                                         [] { return static_cast<double>(std::numeric_limits<scalar_t>::epsilon()); });
-}
-
-// Returns the micro-batches' weights, before normalize().
+// Returns the micro-batches' weights, before normalize(). Waits for the counts.
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
-                                 const std::vector<Parcel>& targets) {
+                                 const std::vector<at::Tensor>& counts) {
   if (options.reduction() == Reduction::kSum) return std::vector<double>(sizes.size(), 1);
   std::vector<double> weights(sizes.begin(), sizes.end());
-  for (std::size_t i = 0; options.count() && i < weights.size(); ++i) {
-    const double count = weights[i] = options.count()(targets[i].value());
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    const double count = weights[i] = counts[i].item<double>();
     if (std::isfinite(count) && count >= 0) continue;
     refuse_argument("count returned ", std::to_string(count), " for micro-batch ", i,
                     "; return a finite number that is not negative");
@@ -59,158 +58,35 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
   for (auto& weight : weights) weight /= total;
 }
 
-// Calls a loss function on one micro-batch.
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
-  auto loss = function(output, target.value());
-  if (target.changed()) throw_error("the loss function changed its target in place; change a clone instead");
-  if (!loss.defined()) {
-    refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
-  }
-  if (loss.dim() != 0 || !loss.is_floating_point()) {
-    refuse_argument("the loss function returned a tensor of shape ", c10::str(loss.sizes()), " and type ",
-                    c10::str(loss.dtype()), "; return a floating-point scalar");
-  }
-  const bool differentiable =
-      std::ranges::any_of(output.tensors(), [](const auto& t) { return t.defined() && t.requires_grad(); });
-  if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
-    refuse_argument(
-        "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
-        "detach() or no_grad");
-  }
-  return loss;
-}
-
-// Whether dimension 0 of all outputs is the batch.
-bool can_join(const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets) {
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const auto samples = samples_of(targets[i]);
-    for (const auto& tensor : outputs[i].tensors) {
-      if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != samples)) return false;
-    }
-  }
-  return true;
-}
-
-// The epsilon of the least precise type.
-double largest_epsilon(const at::Tensor& loss, const Parcel& output) {
-  double epsilon = epsilon_of(loss.scalar_type());
-  for (const auto& tensor : output.tensors) {
-    if (tensor.defined() && tensor.is_floating_point()) epsilon = std::max(epsilon, epsilon_of(tensor.scalar_type()));
-  }
-  return epsilon;
-}
-
-struct LossAndGradients {
-  double loss;
-  std::vector<at::Tensor> gradients;  // for the floating-point tensors of the output
-};
-
-// Calls a loss function on a copy of the output. REQUIRES: grad mode.
-LossAndGradients differentiate(const LossFunction& function, const Value& output, const Parcel& target) {
+// Returns aliases of the tensors whose gradients become 0, also where they are NaN, if the weight is 0.
+Value weighted_gradients(const Value& output, const at::Tensor& weight) {
   auto tensors = output.tensors();
-  std::vector<at::Tensor> wanted;
   for (auto& tensor : tensors) {
-    if (!tensor.defined()) continue;
-    tensor = tensor.detach();
-    if (tensor.is_floating_point()) wanted.push_back(tensor.requires_grad_());
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    tensor = at::alias(tensor);
+    tensor.register_hook([weight](const at::Tensor& gradient) {
+      return gradient.defined() ? gradient.masked_fill((weight == 0).to(gradient.device()), 0) : gradient;
+    });
   }
-  const auto loss = call_loss(function, clone_of({output.form(), std::move(tensors)}), target);
-  if (wanted.empty()) return {loss.item<double>(), {}};
-  auto gradients = torch::autograd::grad({loss}, wanted, {}, std::nullopt, false, /*allow_unused=*/true);
-  for (std::size_t k = 0; k < wanted.size(); ++k) {
-    if (!gradients[k].defined()) gradients[k] = at::zeros_like(wanted[k]);
-  }
-  return {loss.item<double>(), std::move(gradients)};
-}
-
-// Compares the loss of the whole mini-batch, and its gradients, with the weighted losses of the micro-batches. The
-// losses alone differ too little if those of the micro-batches are much the same. Errors: std::invalid_argument.
-void compare(const LossFunction& function, const std::vector<Parcel>& outputs, const std::vector<Parcel>& targets,
-             const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
-  const at::AutoGradMode grad_mode(true);
-  double whole = 0;
-  double sum = 0;
-  double mean = 0;
-  double gap = 0;  // between the gradients, relative
-  try {
-    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-    if (total == 0 || !can_join(outputs, targets)) return;
-    std::vector<std::int64_t> sizes;
-    for (const auto& each : targets) sizes.push_back(samples_of(each));
-    const auto target = gather(targets, sizes, "").value;
-    const auto all =
-        differentiate(function, gather(outputs, sizes, "").value, scatter(target, {batch_size(target)}).front());
-    whole = all.loss;
-    double magnitude = std::abs(whole);
-    std::vector<std::vector<at::Tensor>> parts(all.gradients.size());
-    for (std::size_t i = 0; i < losses.size(); ++i) {
-      const double loss = losses[i].item<double>();
-      const auto [again, gradients] = differentiate(function, outputs[i].value(), targets[i]);
-      if (again != loss && !(std::isnan(again) && std::isnan(loss))) return;  // it draws, has a state or writes
-      const double share = weights[i] / total;
-      sum += loss;
-      if (share != 0) mean += loss * share;  // 0 * NaN is NaN
-      magnitude = std::max(magnitude, std::abs(loss));
-      for (std::size_t k = 0; k < parts.size(); ++k) {
-        parts[k].push_back(share == 0 ? at::zeros_like(gradients[k]) : gradients[k] * share);
-      }
-    }
-    const auto square = [](const at::Tensor& gradient) {
-      return std::pow(at::norm(gradient, 2, at::toOpMathType(gradient.scalar_type())).item<double>(), 2);
-    };
-    double off = 0;
-    double square_of_all = 0;
-    for (std::size_t k = 0; k < parts.size(); ++k) {
-      off += square(all.gradients[k] - at::cat(parts[k]));
-      square_of_all += square(all.gradients[k]);
-    }
-    gap = std::sqrt(off / square_of_all);
-    const double epsilon = largest_epsilon(losses.front(), outputs.front());
-    const double tolerance = 2 * std::pow(epsilon, 2.0 / 3) * magnitude + 8 * epsilon;
-    if (!std::isfinite(whole) || !std::isfinite(off) ||
-        (std::abs(whole - mean) <= tolerance && off <= epsilon * square_of_all))
-      return;
-  } catch (...) {
-    return;  // the loss function does not take a whole mini-batch
-  }
-  refuse_argument(
-      "the loss of the whole mini-batch is ", whole, ", but the micro-batches give ", mean, " (their sum is ", sum,
-      ") and gradients that are ", 100 * gap,
-      " % off; if the loss ignores some targets, pass count, which returns what a micro-batch's mean is divided by; if "
-      "it is a sum, pass reduction; if it does not decompose over samples, use forward() and backward(); turn check "
-      "off to train so all the same");
-}
-
-// Whether the micro-batches have unequal shares of what losses ignore: negative numbers in integer targets, and the
-// zeros of masks.
-bool ignores_unevenly(const std::vector<Parcel>& targets) {
-  for (std::size_t k = 0; k < targets.front().tensors.size(); ++k) {
-    std::optional<double> first;
-    for (const auto& target : targets) {
-      const auto& tensor = target.tensors[k];
-      const bool is_mask = tensor.defined() && tensor.scalar_type() == at::kBool;
-      const bool is_signed = tensor.defined() && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) &&
-                             at::isSignedType(tensor.scalar_type());
-      if (tensor.numel() == 0 || !(is_mask || is_signed)) break;
-      const auto ignored = is_mask ? tensor.logical_not() : tensor.lt(0);
-      const double share = ignored.sum().item<double>() / static_cast<double>(tensor.numel());
-      if (share != first.value_or(share)) return true;
-      first = share;
-    }
-  }
-  return false;
+  return {output.form(), std::move(tensors)};
 }
 
 }  // namespace
 
+Count::Count(double number) : at::Tensor(at::scalar_tensor(number, at::kDouble)) {}
+
 CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
-  return [weight = std::move(weight), ignore_index](const Value& value) -> double {
+  return [weight = std::move(weight), ignore_index](const Value& value) -> Count {
     const auto target = value.tensor();
     if (target.is_floating_point()) return static_cast<double>(target.size(0));  // probabilities: a mean over samples
-    const auto counted = target.masked_select(target.ne(ignore_index));
-    if (!weight.defined()) return static_cast<double>(counted.numel());
-    const auto weights = weight.detach().to(counted.device()).index_select(0, counted.to(at::kLong));
-    return weights.sum(at::toOpMathType(weights.scalar_type())).item<double>();
+    // As the number of a class of type uint8, -100 would be 156.
+    const bool ignores = target.scalar_type() != at::kByte || !c10::overflows<std::uint8_t>(ignore_index, true);
+    if (!weight.defined())
+      return ignores ? target.ne(ignore_index).count_nonzero() : Count(static_cast<double>(target.numel()));
+    const auto ignored = ignores ? target.eq(ignore_index) : at::zeros_like(target, at::kBool);
+    const auto classes = target.masked_fill(ignored, 0).to(at::kLong).flatten();
+    const auto weights = weight.detach().to(target.device()).index_select(0, classes);
+    return weights.masked_fill(ignored.flatten(), 0).sum(at::toOpMathType(weights.scalar_type()));
   };
 }
 
@@ -257,38 +133,46 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
   for (std::size_t i = 0; i < sizes.size(); ++i)
     losses.push_back(call_loss(loss, clone_of(outputs[i].value()), targets[i]));
   const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
-  auto weights = loss_weights(completed, sizes, targets);
+  auto weights = loss_weights(completed, sizes, counts_of(completed, targets));
   normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), *completed.reduction());
   return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
-// On ranks without the last stage, the targets do not count.
 StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
                    const std::vector<std::int64_t>& sizes)
     : pipeline_(pipeline),
       function_(std::move(function)),
       options_(std::move(options)),
-      weights_(pipeline.is_here(pipeline.count() - 1) ? loss_weights(options_, sizes, targets)
-                                                      : std::vector<double>(sizes.size())),
+      weights_(sizes.size()),
       targets_(pipeline, std::move(targets), pipeline.stages().back().device),
-      losses_(sizes.size()) {}
+      losses_(sizes.size()) {
+  if (!pipeline.is_here(pipeline.count() - 1)) return;
+  const auto counts = counts_of(options_, targets_.parcels());
+  const auto on_device = std::ranges::find_if_not(counts, &at::Tensor::is_cpu);
+  if (on_device == counts.end() || pipeline.team().replicas() > 1) {
+    weights_ = loss_weights(options_, sizes, counts);
+    return;
+  }
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> together;
+  for (const auto& count : counts) together.push_back(count.to(on_device->device()));
+  auto shares = at::stack(together);
+  shares = shares / shares.sum();
+  std::vector<Parcel> parcels(sizes.size());
+  for (std::size_t i = 0; i < sizes.size(); ++i) parcels[i].add(shares[static_cast<std::int64_t>(i)], false);
+  shares_on_device_.emplace(pipeline, std::move(parcels), pipeline.stages().back().device);
+  shares_.resize(sizes.size());
+}
 
-double StepLoss::weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
+double StepLoss::weight() const {
+  return shares_on_device_ ? 1 : std::accumulate(weights_.begin(), weights_.end(), 0.0);
+}
 
 void StepLoss::normalize(double total) { gpipe::normalize(weights_, total, *options_.reduction()); }
 
 void StepLoss::begin_comparison() {
   if (!options_.check() || !pipeline_.is_here(pipeline_.count() - 1) || losses_.size() == 1) return;
-  const auto kind = 2 * function_.kind.value_or(function_.target_type().hash_code());
-  const auto& compared = pipeline_.compared_losses();
-  const bool is_first = !compared.contains(kind);
-  const auto& target = targets_.parcels().front().tensors.front();
-  // Later targets on other devices are not looked at, because the caller would wait for them in each step.
-  if (compared.contains(kind + 1) || !(is_first || target.is_cpu())) return;
-  const bool unevenly = ignores_unevenly(targets_.parcels());
-  if (!unevenly && !is_first) return;
-  comparison_ = Comparison{function_, kind + (unevenly ? 1 : 0), static_cast<int>(losses_.size()),
-                           std::vector<Parcel>(losses_.size()), std::vector<Parcel>(losses_.size())};
+  comparison_ = LossComparison::begin(pipeline_.compared_losses(), function_, targets_.parcels());
 }
 
 at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
@@ -298,34 +182,47 @@ at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outp
     outputs.add(micro_batch, std::move(kept));
   }
   auto target = targets_.receive(micro_batch);
-  auto loss = call_loss(function_, output, target);
+  at::Tensor share;
+  if (shares_on_device_) share = shares_on_device_->receive(micro_batch).tensors.front();
+  const auto loss = call_loss(function_, share.defined() ? weighted_gradients(output, share) : output, target);
   losses_[micro_batch] = loss.variable_data();
   outputs.note_device(losses_[micro_batch]);
-  if (comparison_) {
-    comparison_->outputs[micro_batch].add_leaving(output);
-    comparison_->targets[micro_batch] = std::move(target);
-    if (--comparison_->left == 0) {
-      compare(comparison_->function, comparison_->outputs, comparison_->targets, losses_, weights_);
-      comparison_->outputs.clear();
-      comparison_->targets.clear();
-    }
-  }
+  if (share.defined()) shares_[micro_batch] = share.to(loss.device());
+  if (comparison_ && comparison_->add(micro_batch, output, std::move(target))) comparison_->run(losses_, weights());
   return loss;
 }
 
 at::Tensor StepLoss::gradient(int micro_batch) const {
+  const auto options = losses_[micro_batch].options();
+  if (shares_on_device_) return shares_[micro_batch].mul(options_.scale()).to(options);
   const double weight = weights_[micro_batch];
   if (weight == 0) return {};  // 0 * NaN would be NaN
-  return at::scalar_tensor(weight * options_.scale(), losses_[micro_batch].options());
+  return at::scalar_tensor(weight * options_.scale(), options);
 }
 
 at::Tensor StepLoss::join() {
   targets_.await_copies();
-  if (comparison_) pipeline_.compared_losses().insert(comparison_->kind);
+  if (comparison_) std::move(*comparison_).note(pipeline_.compared_losses());
   comparison_.reset();
-  const auto losses = std::exchange(losses_, {});
-  for (const auto& loss : losses) use_on_current_stream(loss);
-  return join_losses(losses, weights_);
+  auto losses = std::exchange(losses_, {});
+  for (const auto* list : {&losses, &shares_}) {
+    for (const auto& each : *list) use_on_current_stream(each);
+  }
+  if (!shares_on_device_) return join_losses(losses, weights_);
+  const auto type = losses.front().scalar_type();
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    losses[i] = losses[i].to(at::kDouble).mul(shares_[i]).masked_fill(shares_[i] == 0, 0);
+  }
+  return join_losses(losses, std::vector<double>(losses.size(), 1)).to(type);
+}
+
+// Waits for the shares on a device.
+std::vector<double> StepLoss::weights() const {
+  if (!shares_on_device_) return weights_;
+  std::vector<double> weights;
+  for (const auto& share : shares_) weights.push_back(share.item<double>());
+  return weights;
 }
 
 }  // namespace gpipe

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "gpipe/loss.h"
+#include "gpipe/run/loss_check.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
@@ -26,12 +27,12 @@ class StepLoss {
   StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
            const std::vector<std::int64_t>& sizes);
 
-  /// The sum of the weights of this replica's micro-batches.
+  /// The sum of the weights of this replica's micro-batches; 1 if only a device knows it.
   double weight() const;
   /// Divides the weights of a mean by `total`, their sum over all replicas. Call it before the forwards. Errors:
   /// std::invalid_argument if that is 0.
   void normalize(double total);
-  /// Copies the loss function if its losses are to be compared. Call it before the forwards, in their call.
+  /// Begins a LossComparison if one is due. Call it before the forwards, in their call.
   void begin_comparison();
   bool keeps_outputs() const { return options_.return_output(); }
 
@@ -45,21 +46,18 @@ class StepLoss {
   at::Tensor join();
 
  private:
-  // check_loss() in a step, for a loss taken to be a mean.
-  struct Comparison {
-    LossFunction function;  // a copy, which may have a state
-    std::size_t kind;       // for compared_losses()
-    int left;               // micro-batches that have not come
-    std::vector<Parcel> outputs;
-    std::vector<Parcel> targets;
-  };
+  std::vector<double> weights() const;
+
   Pipeline& pipeline_;
   const LossFunction function_;
   const StepOptions options_;
   std::vector<double> weights_;  // per micro-batch; a loss of weight 0 gets no backward
+  // Instead of the weights, if the counts are on a device and no other replica needs them: parts of their sum.
+  std::optional<CallerInputs> shares_on_device_;
+  std::vector<at::Tensor> shares_;  // on the losses' devices
   CallerInputs targets_;
   std::vector<at::Tensor> losses_;  // per micro-batch
-  std::optional<Comparison> comparison_;
+  std::optional<LossComparison> comparison_;
 };
 
 }  // namespace gpipe

@@ -16,6 +16,7 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers, check_checkpoint, check_chunks
+from gpipe.known_losses import Known
 from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
@@ -68,6 +69,7 @@ class StagedModel(OriginalNames):
         self._made: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the C++ pipeline
         self._norms: list[DeferredBatchNorm] = []  # of these layers
+        self._losses: Known = []
 
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
@@ -107,7 +109,7 @@ class StagedModel(OriginalNames):
     def __getstate__(self) -> dict[str, Any]:
         if self.ranks is not None:
             raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
-        made = ("_lock", "_made", "_layers", "_norms")  # by _forget()
+        made = ("_lock", "_made", "_layers", "_norms", "_losses")  # by _forget()
         state = {name: value for name, value in self.__dict__.items() if name not in made}
         return state | {"_schedule": self._present_schedule()}
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn._reduction import get_enum
+from torch.nn.modules.module import _has_any_global_hook
 
 from gpipe import _C
 from gpipe.checks import check_function, check_number, checks_arguments, shown
@@ -25,7 +27,7 @@ def check_loss(
     target: Any,
     chunks: int,
     *,
-    count: Callable[[Any], float] | None = None,
+    count: Callable[[Any], float | Tensor] | None = None,
     reduction: str | None = None,
 ) -> tuple[float, float]:
     """Computes the loss of a whole mini-batch, and the loss that :meth:`gpipe.GPipe.step` would join from its
@@ -69,7 +71,7 @@ def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
     function: Any = _FUNCTIONS.get(type(loss), loss) if isinstance(loss, nn.Module) else loss
     if isinstance(function, partial):
         function = function.func
-    if settings is None or function not in _OPERATORS or (isinstance(loss, nn.Module) and not _C.is_plain(loss)):
+    if settings is None or function not in _OPERATORS or not _is_plain(loss):
         return None
     _, operator, one_shape = _OPERATORS[function]
     names = [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments[2:]]
@@ -139,23 +141,17 @@ def step_options(
     counted: Any = None
     if count is not None:
         counted = partial(_counted, check_function(count, "count", "a target"))
-    elif known is not None and reduction in (None, known[0]):
-        (reduction, counted), check = known, False
+    elif known is not None and reduction in (None, known[0]) and (_is_plain(loss) or known[0] == "mean"):
+        (reduction, counted), check = known, check and not _is_plain(loss)
     return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
-def _counted(count: Callable[[Any], object], target: Any) -> float:
+def _counted(count: Callable[[Any], object], target: Any) -> float | Tensor:
     found = count(target)
     if isinstance(found, Tensor) and found.dim() > 0:
         raise TypeError(f"count returned {shown(found)}; return a number, such as (target != -100).sum()")
-    return check_number(found, "the result of count")
-
-
-def kind_of(loss: object) -> int:
-    """Returns a number for the code of a function, or for the type of another loss."""
-    while isinstance(loss, partial):
-        loss = loss.func
-    return hash(getattr(loss, "__code__", type(loss)))
+    # A number on a device would have to be waited for.
+    return found if isinstance(found, Tensor) and not found.is_cpu else check_number(found, "the result of count")
 
 
 def trains(loss: object) -> bool:
@@ -172,6 +168,21 @@ def _reduction_of(loss: object) -> tuple[str, tuple[Tensor | None, int] | None] 
     if settings["reduction"] == "sum":
         return "sum", None
     return "mean", (settings["weight"], settings["ignore_index"]) if "ignore_index" in settings else None
+
+
+def _is_plain(loss: Any) -> bool:
+    """Returns whether a loss module or function of torch runs only code of torch: no hook, and nothing was replaced."""
+    if not isinstance(loss, nn.Module):
+        return _is_defined_in(F, loss.func if isinstance(loss, partial) else loss)
+    forward = type(loss).forward
+    has_hooks = not _C.is_plain(loss) or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    if has_hooks or not _is_defined_in(nn.modules.loss, forward):
+        return False
+    return all(_is_defined_in(F, vars(F)[name]) for name in forward.__code__.co_names if name in vars(F))
+
+
+def _is_defined_in(module: ModuleType, function: object) -> bool:
+    return getattr(function, "__globals__", None) is vars(module)
 
 
 def _settings_of(loss: object) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -21,7 +22,8 @@ from gpipe.checks import BalanceError, Checkpoint, Reduction
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
-from gpipe.losses import check_scale, checked, kind_of, native_loss, step_options, trains
+from gpipe.known_losses import hold_state, identity_of
+from gpipe.losses import check_scale, checked, native_loss, step_options, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
@@ -284,7 +286,7 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float] | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[False] = False,
@@ -298,7 +300,7 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float] | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[True],
@@ -311,7 +313,7 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float] | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: bool = False,
@@ -334,16 +336,19 @@ class GPipe(TeamCalls):
                 samples; see ``check``. Called on the last stage's worker. Draw its random numbers with torch. Tensors of
                 its own that require grad get gradients, but not with replicas.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored. Default: that of torch's cross entropy and NLL losses, else the
-                number of samples.
+                as the targets that are not ignored. A tensor on a device is not waited for, except with replicas. Default:
+                that of torch's cross entropy and NLL losses, else the number of samples.
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
-                adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
+                adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``. A loss of
+                torch with hooks or replaced code is compared as others; see ``check``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` of other code compares it and its gradients with those of the whole
-                mini-batch, as does the first one whose micro-batches have unequal shares of negative integers or of ``False``
-                as targets. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
+            check: whether the first call with a ``loss`` compares it and its gradients with those of the whole mini-batch, as
+                does the first one whose micro-batches have unequal shares of zeros, of negative numbers or of NaN as targets
+                (a sample of those on the CPU). A function made anew is the same loss if its code is, and if it captures the
+                same variables, or the same objects and equal numbers. Attributes and buffers of the loss stay as they are.
+                Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
@@ -364,7 +369,7 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float] | None = None,
+        count: Callable[[Any], float | Tensor] | None = None,
         reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         check: bool = True,
@@ -400,7 +405,9 @@ class GPipe(TeamCalls):
                     raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
-            return pipeline.train(input, target, checked(loss), native, kind_of(loss), chosen, self.training, keeps_graph)
+            hold = partial(hold_state, loss, chain(self.modules(), self.parameters(), self.buffers()))
+            arguments = checked(loss), native, identity_of(loss, self._losses), hold, chosen, self.training, keeps_graph
+            return pipeline.train(input, target, *arguments)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

@@ -206,12 +206,20 @@ Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Chec
 }
 
 Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss,
-                           const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options,
-                           bool training, bool keeps_graph) {
+                           const std::optional<NativeLoss>& native, std::shared_ptr<LossIdentity> identity,
+                           const py::object& hold_state, const StepOptions& options, bool training, bool keeps_graph) {
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
   prepare(value, training);
-  const auto function = to_loss(loss, calls_are_plain() ? native : std::nullopt, kind, states_);
+  auto function = to_loss(loss, calls_are_plain() ? native : std::nullopt, states_);
+  function.identity = std::move(identity);
+  function.hold_state = [hold = reference_to(hold_state.ptr())]() -> std::function<void()> {
+    const Section section;
+    return [put_back = reference_to(py::handle(hold.get())().ptr())] {
+      const Section section;
+      py::handle(put_back.get())();
+    };
+  };
   const auto result = run([&](GPipeImpl& pipe) {
     if (keeps_graph) return StepResult{pipe.compute_loss(std::move(value), std::move(wanted), function, options), {}};
     return pipe.step(std::move(value), std::move(wanted), function, options);

@@ -38,11 +38,11 @@ class PythonPipeline {
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
-  /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `kind` is a LossFunction's. Returns a tuple (loss,
-  /// output or None). Errors: as the method; errors of `loss`.
+  /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `hold_state` is a LossFunction's. Returns a tuple
+  /// (loss, output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-             const std::optional<NativeLoss>& native, std::int64_t kind, const StepOptions& options, bool training,
-             bool keeps_graph);
+             const std::optional<NativeLoss>& native, std::shared_ptr<LossIdentity> identity,
+             const pybind11::object& hold_state, const StepOptions& options, bool training, bool keeps_graph);
 
   /// Whether a call runs.
   bool busy() const { return calls_ > 0; }
@@ -95,7 +95,7 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 
 /// Makes a loss function of a Python callable that returns a tensor, and of what replaces it for tensors.
 /// REQUIRES: the interpreter's lock.
-LossFunction to_loss(const pybind11::object& callable, const std::optional<NativeLoss>& native, std::int64_t kind,
+LossFunction to_loss(const pybind11::object& callable, const std::optional<NativeLoss>& native,
                      std::shared_ptr<ThreadStates> states);
 
 /// Raises what signal handlers raise, such as KeyboardInterrupt.

@@ -1,6 +1,7 @@
 // What a training calls besides its pipeline: ranks, losses, skips, and random numbers.
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -49,19 +50,20 @@ std::optional<Reduction> to_reduction(const py::object& name) {
                               py::repr(name).cast<std::string>());
 }
 
-/// Makes a StepOptions::count of a Python callable that returns a float, or of the weight and the ignored index of a
-/// loss of classes.
+/// Makes a StepOptions::count of a Python callable that returns a float or a tensor, or of the weight and the ignored
+/// index of a loss of classes.
 CountFunction to_count(const py::object& callable) {
   if (py::isinstance<py::tuple>(callable)) {
     const auto [weight, ignored] = callable.cast<std::pair<std::optional<at::Tensor>, std::int64_t>>();
-    return [of_classes = count_of_classes(weight.value_or(at::Tensor()), ignored)](const Value& target) {
+    return [of_classes = count_of_classes(weight.value_or(at::Tensor()), ignored)](const Value& target) -> Count {
       const auto& tensors = target.tensors();  // of several, the loss raises an error
       return tensors.size() == 1 ? of_classes(tensors.front()) : static_cast<double>(tensors.size());
     };
   }
-  return [function = reference_to(callable.ptr())](const Value& target) {
+  return [function = reference_to(callable.ptr())](const Value& target) -> Count {
     const Section section;
-    return py::handle(function.get())(target).cast<double>();
+    const auto count = py::handle(function.get())(target);
+    return py::isinstance<py::float_>(count) ? Count(count.cast<double>()) : count.cast<at::Tensor>();
   };
 }
 
@@ -74,7 +76,7 @@ StepOptions make_options(const std::optional<py::object>& count, const py::objec
 
 std::pair<double, double> compare_losses(const py::object& loss, const Value& output, const Value& target,
                                          const StepOptions& options) {
-  const auto function = to_loss(loss, std::nullopt, /*kind=*/0, std::make_shared<ThreadStates>());
+  const auto function = to_loss(loss, std::nullopt, std::make_shared<ThreadStates>());
   const auto check = released([&] { return check_loss(function, output, target, options.chunks(), options); });
   return {check.whole, check.from_micro_batches};
 }
@@ -102,10 +104,10 @@ std::optional<at::Generator> scope_generator(const std::string& device) {
 
 }  // namespace
 
-LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>& native, std::int64_t kind,
+LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>& native,
                      std::shared_ptr<ThreadStates> states) {
-  LossFunction loss = [function = reference_to(callable.ptr()), native, states = std::move(states)](
-                          const Value& output, const Value& target) {
+  return [function = reference_to(callable.ptr()), native, states = std::move(states)](const Value& output,
+                                                                                       const Value& target) {
     const auto is_tensor = [](const Value& value) { return value.form().kind == Value::Form::kTensor; };
     if (native && is_tensor(output) && is_tensor(target)) {
       const auto& [graph, tensors, one_shape] = *native;
@@ -116,8 +118,6 @@ LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>
     // A tensor of any class, as checked() in losses.py has made sure.
     return call(function.get(), {output, target}, *states).tensors().front();
   };
-  loss.kind = static_cast<std::size_t>(kind);
-  return loss;
 }
 
 void init_training(py::module_& module) {
@@ -132,6 +132,8 @@ void init_training(py::module_& module) {
       .def("share",
            [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
       .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
+  py::class_<LossIdentity, std::shared_ptr<LossIdentity>>(module, "LossIdentity").def(py::init<>());
+  module.def("hold_values", &hold_values);
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);
   module.def("micro_batch_sizes", &micro_batch_sizes);

@@ -63,7 +63,11 @@ TEST_F(Step, WeighsMicroBatchesByTheirCount) {
   const auto count = [](const Value& target) { return target.tensor().ne(-100).sum().item<double>(); };
   expect_step_of(torch::cross_entropy_loss(model->forward(x), classes), [&] { return step(classes, count); });
   EXPECT_THAT([&] { step(torch::full_like(classes, -100), count); }, refused("count is 0 for every micro-batch"));
-  EXPECT_THAT([&] { step(classes, [](const Value&) { return -1.0; }); }, refused("count returned -1"));
+  EXPECT_THAT([&] { step(classes, [](const Value&) { return -1; }); }, refused("count returned -1"));
+  const auto tensors = [](const Value& target) { return target.tensor().ne(-100); };
+  EXPECT_THAT([&] { step(classes, tensors); }, refused("count returned a tensor of shape [2] for micro-batch 0"));
+  expect_step_of(torch::cross_entropy_loss(model->forward(x), classes),
+                 [&] { return step(classes, [&](const Value& target) { return tensors(target).sum(); }); });
 }
 
 // Of the targets of the micro-batches, 1, 1, 2 and 0 count.
@@ -80,6 +84,110 @@ TEST_F(Step, ReadsTheOptionsOfLossModules) {
   const auto unknown = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
   EXPECT_THAT([&] { pipe->step(x, y, unknown); }, refused("the loss of the whole mini-batch is"));
   pipe->step(x, y, unknown, kOfSums);
+}
+
+Tensor mean_loss(const Tensor& out, const Tensor& target) { return (out - target).square().mean(); }
+Tensor sum_loss(const Tensor& out, const Tensor& target) { return (out - target).square().sum(); }
+
+// A step compares a loss once, which calls it for all seven samples.
+TEST_F(Step, ComparesEachLossOfOneCxxTypeOnce) {
+  const auto differs = refused("the loss of the whole mini-batch is");
+  pipe->step(x, y, tensor_loss(mean_loss));
+  EXPECT_THAT([&] { pipe->step(x, y, tensor_loss(sum_loss)); }, differs);
+  int comparisons = 0;
+  const auto scaled = [&](const std::vector<double>& factors) {  // not trivially copyable
+    return [factors, &comparisons](const Value& out, const Value& target) {
+      comparisons += target.tensor().size(0) == 7;
+      const auto squares = (out.tensor() - target.tensor()).square();
+      return factors.front() == 0 ? squares.mean() : squares.sum() * factors.front();
+    };
+  };
+  const LossFunction mean = scaled({0});
+  const LossFunction copy = mean;
+  for (const auto& loss : {mean, copy, mean}) pipe->step(x, y, loss);
+  EXPECT_EQ(comparisons, 1);
+  EXPECT_THAT([&] { pipe->step(x, y, scaled({2})); }, differs);
+  EXPECT_THAT([&] { pipe->step(x, y, scaled({3})); }, differs);
+  comparisons = 0;
+  for (int i = 0; i < 3; ++i) {  // made anew, with the same bytes
+    pipe->step(x, y, [&, factor = 1.0](const Value& out, const Value& target) {
+      comparisons += target.tensor().size(0) == 7;
+      return mean_loss(out.tensor(), target.tensor()) * factor;
+    });
+  }
+  EXPECT_EQ(comparisons, 1);
+}
+
+// A loss whose state does not change its value.
+struct CountingLossImpl : nn::Module {
+  CountingLossImpl() : calls(register_buffer("calls", torch::zeros({}))) {}
+  Tensor forward(const Tensor& out, const Tensor& target) {
+    calls += 1;
+    return torch::mse_loss(out, target);
+  }
+  Tensor calls;
+};
+TORCH_MODULE(CountingLoss);
+
+TEST_F(Step, TheComparisonLeavesTheBuffersOfALoss) {
+  CountingLoss loss;
+  for (int step = 1; step <= 2; ++step) {
+    pipe->step(x, y, tensor_loss(loss));
+    EXPECT_EQ(loss->calls.item<int>(), 4 * step);
+  }
+}
+
+// Not the mean that its options promise.
+struct OtherLossImpl : nn::MSELossImpl {
+  Tensor forward(const Tensor& out, const Tensor& target) { return sum_loss(out, target); }
+};
+TORCH_MODULE(OtherLoss);
+
+TEST_F(Step, ComparesALossModuleThatIsDerivedFromOneOfTorch) {
+  EXPECT_THAT([&] { pipe->step(x, y, tensor_loss(OtherLoss())); }, refused("the loss of the whole mini-batch is"));
+}
+
+TEST_F(Step, NoUnsignedClassCountsAsIgnored) {
+  nn::Sequential wide(nn::Linear(6, 200));
+  wide->to(torch::kDouble);
+  GPipe pipe(wide, {1}, options("1f1b"));
+  const auto classes = torch::tensor({156, 156, 3, 4, 156, 199, 7}, torch::kByte);  // -100 is 156 as a byte
+  nn::CrossEntropyLoss loss;
+  const auto expected = loss(wide->forward(x), classes);
+  EXPECT_TRUE(torch::allclose(pipe->step(x, classes, tensor_loss(loss)).loss, expected, 1e-12, 1e-12));
+}
+
+TEST_F(Step, ComparesAgainWhenZerosNegativeNumbersOrNanComeIn) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto masked = tensor_loss([](const Tensor& out, const Tensor& target) {
+    const auto counts = (target > 0).all(1);  // not NaN
+    return out.index({counts}).square().mean();
+  });
+  const auto of_classes = tensor_loss([](const Tensor& out, const Tensor& target) {
+    return torch::cross_entropy_loss(out, target, {}, at::Reduction::Mean, /*ignore_index=*/0);
+  });
+  const auto differs = refused("the loss of the whole mini-batch is");
+  const auto positive = torch::ones_like(y);
+  for (const double ignored : {0.0, -1.0, nan}) {
+    GPipe pipe(model, {2, 3}, options("1f1b"));
+    pipe->step(x, positive, masked);
+    auto target = positive.clone();
+    target[0].fill_(ignored);
+    EXPECT_THAT([&] { pipe->step(x, target, masked); }, differs) << ignored;
+  }
+  const auto classes = torch::tensor({1, 2, 3, 4, 1, 2, 3});
+  pipe->step(x, classes, of_classes);
+  EXPECT_THAT([&] { pipe->step(x, classes.index_fill(0, torch::tensor({3}), 0), of_classes); }, differs);
+}
+
+// A part of the mini-batch has no sample that counts, so that its mean is 0 / 0.
+TEST_F(Step, RefusesAPartThatIsNanIfTheWholeIsFinite) {
+  const auto mask = torch::tensor({0, 0, 1, 1, 1, 1, 1}, torch::kDouble);
+  const auto masked = [](const Value& out, const Value& target) {
+    return (out.tensor().square().mean(1) * target.tensors()[1]).sum() / target.tensors()[1].sum();
+  };
+  EXPECT_THAT([&] { pipe->step(x, std::vector<Tensor>{y, mask}, masked); }, refused("the micro-batches give nan"));
+  pipe->step(x.clone().fill_(std::numeric_limits<double>::quiet_NaN()), std::vector<Tensor>{y, mask}, masked);
 }
 
 TEST_F(Step, ScalesAndAccumulatesGradientsExactly) {

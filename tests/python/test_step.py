@@ -140,6 +140,118 @@ def test_another_loss_is_compared_once_with_the_whole_mini_batch():
     pipe.step(x, y, lambda output, target: output.sum() if len(target) <= 3 else 1 / 0)
 
 
+def squares(output, target, total=False):
+    return (output - target).square().sum() if total else (output - target).square().mean()
+
+
+def test_each_loss_is_compared_once():
+    refused = pytest.raises(ValueError, match="the loss of the whole mini-batch is")
+    x, y = torch.randn(7, 4).double(), torch.randn(7, 3).double()
+
+    class Module(nn.Module):
+        def __init__(self, total):
+            super().__init__()
+            self.total, self.sizes = total, []
+
+        def forward(self, output, target):
+            self.sizes.append(len(output))
+            return squares(output, target, self.total)
+
+    def closure(total, sizes=()):
+        def inner(output, target):
+            return squares(output, target, total)
+
+        return lambda output, target: sizes and sizes.append(len(output)) or inner(output, target)
+
+    for make in (Module, closure, lambda total: Module(total).forward, lambda total: functools.partial(squares, total=total)):
+        pipe = make_pipe()
+        pipe.step(x, y, make(False))
+        with refused:
+            pipe.step(x, y, make(True))
+    pipe, module, sizes = make_pipe(), Module(False), [0]
+    for weight in (1.0, 0.5, 0.25):  # one variable of all functions
+        pipe.step(x, y, closure(False, sizes))
+        pipe.step(x, y, lambda output, target: sizes.append(len(output)) or weight * squares(output, target))
+        pipe.step(x, y, module.forward)
+        pipe.step(x, y, module)
+    assert sizes.count(7) == 2 and module.sizes.count(7) == 2
+
+
+def test_the_comparison_leaves_the_state_of_a_loss():
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("center", torch.zeros(3))
+            self.register_buffer("mean", torch.zeros(3))
+            self.calls = 0
+
+        def forward(self, output, target):
+            self.calls += 1
+            self.mean = output.detach().mean(0)
+            self.center.lerp_(self.mean, 0.1)
+            return (output * self.scale).square().mean()
+
+    module, x = Centered().double(), batch()[0]
+    kept, calls = torch.zeros(3).double(), 0
+
+    def function(output, target):
+        nonlocal calls
+        calls += 1
+        kept.add_(output.detach().sum(0))
+        return module(output, target)
+
+    states = []
+    for check in (False, True):
+        for loss in (module, function, functools.partial(function), module.forward):
+            module.load_state_dict(Centered().double().state_dict())
+            module.scale.grad, module.calls, calls = None, 0, 0
+            kept.zero_()
+            make_pipe().step(x, x, loss, check=check)
+            tensors = [module.center.clone(), module.mean.clone(), kept.clone(), module.scale.grad]
+            states.append([module.calls, calls, *tensors])
+    assert [state[0] for state in states] == [3] * 8
+    torch.testing.assert_close(states[:4], states[4:], rtol=0, atol=0)
+
+
+def ignores_class_0(module, inputs):
+    return inputs[0], torch.where(inputs[1] == 0, -100, inputs[1])
+
+
+@pytest.mark.parametrize("place", ["attribute", "class", "hook", "global hook", "function"])
+def test_a_loss_of_torch_that_was_changed_is_compared(place, monkeypatch):
+    x, y = batch(9)
+    y[:] = torch.tensor([0, 0, 0, 1, 2, 1, 2, 2, 2])
+    loss, hook = nn.CrossEntropyLoss(), None
+    changed = functools.wraps(F.cross_entropy)(lambda output, target, **_: F.nll_loss(output, target, reduction="sum"))
+    if place == "attribute":
+        loss.forward = changed
+    elif place == "class":
+        monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, *both: changed(*both))
+    elif place == "hook":
+        loss.register_forward_pre_hook(ignores_class_0)
+    elif place == "global hook":
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, inputs: ignores_class_0(module, inputs) if module is loss else None
+        )
+    else:
+        monkeypatch.setattr(F, "cross_entropy", lambda output, target, **_: F.nll_loss(output, target, reduction="sum"))
+    try:
+        for each in (loss, F.cross_entropy) if place == "function" else (loss,):
+            with pytest.raises(ValueError, match="the loss of the whole mini-batch is"):
+                make_pipe().step(x, y, each)
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def test_a_loss_of_torch_with_a_harmless_hook_keeps_its_count():
+    loss, (x, y) = nn.CrossEntropyLoss(), ignoring()
+    loss.register_forward_hook(lambda *_: None)
+    pipe = make_pipe()
+    torch.testing.assert_close(pipe.step(x, y, loss), loss(pipe(x), y).detach())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_loss_that_ignores_targets_is_refused_without_a_count_that_is_right(dtype):
     x, y = batch(9)
