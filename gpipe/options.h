@@ -49,8 +49,9 @@ struct GPipeOptions {
   TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that an operator of a CPU stage may use. 0: an equal share of torch::get_num_threads(), at least one.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// Whether the process keeps the memory of freed CPU tensors for the next step while the pipeline lives. Sets options
-  /// of glibc's malloc if this process has a CPU stage.
+  /// Whether the process keeps the memory of freed CPU tensors for others of the same size while the pipeline lives, at
+  /// most 1.25 times what was in use at once. Sets PyTorch's allocator if this process has a CPU stage and the program
+  /// has not set one.
   TORCH_ARG(bool, keep_memory) = true;
   /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has
   /// the devices of this rank's workers. Null: this process has all workers.

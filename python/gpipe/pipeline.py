@@ -76,8 +76,8 @@ class GPipe(TeamCalls):
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
-        keep_memory: whether the process keeps the memory of freed CPU tensors, by glibc's malloc, while the pipeline
-            lives.
+        keep_memory: whether the process keeps the memory of freed CPU tensors for others of the same size while the
+            pipeline lives, at most 1.25 times what was in use at once.
         schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or ``'@'`` and the path of a
             file, which must stay, with a line per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch; or
             ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with

@@ -1,12 +1,9 @@
 // The bytes that a step allocates, counted on the workers and compared with the simulator's. The graphs that are alive.
-// Memory that is kept from step to step.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
-#include <sys/resource.h>
 
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
-#include "gpipe/memory_reuse.h"
 #include "gpipe/simulator.h"
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"
@@ -199,32 +196,6 @@ TEST(LiveGraphs, AreFreedByABackwardOrWithTheOutput) {
     const auto y = pipe->forward(torch::randn({6, 6}));
     EXPECT_EQ(live(), 0) << "there are no gradients";
   }
-}
-
-long page_faults() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return usage.ru_minflt;
-}
-
-TEST(KeptMemory, HasNoPageFaultsInASteadyStep) {
-  const Sequential model(Linear(64, 1024), Linear(1024, 64));
-  GPipe pipe(model, {1, 1}, in_chunks(4).devices({2, torch::kCPU}).schedule("1f1b").intraop_threads(1));
-  const auto input = torch::ones({2048, 64});  // activations of 8 MiB
-  const auto step = [&] {
-    take_gradients(*model);
-    pipe->step(input, input, [](const Value& output, const Value&) { return output.tensor().mean(); });
-  };
-  reuse_cpu_memory();  // deprecated; changes nothing
-  for (int i = 0; i < 8; ++i) step();
-  // An arena can still grow in a step whose threads allocate in another order. Without kept memory every step faults.
-  long fewest = std::numeric_limits<long>::max();
-  for (int i = 0; i < 8; ++i) {
-    const long before = page_faults();
-    step();
-    fewest = std::min(fewest, page_faults() - before);
-  }
-  EXPECT_LE(fewest, 500);
 }
 
 }  // namespace

@@ -80,6 +80,8 @@ mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "watching->retur
 mutant(sends_views_of_state gpipe/autograd/stage_state.cpp "if (item.is_buffer || item.has_changed) result = true;" ""
        Recompute.*)
 
+mutant(keeps_all_memory gpipe/tensors/kept_memory.cpp "live_bytes_ + cached_bytes_ > most" "false" KeptMemory.*)
+
 # Steps.
 mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/stage.cpp
        "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
