@@ -30,14 +30,20 @@ from gpipe.generators import GeneratorState
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module and all its submodules for a block."""
-    modes = {each: each.training for each in module.modules()}
+    """Sets the mode of a module and all its submodules for a block. Calls each ``train()`` that does more than set the mode."""
+    named = sorted(module.named_modules(remove_duplicate=False), key=lambda each: len(each[0] and each[0].split(".")))
+    modes = {each: each.training for _, each in reversed(named)}  # a module comes before those that it stands in
     try:
         module.train(training)
         yield
     finally:
-        for each, mode in modes.items():
-            each.training = mode
+        for each, was in reversed(modes.items()):
+            if was == training == each.training:
+                continue
+            if getattr(each.train, "__func__", None) is nn.Module.train:
+                each.training = was  # without the submodules, whose modes may differ
+            else:
+                each.train(was)
 
 
 @contextmanager
