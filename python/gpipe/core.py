@@ -163,6 +163,8 @@ class StagedModel(OriginalNames):
             stage._modules[name] = value
 
     def _stage_with(self, name: str) -> nn.Module | None:
+        if name == "partitions":  # the stages, also if a layer has this name
+            return None
         stages = self.__dict__.get("_modules", {}).get("partitions", ())
         return next((stage for stage in stages if name in stage._modules), None)
 
