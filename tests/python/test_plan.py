@@ -105,6 +105,14 @@ def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
         torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
 
 
+def test_evaluate_takes_any_function():
+    pipe, x, y = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), [1, 1]), torch.randn(6, 4), torch.arange(6) % 3
+    output = pipe(x).detach()
+    assert pipe.evaluate(x, y, lambda output, y: (output.argmax(1) == y).sum().item()) == (output.argmax(1) == y).sum()
+    scores = pipe.evaluate(x, y, lambda output, y: {"all": [output, y]})
+    torch.testing.assert_close(scores, {"all": [output, y]})
+
+
 class Merging(nn.Linear):
     """Adds a term to its weight in evaluation mode, as layers with low-rank adapters do."""
 
