@@ -78,6 +78,9 @@ class StagedModel(OriginalNames):
                     f"'{name}' was added to the pipeline, which runs only the layers it was made of: `del pipe.{name}`, "
                     "change the model, and make another pipeline"
                 )
+        for layer in self:
+            if isinstance(layer, ConvertedLayer):
+                layer.check_original()
         with self._lock:
             replaced = any(a is not b for a, b in zip_longest(self, self._layers))
             if self._made is not None and not replaced and self._made.refresh():

@@ -17,6 +17,10 @@ class ConvertedLayer(Skippable):
     model: nn.Module
     order: list[str]
 
+    def check_original(self) -> None:
+        """Raises RuntimeError if a parameter of the model that was converted has been replaced."""
+        raise NotImplementedError
+
 
 class StateNames:
     """The names that the user's model has for the state of its layers. ``layers`` has the layers by their paths in a tree
