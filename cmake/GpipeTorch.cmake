@@ -8,6 +8,8 @@
 # find_package(Torch) would do for a CPU build of torch, but asks for a CUDA toolkit wherever torch was built with CUDA,
 # which is what PyPI ships. Nothing here needs one.
 
+cmake_policy(VERSION 3.25) # of this file, whatever the including project sets
+
 # The versions that all tests pass with. Older ones do not work. cmake/setup.sh and python/packaging read this line.
 set(GPIPE_TORCH_TESTED 2.10 2.11 2.12 2.13 2.14 2.15)
 list(GET GPIPE_TORCH_TESTED 0 GPIPE_TORCH_MINIMUM)

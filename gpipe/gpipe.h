@@ -50,9 +50,9 @@ struct Timeline;
 /// Thread safety: call forward, backward and step on any thread but the pipeline's workers; concurrent calls take
 /// turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
-/// Errors: a call throws what a layer threw; see last_error(). Gradients, parameters, buffers and generators are then
-/// as before the call, and the next call works. A backward throws std::runtime_error in the place of an object that is
-/// not a std::exception.
+/// Errors: a call throws what a layer threw; see last_error(). what() of a class of LibTorch or the standard library
+/// tells the place too. Gradients, parameters, buffers and generators are then as before the call, and the next call
+/// works. A backward throws std::runtime_error in the place of an object that is not a std::exception.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
@@ -76,12 +76,13 @@ class GPipeImpl : public torch::nn::Module {
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
+  // With `&`, AnyModule and Sequential see only the forward() above, so they can hold a pipeline.
   /// The same for several tensors: the first layer gets a vector. The result is a vector in any case.
-  std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
+  std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input) &;
   /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
-  Value forward(Value input);
+  Value forward(Value input) &;
   /// The same, with these chunks and this checkpoint mode instead of the options', also in eval mode.
-  Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
+  Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint) &;
 
   /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds to `.grad` of the
   /// parameters and of inputs that require grad, as a backward does; zero it first.
@@ -183,6 +184,7 @@ class GPipeImpl : public torch::nn::Module {
   std::shared_ptr<const Program> program(int micro_batches) const;
 
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
+  /// Errors: std::invalid_argument for a tensor of another shape or dtype, before anything has changed.
   void load(torch::serialize::InputArchive& archive) override;
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.
@@ -209,6 +211,14 @@ class GPipeImpl : public torch::nn::Module {
   std::once_flag warned_;
 };
 
+}  // namespace gpipe
+
+// LibTorch takes an overloaded forward() for none.
+template <>
+struct torch::detail::has_forward<gpipe::GPipeImpl> : std::true_type {};
+
+namespace gpipe {
+
 /// Module holder of GPipeImpl.
 class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
  public:
@@ -224,6 +234,12 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
   GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
         const LanguageBinding& binding)
       : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options), binding)) {}
+
+  /// As GPipeImpl::forward().
+  template <typename... Args>
+  auto operator()(Args&&... args) {
+    return get()->forward(std::forward<Args>(args)...);
+  }
 };
 
 }  // namespace gpipe

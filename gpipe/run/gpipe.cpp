@@ -2,11 +2,13 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
@@ -35,6 +37,29 @@ void check_options(const GPipeOptions& options) {
   }
   if (options.intraop_threads() < 0) {
     refuse_argument("intraop_threads must be positive, or 0 for an equal share, but is ", options.intraop_threads());
+  }
+}
+
+std::string kind_of(const at::Tensor& tensor) {
+  return absl::StrCat(c10::toString(tensor.scalar_type()), "[", absl::StrJoin(tensor.sizes(), ", "), "]");
+}
+
+// Module::load() takes a tensor of any shape, and the bytes of one of another type.
+void check_kinds(const torch::nn::Module& module, torch::serialize::InputArchive& archive, const std::string& path) {
+  const auto check = [&](const auto& tensors, bool are_buffers) {
+    for (const auto& own : tensors) {
+      at::Tensor saved;
+      if (!own->defined() || !archive.try_read(own.key(), saved, are_buffers)) continue;
+      require(kind_of(saved) == kind_of(*own),
+              "the file is of another model: '%s%s' is %s in the file and %s in this model", path, own.key(),
+              kind_of(saved), kind_of(*own));
+    }
+  };
+  check(module.named_parameters(/*recurse=*/false), false);
+  check(module.named_buffers(/*recurse=*/false), true);
+  for (const auto& child : module.named_children()) {
+    torch::serialize::InputArchive inner;
+    if (archive.try_read(child.key(), inner)) check_kinds(**child, inner, path + child.key() + ".");
   }
 }
 
@@ -150,6 +175,7 @@ std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
 }
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {
+  check_kinds(*this, archive, "");
   torch::nn::Module::load(archive);
   move_to_devices(pipeline_->stages());
 }

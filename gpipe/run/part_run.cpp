@@ -4,6 +4,9 @@
 #include <c10/core/AutogradState.h>
 #include <c10/util/Exception.h>
 
+#include <stdexcept>
+#include <typeinfo>
+
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/intraop.h"
@@ -49,6 +52,31 @@ class ActionClock {
   double stopped_ = 0;  // the host's time at `last_`, in seconds
 };
 
+// Returns an exception of the same type as `error`, if that is one of Types, whose what() has the place too.
+template <typename... Types>
+std::exception_ptr copy_with_place(const std::exception& error, const std::string& place) {
+  const auto text = absl::StrCat(error.what(), " (", place, ")");
+  std::exception_ptr made;
+  static_cast<void>(((typeid(error) == typeid(Types) && (made = std::make_exception_ptr(Types(text)))) || ...));
+  return made;
+}
+
+// Adds the place to what() of an exception of LibTorch or the standard library. Others stay as they are.
+std::exception_ptr with_place(const std::exception_ptr& error, const std::string& place) {
+  std::exception_ptr made;
+  try {
+    std::rethrow_exception(error);
+  } catch (c10::Error& exception) {
+    exception.add_context(place);
+  } catch (const std::exception& exception) {
+    made = copy_with_place<std::runtime_error, std::range_error, std::overflow_error, std::underflow_error,
+                           std::logic_error, std::invalid_argument, std::domain_error, std::length_error,
+                           std::out_of_range>(exception, place);
+  } catch (...) {
+  }
+  return made ? made : error;
+}
+
 }  // namespace
 
 CallerStateScope::CallerStateScope(const at::ThreadLocalState& state) : guard_(state) {
@@ -90,7 +118,10 @@ class MiniBatch::PartRun : public ActionRunner {
     } catch (...) {
       if (!failure) throw;  // else the device is in an error state; the first error says more
     }
-    if (failure) pipeline_.team().rethrow(failure->error);
+    if (!failure) return;
+    auto error = failure->error;
+    if (failure->action) error = with_place(error, "in " + to_string(describe(*failure->action, error)));
+    pipeline_.team().rethrow(error);
   }
 
  private:
@@ -145,11 +176,6 @@ class MiniBatch::PartRun : public ActionRunner {
       });
       edges_.send(action, std::move(out));
     } catch (const ConnectionError&) {
-      throw;
-    } catch (c10::Error& error) {
-      error.add_context(absl::StrCat("in ", to_string(action), " of the pipeline: stage ", action.stage,
-                                     ", micro-batch ", action.micro_batch));
-      report_error(action);
       throw;
     } catch (...) {
       report_error(action);

@@ -241,11 +241,11 @@ BackwardFunction hand_out(std::vector<at::Tensor> gradients, std::shared_ptr<Pip
 
 torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
 
-std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) {
+std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) & {
   return forward(Value(std::move(input))).tensors();
 }
 
-Value GPipeImpl::forward(Value input) {
+Value GPipeImpl::forward(Value input) & {
   const bool is_default = !options_.schedule_function() && fills_and_drains(schedule());
   if (!is_default && is_training() && at::GradMode::is_enabled()) {
     std::call_once(warned_, [&] {
@@ -257,7 +257,7 @@ Value GPipeImpl::forward(Value input) {
              is_training() ? options_.checkpoint() : Checkpoint::kNever);
 }
 
-Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) {
+Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) & {
   return run(std::move(input), chunks, /*split_size=*/0, checkpoint);
 }
 

@@ -80,6 +80,9 @@ class StagedModel(OriginalNames):
                     f"'{name}' was added to the pipeline, which runs only the layers it was made of: `del pipe.{name}`, "
                     "change the model, and make another pipeline"
                 )
+        for layer in self:
+            if isinstance(layer, ConvertedLayer):
+                layer.check_original()
         with self._lock:
             replaced = any(a is not b for a, b in zip_longest(self, self._layers))
             if self._made is not None and not replaced and self._made.refresh():
@@ -165,6 +168,8 @@ class StagedModel(OriginalNames):
             stage._modules[name] = value
 
     def _stage_with(self, name: str) -> nn.Module | None:
+        if name == "partitions":  # the stages, also if a layer has this name
+            return None
         stages = self.__dict__.get("_modules", {}).get("partitions", ())
         return next((stage for stage in stages if name in stage._modules), None)
 

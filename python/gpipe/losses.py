@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, lru_cache, partial
 from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gpipe import _C
 from gpipe.checks import check_function, check_number, checks_arguments, shown
+
+_Result = TypeVar("_Result")
 
 
 @checks_arguments
@@ -103,12 +105,12 @@ def _graph_of(operator: str, args: str, tensors: int) -> _C.Graph:
     return _C.Graph(json.dumps(description), None)
 
 
-def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Returns a function that calls ``loss`` and raises TypeError unless it returns a tensor."""
+def explained(function: Callable[[Any, Any], _Result]) -> Callable[[Any, Any], _Result]:
+    """Returns a function that calls another one. Its errors tell what an output is that is not a tensor."""
 
-    def call(output: Any, target: Any) -> Tensor:
+    def call(output: Any, target: Any) -> _Result:
         try:
-            value = loss(output, target)
+            return function(output, target)
         except Exception as error:
             if not isinstance(output, Tensor) and hasattr(error, "add_note"):  # Python 3.10 has no notes
                 part = "output['...']" if isinstance(output, Mapping) else "output[0]"
@@ -117,6 +119,16 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
                     f"such as lambda output, target: criterion({part}, target)"
                 )
             raise
+
+    return call
+
+
+def checked(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Tensor]:
+    """Returns a function that calls ``loss`` as :func:`explained` does, and raises TypeError unless it returns a tensor."""
+    explain = explained(loss)
+
+    def call(output: Any, target: Any) -> Tensor:
+        value = explain(output, target)
         if not isinstance(value, Tensor):
             raise TypeError(f"the loss function returned {shown(value)}; return a tensor, such as a floating-point scalar")
         return value

@@ -17,6 +17,10 @@ class ConvertedLayer(Skippable):
     model: nn.Module
     order: list[str]
 
+    def check_original(self) -> None:
+        """Raises RuntimeError if a parameter of the model that was converted has been replaced."""
+        raise NotImplementedError
+
 
 class StateNames:
     """The names that the user's model has for the state of its layers. ``layers`` has the layers by their paths in a tree
@@ -27,6 +31,7 @@ class StateNames:
         self._layers = layers
         self._depth = next((path.count(".") for path in layers), 0) + 1
         self._converted = {path: layer for path, layer in layers.items() if isinstance(layer, ConvertedLayer)}
+        self._own = {path.rpartition(".")[2]: path for path in layers if path not in self._converted}  # by layer's name
 
     def shown(self, path: str, prefix: str = "") -> str:
         """Returns the user's name of what has a path in the tree of modules. What is outside layers keeps its name."""
@@ -44,8 +49,9 @@ class StateNames:
         return re.sub(rf"(^|[.\s])({'|'.join(hidden)})", r"\1", text)
 
     def path_of(self, name: str) -> str:
-        """Returns the path of a converted model's parameter or buffer. Other names stay."""
-        return self._paths().get(name, name)
+        """Returns the path of a tensor of the layers. Other names stay."""
+        layer, _, rest = name.partition(".")
+        return self._paths().get(name, f"{self._own[layer]}.{rest}" if layer in self._own else name)
 
     def _paths(self) -> dict[str, str]:
         paths = {}
@@ -73,19 +79,18 @@ class StateNames:
     def hide_state(self, state: dict[str, Any], prefix: str) -> None:
         """Replaces the user's names in the keys of a state by paths. Also those of a state that torchgpipe saved."""
         converted = self._paths()
-        paths = {path.rpartition(".")[2]: path for path in self._layers}
         for key in [key for key in state if key.startswith(prefix)]:
             path = converted.get(key[len(prefix) :])
             name, _, rest = key[len(prefix) :].partition(".")
-            if name == "partitions" and name not in paths:  # saved by torchgpipe, maybe with another balance
+            if name == "partitions" and name not in self._own:  # saved by torchgpipe, maybe with another balance
                 name, _, rest = rest.partition(".")[2].partition(".")
-                layer = self._layers.get(paths.get(name, ""))
+                layer = self._layers.get(self._own.get(name, ""))
                 rest = _without_wrappers(layer, rest)
                 if _is_deferred_sum(layer, rest):
                     del state[key]
                     continue
-            if path is None and name in paths and paths[name] not in self._converted:
-                path = f"{paths[name]}.{rest}"
+            if path is None and name in self._own:
+                path = f"{self._own[name]}.{rest}"
             if path is not None:
                 state[prefix + path] = state.pop(key)
 

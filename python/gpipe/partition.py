@@ -37,24 +37,25 @@ class _Kept(torch.autograd.Function):
 
 
 class Partition(nn.Sequential):
-    """The layers of one stage. A pipeline calls it on the stage's worker thread."""
+    """The layers of one stage. A pipeline calls it on the stage's worker thread. Layers may have any name that
+    ``nn.Sequential`` allows, so the class's own names begin with two underscores."""
 
-    _kept: list[tuple[nn.Module, str]] = []  # attributes that hold a differentiable tensor after a forward
+    __kept: list[tuple[nn.Module, str]] = []  # attributes that hold a differentiable tensor after a forward
 
     def forward(self, input: Any) -> Any:
         if (draws := self.__dict__.get("_draws")) is None:
             draws = self.__dict__["_draws"] = Draws(self)
         borrowed = _C.borrowed(self)
         with _standing_in(self, borrowed) if borrowed else nullcontext():
-            output = draws(self._run, input)
+            output = draws(self.__run, input)
         if is_checkpointing():
-            self._mark_kept()
+            self.__mark_kept()
         return output
 
-    def _mark_kept(self) -> None:
+    def __mark_kept(self) -> None:
         """Makes a backward through a tensor that a layer keeps an error, because its forward will be recomputed."""
         if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
-            self._kept = [
+            self.__kept = [
                 (module, name)
                 for module in self.modules()
                 for name, value in vars(module).items()
@@ -62,12 +63,12 @@ class Partition(nn.Sequential):
             ]
             return
         keep: Any = _Kept.apply
-        for module, name in self._kept:
+        for module, name in self.__kept:
             if isinstance(tensor := vars(module).get(name), Tensor):
                 with torch.enable_grad():
                     vars(module)[name] = keep(torch.empty(0, requires_grad=True), tensor.detach())
 
-    def _run(self, input: Any) -> Any:
+    def __run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
             _C.begin_layer(self, index)
             try:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
 from gpipe.known_losses import hold_state, identity_of
-from gpipe.losses import check_scale, checked, native_loss, step_options, trains
+from gpipe.losses import check_scale, checked, explained, native_loss, step_options, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.structure import take_apart
 from gpipe.team import TeamCalls
+
+_Result = TypeVar("_Result")
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition", "reuse_cpu_memory"]
 
@@ -260,16 +262,16 @@ class GPipe(TeamCalls):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self.chunks, checkpoint, self.training)
 
-    def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], Tensor]) -> Tensor:
-        """Returns the loss of a mini-batch in evaluation mode, without gradients: ``loss(output, target)``, on the output and
-        the target of all samples. The target may be on any device. Over ranks, each computes the loss of its replica, so
-        give all of them the target. Restores the modules' modes."""
+    def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], _Result]) -> _Result:
+        """Returns ``loss(output, target)`` of a mini-batch in evaluation mode, without gradients, on the output and the target
+        of all samples. ``loss`` is any function: a loss, or one that returns scores. The target may be on any device. Over
+        ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
         with self.refusing():
             checks.check_function(loss, "loss", "output and target")
         with mode(self, False), torch.no_grad():
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
-            return checked(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+            return explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
 
     def _warn_of_schedule(self) -> None:
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):

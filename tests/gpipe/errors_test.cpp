@@ -13,8 +13,12 @@ namespace gpipe {
 namespace {
 
 // fault_test.cpp checks that they leave no trace.
+struct OwnError : std::domain_error {
+  using std::domain_error::domain_error;
+};
+
 TEST(Errors, AreTheObjectsThatLayersThrewAndNameTheirPlaceUntilTheNextCall) {
-  const auto thrown = std::make_exception_ptr(std::domain_error("injected"));
+  const auto thrown = std::make_exception_ptr(OwnError("injected"));
   auto plan = std::make_shared<FaultPlan>();
   GPipe pipe(Sequential(Linear(6, 6), torch::nn::Tanh(), Faulty(plan), Linear(6, 6)), {1, 3},
              in_chunks(3, Checkpoint::kAlways));
@@ -25,12 +29,12 @@ TEST(Errors, AreTheObjectsThatLayersThrewAndNameTheirPlaceUntilTheNextCall) {
       try {
         pipe->forward(x);
         FAIL() << "expected an error";
-      } catch (const std::domain_error&) {
+      } catch (const OwnError&) {
         EXPECT_EQ(std::current_exception(), thrown);
       }
     } else {
       const auto loss = pipe->forward(x).sum();
-      EXPECT_THROW(loss.backward(), std::domain_error);
+      EXPECT_THROW(loss.backward(), OwnError);
       EXPECT_THROW(loss.backward(), c10::Error);
     }
     const auto error = pipe->last_error();
@@ -61,9 +65,35 @@ TEST(Errors, OtherThanExceptionsBecomeRuntimeErrorsInARecompute) {
   EXPECT_NO_THROW(pipe->forward(x).sum().backward());
 }
 
-TEST(Errors, OfTorchNameTheStageUntilTheNextCall) {
+template <typename E>
+void expect_place_in_what() {
+  auto plan = std::make_shared<FaultPlan>();
+  GPipe pipe(Sequential(Linear(6, 6), Faulty(plan)), {1, 1}, in_chunks(3, Checkpoint::kAlways));
+  const auto x = torch::randn({6, 6});
+  const auto fault = [] { throw E("injected"); };
+  plan->arm(FaultPlan::kForward, fault);
+  EXPECT_THAT([&] { pipe->forward(x); }, throws<E>("injected (in 1F0 (stage 1, micro-batch 0, layer '1'))"));
+  EXPECT_EQ(pipe->last_error()->message, "injected");
+  plan->disarm();
+  const auto loss = pipe->forward(x).sum();
+  plan->arm(FaultPlan::kRecompute, fault);
+  EXPECT_THAT([&] { loss.backward(); }, throws<E>("injected (in 1R2 (stage 1, micro-batch 2, layer '1'))"));
+}
+
+TEST(Errors, OfTheStandardLibraryKeepTheirTypeAndGetThePlace) {
+  expect_place_in_what<std::runtime_error>();
+  expect_place_in_what<std::invalid_argument>();
+  expect_place_in_what<std::out_of_range>();
+  expect_place_in_what<std::domain_error>();
+}
+
+TEST(Errors, OfTorchNameTheLayerUntilTheNextCall) {
   GPipe pipe(Sequential(Linear(6, 6), Linear(5, 5)), {1, 1}, in_chunks(2));
-  EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, throws<c10::Error>("stage 1"));
+  EXPECT_THAT(
+      [&] {
+        pipe->forward(torch::randn({4, 6}));
+      },
+      throws<c10::Error>("in 1F0 (stage 1, micro-batch 0, layer '1')"));
   EXPECT_EQ(pipe->last_error()->layer, 1);
   EXPECT_THROW(pipe->forward(Tensor()), std::invalid_argument);
   EXPECT_FALSE(pipe->last_error().has_value());

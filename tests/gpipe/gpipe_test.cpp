@@ -126,6 +126,20 @@ TEST(GPipe, ReturnsATensorForATensorAndAVectorForAVector) {
   EXPECT_THAT([&] { pairs->forward(x); }, refused("expected a single tensor"));
 }
 
+TEST(GPipe, IsCalledAndHeldAsOtherModules) {
+  GPipe pipe(mlp(), {2, 2}, in_chunks(2));
+  const auto x = torch::randn({4, 6});
+  const auto expected = pipe->forward(x);
+  EXPECT_TRUE(same(pipe(x), expected));
+  EXPECT_TRUE(same(pipe(Value(x)).tensor(), expected));
+  EXPECT_TRUE(same(nn::AnyModule(pipe).forward(x), expected));
+  nn::Sequential outer(pipe, nn::ReLU());
+  EXPECT_TRUE(same(outer->forward(x), expected.relu()));
+  EXPECT_EQ(outer->parameters().size(), pipe->parameters().size());
+  outer->forward(x).sum().backward();
+  EXPECT_TRUE(pipe->parameters().front().grad().defined());
+}
+
 TEST(GPipe, TakesNestedSequentialsAsLayersAndAsModels) {
   NestedSequential inner{{"a", Linear(6, 6)}, {"b", nn::ReLU()}};
   Sequential model(inner, Linear(6, 2));
@@ -145,6 +159,28 @@ TEST(State, ConvertsToAnotherTypeAndStaysOnItsDevices) {
 }
 
 // With split_size, mini-batches of many sizes need many programs.
+TEST(State, OfAnotherModelIsRefusedAndChangesNothing) {
+  const auto build = [](int width, torch::Dtype dtype) {
+    Sequential model(Linear(6, 6), nn::BatchNorm1d(6), Linear(6, width));
+    model->to(dtype);
+    return model;
+  };
+  GPipe pipe(build(5, torch::kFloat32), {2, 1});
+  const nn::Module& state = *pipe;
+  const auto before = copies(state.parameters());
+  const auto load = [&](int width, torch::Dtype dtype) {
+    std::stringstream file;
+    torch::save(build(width, dtype), file);
+    torch::load(pipe, file);
+  };
+  EXPECT_THAT([&] { load(7, torch::kFloat32); },
+              throws<std::invalid_argument>("'2.weight' is Float[7, 6] in the file and Float[5, 6] in this model"));
+  EXPECT_THAT([&] { load(5, torch::kFloat64); }, throws<std::invalid_argument>("'0.weight' is Double[6, 6] in the"));
+  EXPECT_TRUE(same(state.parameters(), before));
+  load(5, torch::kFloat32);
+  EXPECT_FALSE(same(state.parameters(), before));
+}
+
 TEST(Pipeline, KeepsTheSixteenProgramsUsedLast) {
   GPipe pipe(Sequential(nn::Identity(), nn::Identity()), {1, 1});
   const std::weak_ptr<const Program> oldest = pipe->program(1);

@@ -105,8 +105,8 @@ mutant(ignores_the_scale gpipe/run/step_loss.cpp "weight * options_.scale()" "we
 mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "std::exchange(slot(edge, action), {})"
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})"
        Generated*)
-mutant(commits_sums_after_an_error gpipe/run/part_run.cpp "pipeline_.team().rethrow(failure->error);"
-       "if (part_ != Part::kAll) pipeline_.team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
+mutant(commits_sums_after_an_error gpipe/run/part_run.cpp "pipeline_.team().rethrow(error);"
+       "if (part_ != Part::kAll) pipeline_.team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"

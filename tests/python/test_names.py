@@ -1,6 +1,7 @@
 """Parameters, buffers and states have the names of the unpartitioned model."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -31,6 +32,25 @@ def test_parameters_buffers_and_layers_are_found_by_name():
     with pytest.raises(AttributeError, match="no attribute '7'"):
         getattr(pipe, "7")
     assert not hasattr(gpipe.GPipe.__new__(gpipe.GPipe), "0")
+
+
+def test_layers_may_have_the_names_of_what_a_pipeline_has():
+    taken = [*vars(gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])), *vars(gpipe.GPipe), "partitions", "_run", "_kept"]
+    names = [name for name in dict.fromkeys(taken) if not hasattr(nn.Sequential(), name)]
+    assert {"balance", "chunks", "partitions", "step"} <= set(names)
+    half = len(names) // 2
+    torch.manual_seed(0)
+    plain = nn.Sequential(OrderedDict((name, nn.Sequential(nn.Linear(3, 3))) for name in names))
+    pipe = gpipe.GPipe(copy.deepcopy(plain), [half, len(names) - half], chunks=2, checkpoint="always")
+    x, target = torch.randn(4, 3), torch.randn(4, 3)
+    gpipe.GPipe.step(pipe, x, target, F.mse_loss)
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    state = scaled(plain.state_dict())
+    pipe.load_state_dict(state)
+    assert all(torch.equal(pipe.get_parameter(name), value) for name, value in state.items())
+    assert pipe.partitions[0] is not plain.partitions
 
 
 def scaled(state):

@@ -105,5 +105,58 @@ def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
         torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
 
 
+def test_evaluate_takes_any_function():
+    pipe, x, y = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), [1, 1]), torch.randn(6, 4), torch.arange(6) % 3
+    output = pipe(x).detach()
+    assert pipe.evaluate(x, y, lambda output, y: (output.argmax(1) == y).sum().item()) == (output.argmax(1) == y).sum()
+    scores = pipe.evaluate(x, y, lambda output, y: {"all": [output, y]})
+    torch.testing.assert_close(scores, {"all": [output, y]})
+
+
+class Merging(nn.Linear):
+    """Adds a term to its weight in evaluation mode, as layers with low-rank adapters do."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.is_merged, self.merges = False, 0
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged == mode:
+            self.is_merged, self.merges = not mode, self.merges + 1
+        return self
+
+
+class Untold(nn.Module):
+    """Does not set its own mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Merging()
+
+    def train(self, mode=True):
+        self.inner.train(mode)
+        return self
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_evaluate_changes_modes_by_train_and_only_where_they_differ():
+    frozen, twice = Merging(), Untold()
+    model = nn.Sequential(Merging(), nn.Sequential(frozen, nn.BatchNorm1d(8)), Untold(), nn.Sequential(twice))
+    model[0].other_place = twice.inner
+    pipe = gpipe.GPipe(model, [1, 3])
+    frozen.eval()
+    twice.inner.eval()
+    modes = [module.training for module in pipe.modules()]
+    assert len(set(modes)) == 2
+    pipe.evaluate(torch.randn(4, 8), torch.randn(4, 8), nn.functional.mse_loss)
+    assert [module.training for module in pipe.modules()] == modes
+    merging = [module for module in pipe.modules() if isinstance(module, Merging)]
+    assert all(module.is_merged != module.training for module in merging)
+    assert (model[0].merges, model[2].inner.merges, frozen.merges) == (2, 2, 1)
+
+
 def test_a_typed_program_runs(tmp_path):
     typed_program.main(tmp_path)

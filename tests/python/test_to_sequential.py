@@ -1,6 +1,7 @@
 """Conversion of modules to sequences: structure, names, inputs and outputs, modes, and what is refused."""
 
 import copy
+import functools
 import logging
 import math
 import pickle
@@ -255,6 +256,45 @@ def test_exported_programs(tmp_path):
         to_sequential(tmp_path / "missing.pt2")
 
 
+def keeps_a_tensor(model, x):
+    if not hasattr(model, "mask"):
+        model.mask = torch.arange(x.shape[1]).to(x)
+    return model.a(x) * model.mask
+
+
+def keeps_a_shape(model, x):
+    if not hasattr(model, "shape"):
+        model.shape = x.shape
+    return model.a(x).view(model.shape)
+
+
+@pytest.mark.parametrize("function", [keeps_a_tensor, keeps_a_shape])
+def test_what_a_model_keeps_of_its_first_call_is_not_kept_of_the_conversion(function):
+    model = Calls(function)
+    attributes = set(vars(model))
+    sequence = to_sequential(model, batch())
+    assert set(vars(model)) == attributes
+    for samples in (2, 6):
+        torch.testing.assert_close(sequence(batch(samples)), copy.deepcopy(model)(batch(samples)))
+    model(batch())
+    if function is keeps_a_shape:
+        with pytest.raises(ValueError, match="the batch, to 6; .* its attribute 'shape' may be of an earlier call: convert the mo"):
+            to_sequential(model, batch())
+
+
+def test_a_parameter_of_the_model_that_is_replaced_after_the_conversion_is_noticed():
+    net = make_net()
+    sequence = to_sequential(net, batch(), opaque=[nn.Linear])
+    pipe = gpipe.GPipe(sequence, [5, len(sequence) - 5])
+    other = copy.deepcopy(pipe)
+    net.head.bias = nn.Parameter(torch.ones(3).double())  # opaque, so the pipeline has it too
+    pipe(batch())
+    net.second.scale = net.first.scale
+    with pytest.raises(RuntimeError, match="'second.scale' of the model was replaced after the conversion, .*; tie weights"):
+        pipe(batch())
+    other(batch())
+
+
 def test_copies_and_pickles():
     net = make_net()
     sequence = to_sequential(net, batch()).eval()
@@ -459,6 +499,12 @@ def convert(function):
     return to_sequential(Returns(function), batch().requires_grad_())
 
 
+def masked_encoder():
+    model = Calls(lambda m, x: m.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5)))
+    model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0, batch_first=True), 1)
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -482,6 +528,8 @@ def convert(function):
         (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"is compiled by torch.compile\(\); use"),
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
+        (lambda: to_sequential(nn.DataParallel(make_net()), batch()), ValueError, "it is a DataParallel; convert its .module, a"),
+        (lambda: to_sequential(masked_encoder(), torch.randn(2, 5, 4)), ValueError, "its mask; give its call is_causal=True or"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

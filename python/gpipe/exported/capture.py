@@ -164,6 +164,11 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
                 f"cannot convert the model: '{path}' is compiled by {compiler}; use the module that it was compiled from. "
                 "A submodule on which compile() was called stays compiled, as one layer"
             )
+        if isinstance(each, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(
+                f"cannot convert the model: {repr(path) if path else 'it'} is a {type(each).__name__}; convert its .module, "
+                "and give the ranks replicas, gpipe.Ranks(replicas=2), or wrap the pipeline"
+            )
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
         for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):
             # The hooks of weight_norm and spectral_norm compute weights, which the export records.

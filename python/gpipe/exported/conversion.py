@@ -65,7 +65,7 @@ def to_sequential(
     for any_shape in (True, False) if isinstance(module, nn.Module) and not opaque else (False,):
         try:
             model = _captured(module, example_args, example_kwargs, opaque, any_shape)
-            sequence = _assemble(model, module.training if isinstance(module, nn.Module) else True)
+            sequence = _assemble(model, module)
             break
         except ValueError:
             if not any_shape:
@@ -208,8 +208,9 @@ class _Tree:
                 place._non_persistent_buffers_set.add(own)
 
 
-def _assemble(model: Captured, training: bool) -> nn.Sequential:
-    """Returns the sequence of the layers of a model."""
+def _assemble(model: Captured, original: object) -> nn.Sequential:
+    """Returns the sequence of the layers of a model. ``original``: what was captured, a module or a program."""
+    training = original.training if isinstance(original, nn.Module) else True
     routes = Routes(model.graph, divide(model.graph)).routes
     sequence = ExportedSequential()
     sequence.training = training
@@ -230,6 +231,8 @@ def _assemble(model: Captured, training: bool) -> nn.Sequential:
             each.name, tree.root, order, str(description), example if first else None, returned if last else None
         )
         layer.training = training
+        if isinstance(original, nn.Module):
+            layer.watch(original)
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence
 

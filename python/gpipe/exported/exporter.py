@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.generators import GeneratorState
@@ -30,24 +31,45 @@ from gpipe.generators import GeneratorState
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module and all its submodules for a block."""
-    modes = {each: each.training for each in module.modules()}
+    """Sets the mode of a module and all its submodules for a block. Calls each ``train()`` that does more than set the mode."""
+    named = sorted(module.named_modules(remove_duplicate=False), key=lambda each: len(each[0] and each[0].split(".")))
+    modes = {each: each.training for _, each in reversed(named)}  # a module comes before those that it stands in
     try:
         module.train(training)
         yield
     finally:
-        for each, mode in modes.items():
-            each.training = mode
+        for each, was in reversed(modes.items()):
+            if was == training == each.training:
+                continue
+            if getattr(each.train, "__func__", None) is nn.Module.train:
+                each.training = was  # without the submodules, whose modes may differ
+            else:
+                each.train(was)
+
+
+@contextmanager
+def _same_attributes(module: nn.Module) -> Iterator[None]:
+    """Gives a module and its submodules the attributes that they had before a block, except what was registered since. A
+    forward may set some, an export to fake tensors and sizes."""
+    before = [(each, dict(vars(each))) for each in module.modules() if not isinstance(each, LazyModuleMixin)]
+    try:
+        yield
+    finally:
+        for each, values in before:
+            registered = {*each._parameters, *each._buffers, *each._modules}
+            vars(each).clear()
+            vars(each).update({name: value for name, value in values.items() if name not in registered})
 
 
 @contextmanager
 def unchanged(module: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restores buffers and random numbers after a block, which runs without grad mode, and from a seed if one is given."""
+    """Restores buffers, attributes and random numbers after a block, which runs without grad mode, and from a seed if one is
+    given."""
     owners = {id(each._buffers): each._buffers for each in module.modules()}.values()
     held = [(owner, *item) for owner in owners for item in owner.items()]
     saved = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in held if buffer is not None]
     devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with _same_attributes(module), torch.no_grad(), torch.random.fork_rng(devices):
         if seed is not None:  # torch.manual_seed() would seed devices that are not restored
             for generator in (torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)):
                 generator.manual_seed(seed)
@@ -70,7 +92,7 @@ def exported(
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
         few_guards = _few_guards() if any_shape else nullcontext()
-        with _silence(), nothing_lost(), _named_arguments(module, kwargs), few_guards:
+        with _silence(), nothing_lost(), _same_attributes(module), _named_arguments(module, kwargs), few_guards:
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         text = _explanation(module, error)
@@ -125,24 +147,28 @@ def _first_line(error: Exception) -> str:
 def _explanation(module: nn.Module, error: Exception) -> str:
     """Tells which module cannot be captured, and why."""
     paths = {id(each): path for path, each in module.named_modules()}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "forward"]
-    owners = [frame.f_locals.get("self") for frame in frames]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "forward"]
     inner = next((owner for owner in reversed(owners) if id(owner) in paths), None)
     reason = _first_line(error)
     if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
         reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
+        kept = ((name, getattr(value, "shape", value)) for each in module.modules() for name, value in vars(each).items())
+        if names := [name for name, shape in kept if isinstance(shape, torch.Size) and shape[:1] == (int(found[1]),)]:
+            reason += f"; its attribute '{names[0]}' may be of an earlier call: convert the model before its first call"
     if "data-dependent" in reason:
         reason = "its control flow depends on data"
     if "fake tensor in the exported program constant" in reason:
         reason = "it uses a tensor that an export cannot record, such as the .data of another; use detach() instead"
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
         reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
+    is_causal = any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames)
+    if is_causal:
+        reason = "it looks at the values of its mask; give its call is_causal=True or False (Transformer: src_is_causal=, ...)"
     if inner is None or inner is module:
         return f"cannot convert the model ({type(module).__name__}): {reason}"
-    return (
-        f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}; to "
-        f"keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
-    )
+    advice = "" if is_causal else f"; to keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
+    return f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}{advice}"
 
 
 @contextmanager

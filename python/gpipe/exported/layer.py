@@ -149,7 +149,24 @@ class ExportedLayer(ConvertedLayer):
         super().__init__()
         self.name, self.model, self.order = name, model, order
         self._input, self._output = input, output
+        self._originals: list[tuple[dict[str, Any], str, nn.Parameter, str]] = []
         self.describe(description)
+
+    def watch(self, original: nn.Module) -> None:
+        """Makes :meth:`check_original` compare the parameters of a model with those that it has now."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            path, _, own = name.rpartition(".")
+            place = original.get_submodule(path)
+            if place is not self.model.get_submodule(path):  # else it is kept whole, and runs as it is
+                self._originals.append((place._parameters, own, parameter, name))
+
+    def check_original(self) -> None:
+        for parameters, own, parameter, name in self._originals:
+            if parameters.get(own) is not parameter:
+                raise RuntimeError(
+                    f"'{name}' of the model was replaced after the conversion, so the layers have another parameter; tie "
+                    "weights and change the model first, then convert it and make the pipeline"
+                )
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
@@ -219,7 +236,7 @@ class ExportedLayer(ConvertedLayer):
         return f"ExportedLayer({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_graph"}
+        return {key: value for key, value in self.__dict__.items() if key != "_graph"} | {"_originals": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
