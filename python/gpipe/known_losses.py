@@ -72,10 +72,12 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
             spaces.append((value.__globals__, {name: value.__globals__[name] for name in names}))
             found += [each for each in spaces[-1][1].values() if isinstance(each, nn.Module)]
         elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, Tensor, partial)):
-            of_module = (value._modules, value._buffers) if isinstance(value, nn.Module) else ()
-            own = [(space, dict(space)) for space in (vars(value), *of_module)]
-            spaces += own
-            found += [each for _, space in own for each in space.values() if isinstance(each, (nn.Module, Tensor))]
+            own = vars(value)
+            of_module = [own.get(name) for name in ("_modules", "_buffers")] if isinstance(value, nn.Module) else []
+            notes = [(space, dict(space)) for space in (own, *of_module) if isinstance(space, dict)]
+            spaces += notes
+            found += [each for _, space in notes for each in space.values() if isinstance(each, (nn.Module, Tensor))]
+            found += value.buffers() if isinstance(value, nn.Module) else ()  # a script's are not in a dict
     tensors = {id(each): each for each in found if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)}
     put_back_values = _C.hold_values([each for key, each in tensors.items() if key not in excluded])
 
