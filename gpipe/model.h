@@ -3,6 +3,8 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <filesystem>
+#include <string>
+#include <vector>
 
 #include "gpipe/tensors/value.h"
 
@@ -24,9 +26,13 @@ namespace gpipe {
 /// modules that are in evaluation mode. A tensor is a list of its name in the file, whether it is "parameter", "frozen"
 /// (a parameter that does not require grad) or "buffer", and the name of an earlier tensor that it is tied to, or null.
 ///
-/// A model file is a program: read only files that you trust. Errors: std::runtime_error with the path and the reason
-/// for a file that is missing, damaged, not a model, of a newer version, or calls an operator that this torch lacks.
-torch::nn::Sequential load_model(const std::filesystem::path& path);
+/// A model file is a program. It calls PyTorch's operators of the namespaces aten and prims, which reach no files and no
+/// other processes, and those of `namespaces`, such as "torchvision". They take any memory and time, and internal ones,
+/// whose names begin with an underscore, do not check their arguments: read only files that you trust.
+///
+/// Errors: std::runtime_error with the path and the reason for a file that is missing, damaged, not a model, of a newer
+/// version, or calls an operator of another namespace, or one that this torch lacks.
+torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::string>& namespaces = {});
 
 /// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers in one process.
 /// `safetensors.torch.load_file()` reads the weights for the original: model.load_state_dict(weights, strict=False).

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -36,7 +37,19 @@ std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::ma
   return tensors;
 }
 
-torch::nn::Sequential read_model(Safetensors file) {
+/// Errors: std::invalid_argument for an operator that reads files, or that is of none of the namespaces.
+void check_operators(const Json& graph, const std::vector<std::string>& namespaces) {
+  for (const auto& call : graph.value("calls", Json::array())) {
+    if (!call.contains("operator")) continue;
+    const auto name = call["operator"].get<std::string>();
+    const auto of = name.substr(0, name.find("::"));
+    require(name.substr(0, name.find('.')) != "aten::from_file", "it calls aten::from_file, which reads other files");
+    require(of == "aten" || of == "prims" || std::ranges::find(namespaces, of) != namespaces.end(),
+            "it calls %s; if you trust it, give load_model() the namespace '%s'", name, of);
+  }
+}
+
+torch::nn::Sequential read_model(Safetensors file, const std::vector<std::string>& namespaces) {
   require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
   auto model = parse_json(file.model);
   const auto version = model.at("version").get<std::int64_t>();
@@ -47,6 +60,7 @@ torch::nn::Sequential read_model(Safetensors file) {
   const auto count = model.at("layers").size();
   require(count > 0, "it has no layers");
   for (auto& each : model["layers"]) {
+    check_operators(each.at("graph"), namespaces);
     each["place"] = {layers->size(), count};
     auto layer =
         std::make_shared<GraphLayer>(each.at("graph").dump(), tensors_of(each, file.tensors, earlier), each.dump());
@@ -59,9 +73,9 @@ torch::nn::Sequential read_model(Safetensors file) {
 
 }  // namespace
 
-torch::nn::Sequential load_model(const std::filesystem::path& path) {
+torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::string>& namespaces) {
   try {
-    return read_model(read_safetensors(path));
+    return read_model(read_safetensors(path), namespaces);
   } catch (const std::exception&) {
     throw std::runtime_error("[gpipe] cannot load the model '" + path.string() +
                              "': " + message_of(std::current_exception()));
@@ -76,7 +90,7 @@ void save_model(const std::filesystem::path& path, const torch::nn::Module& mode
   for (const auto& module : model.modules(/*include_self=*/false)) {
     const auto* layer = module->as<GraphLayer>();
     if (layer == nullptr) continue;
-    auto source = Json::parse(layer->source());
+    auto source = parse_json(layer->source());
     is_whole = is_whole && source["place"][0] == layers.size();
     auto& listed = source["tensors"];
     for (std::size_t i = 0; i < listed.size(); ++i) {

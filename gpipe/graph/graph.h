@@ -15,8 +15,7 @@ namespace gpipe {
 /// autograd and autocast, as the model's own code does, and without Python. A value is freed after its last use.
 /// Immutable. Thread-safe.
 ///
-/// A description is a program. It reaches no files and no other processes, but takes any memory and time, and PyTorch's
-/// internal operators, whose names begin with an underscore, do not check their arguments.
+/// A description is a program, which calls any operator of this process.
 ///
 /// The description is an object. Values have numbers, from 0 to "values" - 1. Every other member may be left out.
 ///
@@ -58,8 +57,8 @@ class Graph {
     std::vector<SkipKey> stashes = {};
   };
 
-  /// Errors: std::invalid_argument for what is not a valid description, for an operator that this torch does not have
-  /// or that takes the name of a file or a process group, and for a Python function without `call_python`.
+  /// Errors: std::invalid_argument for what is not a valid description, for an operator that this torch does not have,
+  /// and for a Python function without `call_python`.
   explicit Graph(const std::string& description, CallPython call_python = {});
   ~Graph();
   Graph(const Graph&) = delete;

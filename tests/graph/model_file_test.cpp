@@ -57,6 +57,30 @@ TEST(ModelFile, KeepsEachTensorAndMode) {
   EXPECT_EQ(second->ptr<GraphLayer>(0)->tensors()[3].tensor[0].item<int>(), 1);
 }
 
+TEST(ModelFile, CallsOnlyOperatorsOfNamespacesThatTheProgramTrusts) {
+  const TemporaryDirectory folder;
+  const auto write = [&](const std::string& name) {
+    Safetensors file;
+    file.model = R"({"version": 1, "layers": [{"name": "a", "evaluation": [], "tensors": [], "graph": {"values": 2,
+      "inputs": [0], "calls": [{"operator": ")" +
+                 name + R"(", "args": [{"value": 0}], "result": 1}],
+      "outputs": [{"value": 1}]}}]})";
+    write_safetensors(folder / "model", file);
+  };
+  const auto load = [&] { load_model(folder / "model"); };
+  write("my_library::read");
+  EXPECT_THAT(load, throws<std::runtime_error>("it calls my_library::read; if you trust it, give load_model() the "
+                                               "namespace 'my_library'"));
+  EXPECT_THAT([&] { load_model(folder / "model", {"my_library"}); },
+              throws<std::runtime_error>("this version of torch does not have"));
+  write("aten::from_file");
+  EXPECT_THAT(load, throws<std::runtime_error>("aten::from_file, which reads other files"));
+  write("aten::from_file.out");
+  EXPECT_THAT(load, throws<std::runtime_error>("which reads other files"));
+  write("aten::neg");
+  load();
+}
+
 TEST(ModelFile, ACloneHasItsOwnTensors) {
   const TemporaryDirectory folder;
   auto original = model(folder);
