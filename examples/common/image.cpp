@@ -228,8 +228,9 @@ auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use u
         throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " +
                                  std::to_string(all_bytes) + " bytes");
       }
-      // The same bytes for image_size() and read_image().
-      return use(image, exif_orientation(std::string_view(bytes).substr(0, kLongestHeader)));
+      // What is before the pixels, so that image_size() and read_image() see the same.
+      const auto header = std::string_view(bytes).substr(0, std::min(kLongestHeader, bytes.find("IDAT")));
+      return use(image, exif_orientation(header));
     };
     // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a
     // byte to at most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import argparse
 import colorsys
+import copy
 import csv
 import math
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageOps
+from PIL import ExifTags, Image, ImageDraw, ImageOps
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.tensorboard import SummaryWriter
@@ -126,17 +128,34 @@ def list_files(folder: Path) -> list[tuple[Path, Path]]:
     masks = files_by_name(folder / "masks", (".gif", ".png"), "_mask")
     for name in sorted(images.keys() ^ masks.keys()):
         raise ValueError(f"{images[name]} has no mask" if name in images else f"{masks[name]} has no image")
-    return [(images[name], masks[name]) for name in sorted(images)]
+    files = [(images[name], masks[name]) for name in sorted(images)]
+    for image, mask in files:
+        if image_size(image) != image_size(mask):
+            raise ValueError(f"{image} has the size {image_size(image)}, but its mask has {image_size(mask)}")
+    return files
+
+
+@contextmanager
+def open_image(path: Path) -> Iterator[Image.Image]:
+    try:
+        with Image.open(path, formats=["JPEG", "PNG", "GIF"]) as image:
+            if ";16" in str(image.tile):
+                raise ValueError("16 bits per channel are not supported; write 8")
+            yield image
+    except Exception as error:  # Pillow has no common class for damaged files
+        raise ValueError(f"{path}: {error}") from None
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Reads only the header."""
+    with open_image(path) as image:
+        is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        return image.size[::-1] if is_turned else image.size
 
 
 def read_image(path: Path) -> Image.Image:
-    try:
-        image = Image.open(path, formats=["JPEG", "PNG", "GIF"])
-        if ";16" in str(image.tile):
-            raise ValueError("16 bits per channel are not supported; write 8")
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # Pillow has no common class for damaged files
-        raise ValueError(f"{path}: {error}") from None
+    with open_image(path) as image:
+        return (ImageOps.exif_transpose(image) if "exif" in image.info else image).convert("RGB")
 
 
 def read_labels(path: Path, classes: int) -> Image.Image:
@@ -178,11 +197,8 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
     def read(self, index: int) -> tuple[Image.Image, Image.Image]:
         if self.files is None:
             return draw_scene(index, self.args)
-        path, path_of_mask = self.files[index]
-        image, mask = read_image(path), read_labels(path_of_mask, self.args.classes)
-        if image.size != mask.size:
-            raise ValueError(f"{path} has the size {image.size}, but its mask has {mask.size}")
-        return image, mask
+        image, mask = self.files[index]
+        return read_image(image), read_labels(mask, self.args.classes)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = self.read(index)
@@ -264,7 +280,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     saved = snapshot.read(args.resume) if args.resume else None
 
     torch.manual_seed(args.seed)
-    training, validation = Pictures(args), Pictures(args)
+    training = Pictures(args)
+    validation = copy.copy(training)
     training.augment = args.augment
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(args.seed)).tolist()
     kept = min(max(1, round(len(training) * args.validation / 100)), len(training) - 1)

@@ -187,6 +187,7 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path):
     (lambda data: (data / "imgs" / "3.jpg").unlink(), "3_mask.gif has no image"),
     (lambda data: (data / "imgs" / "3.png").touch(), "two files have the same name"),
     (lambda data: (data / "masks" / "3.png").touch(), "3.png: the name of a mask must be NAME_mask.png"),
+    (lambda data: (data / "masks" / "5_mask.gif").write_bytes(b""), "5_mask.gif: cannot identify image file"),
     (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
     (lambda data: Image.new("RGB", (48, 32)).save(data / "imgs" / "2.jpg", "BMP"), "2.jpg: cannot identify image file"),
     (lambda data: Image.new("I;16", (48, 32)).save(data / "imgs" / "2.jpg", "PNG"), "2.jpg: 16 bits per channel"),
@@ -240,7 +241,9 @@ def test_images_and_masks_are_turned_as_their_orientation_says(suffix, tmp_path)
     pixels = np.zeros((8, 16), np.uint8)
     pixels[:, :8] = 255
     Image.fromarray(pixels).save(path := tmp_path / f"mask.{suffix}", quality=95, exif=exif)
-    labels = np.asarray(importlib.import_module("unet_train").read_labels(path, 2))
+    unet_train = importlib.import_module("unet_train")
+    labels = np.asarray(unet_train.read_labels(path, 2))
+    assert unet_train.image_size(path) == (8, 16)
     assert labels.shape == (16, 8) and labels[:8].all() and not labels[8:].any()
 
 
