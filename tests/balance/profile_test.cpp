@@ -358,7 +358,7 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
                         double least = 0.93) {
   nn::Sequential whole;
   whole->extend(*model);
-  whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
+  whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().expand({output.size(0)}); }));
   const auto of_whole = profile(whole, micro_batch, brief().intraop_threads(1));
   auto with_loss = balance;
   ++with_loss.back();
