@@ -149,6 +149,9 @@ std::vector<Scenario> make_scenarios() {
       const auto classes = torch::tensor({0, 4, -100, -100, 3, 1, -100, 2}).to(where) * 1;
       const auto loss = tensor_loss(torch::nn::CrossEntropyLoss());
       it.pipe->step(it.x * 1, classes, loss).loss.mul_(2);
+      const auto in_place = tensor_loss([](const Tensor& out, const Tensor&) { return out.mul_(2).square().mean(); });
+      const auto count = [](const Value& target) { return target.tensor().ne(-100).sum(); };
+      it.pipe->step(it.x * 1, classes, in_place, StepOptions().count(count).check(false));
       it.adam.step();
     }
   });
