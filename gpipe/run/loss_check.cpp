@@ -146,6 +146,10 @@ std::vector<bool> uneven_shares(const std::vector<Parcel>& targets) {
   return uneven;
 }
 
+bool is_same(const ComparedLoss& one, const ComparedLoss& other) {
+  return one.identity->equals(*other.identity) && *one.count == *other.count;
+}
+
 }  // namespace
 
 Value clone_of(const Value& value) {
@@ -177,25 +181,24 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
 }
 
 std::optional<LossComparison> LossComparison::begin(std::vector<ComparedLoss>& compared, const LossFunction& function,
-                                                    const std::vector<Parcel>& targets) {
-  const auto found =
-      std::ranges::find_if(compared, [&](const auto& each) { return each.identity->equals(*function.identity); });
-  auto uneven = uneven_shares(targets);
+                                                    const CountFunction& count, const std::vector<Parcel>& targets) {
+  ComparedLoss now{function.identity, &count.target_type(), uneven_shares(targets)};
+  const auto found = std::ranges::find_if(compared, [&](const auto& each) { return is_same(each, now); });
   if (found != compared.end()) {
     bool is_new = false;
-    for (std::size_t i = 0; i < std::min(uneven.size(), found->uneven.size()); ++i) {
-      is_new = is_new || (uneven[i] && !found->uneven[i]);
-      uneven[i] = uneven[i] || found->uneven[i];
+    for (std::size_t i = 0; i < std::min(now.uneven.size(), found->uneven.size()); ++i) {
+      is_new = is_new || (now.uneven[i] && !found->uneven[i]);
+      now.uneven[i] = now.uneven[i] || found->uneven[i];
     }
     std::rotate(found, found + 1, compared.end());  // last used last
     if (!is_new) return std::nullopt;
   }
-  return LossComparison(function, std::move(uneven), targets.size());
+  return LossComparison(function, std::move(now), targets.size());
 }
 
-LossComparison::LossComparison(const LossFunction& function, std::vector<bool> uneven, std::size_t micro_batches)
+LossComparison::LossComparison(const LossFunction& function, ComparedLoss compared, std::size_t micro_batches)
     : function_(function),
-      uneven_(std::move(uneven)),
+      compared_(std::move(compared)),
       left_(micro_batches),
       outputs_(micro_batches),
       targets_(micro_batches) {}
@@ -226,9 +229,9 @@ void LossComparison::run(const std::vector<at::Tensor>& losses, const std::vecto
 }
 
 void LossComparison::note(std::vector<ComparedLoss>& compared) && {
-  std::erase_if(compared, [&](const auto& each) { return each.identity->equals(*function_.identity); });
+  std::erase_if(compared, [&](const auto& each) { return is_same(each, compared_); });
   if (compared.size() == kMostCompared) compared.erase(compared.begin());
-  compared.push_back({std::move(function_.identity), std::move(uneven_)});
+  compared.push_back(std::move(compared_));
 }
 
 std::function<void()> hold_values(const std::vector<at::Tensor>& tensors) {

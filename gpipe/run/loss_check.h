@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <typeinfo>
 #include <vector>
 
 #include "gpipe/loss_function.h"
@@ -17,9 +18,10 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
 /// Copies the tensors, because a loss function may change the output in place.
 Value clone_of(const Value& value);
 
-/// A loss that a pipeline has compared.
+/// A loss that a pipeline has compared, and the type of the count that weighted it.
 struct ComparedLoss {
   std::shared_ptr<const LossIdentity> identity;
+  const std::type_info* count;
   /// Per tensor of the target: whether the micro-batches' shares of zeros, of negative numbers and of NaN have differed.
   std::vector<bool> uneven;
 };
@@ -31,7 +33,7 @@ class LossComparison {
  public:
   /// `targets`: per micro-batch, before the forwards. Returns std::nullopt if a comparison would tell nothing new.
   static std::optional<LossComparison> begin(std::vector<ComparedLoss>& compared, const LossFunction& function,
-                                             const std::vector<Parcel>& targets);
+                                             const CountFunction& count, const std::vector<Parcel>& targets);
 
   /// Returns whether all micro-batches have come.
   bool add(int micro_batch, const Value& output, Parcel target);
@@ -42,11 +44,11 @@ class LossComparison {
   void note(std::vector<ComparedLoss>& compared) &&;
 
  private:
-  LossComparison(const LossFunction& function, std::vector<bool> uneven, std::size_t micro_batches);
+  LossComparison(const LossFunction& function, ComparedLoss compared, std::size_t micro_batches);
 
   LossFunction function_;  // a copy, which may have a state
-  std::vector<bool> uneven_;
-  std::size_t left_;  // micro-batches that have not come
+  ComparedLoss compared_;  // after the comparison
+  std::size_t left_;       // micro-batches that have not come
   std::vector<Parcel> outputs_;
   std::vector<Parcel> targets_;
 };

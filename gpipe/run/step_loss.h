@@ -23,7 +23,7 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
 class StepLoss {
  public:
   /// `options`: see complete(). `targets`: per micro-batch. `pipeline` must outlive this. Errors: std::invalid_argument
-  /// for a count that is negative or not finite.
+  /// for a count that is not one number, or that is on the CPU and negative or not finite.
   StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
            const std::vector<std::int64_t>& sizes);
 

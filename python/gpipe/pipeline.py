@@ -346,11 +346,12 @@ class GPipe(TeamCalls):
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` compares it and its gradients with those of the whole mini-batch, as
-                does the first one whose micro-batches have unequal shares of zeros, of negative numbers or of NaN as targets
-                (a sample of those on the CPU). A function made anew is the same loss if its code is, and if it captures the
-                same variables, or the same objects and equal numbers. Attributes and buffers of the loss stay as they are.
-                Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no whole mini-batch.
+            check: whether the first call with a ``loss`` and its ``count`` compares it and its gradients with those of the
+                whole mini-batch, as does the first one whose micro-batches have unequal shares of zeros, of negative numbers
+                or of NaN as targets (a sample of those on the CPU). A function made anew is the same loss if its code is,
+                and if it captures the same variables, or the same objects and equal numbers. Attributes and buffers of the
+                loss stay as they are. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no
+                whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
@@ -408,7 +409,8 @@ class GPipe(TeamCalls):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, loss, chain(self.modules(), self.parameters(), self.buffers()))
-            arguments = checked(loss), native, identity_of(loss, self._losses), hold, chosen, self.training, keeps_graph
+            identity = identity_of((loss, options[0]), self._losses)  # with its count
+            arguments = checked(loss), native, identity, hold, chosen, self.training, keeps_graph
             return pipeline.train(input, target, *arguments)
 
     def trace(self, timeline: _C.Timeline | None) -> None:

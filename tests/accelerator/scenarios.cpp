@@ -143,6 +143,18 @@ std::vector<Scenario> make_scenarios() {
     (it.pipe->compute_loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
     it.adam.step();
   });
+  add("counts_on_side_streams", [](Subject& it) {
+    const SideStreams streams;
+    for (const auto& where : {it.x.device(), device(3)}) {
+      const auto classes = torch::tensor({0, 4, -100, -100, 3, 1, -100, 2}).to(where) * 1;
+      const auto loss = tensor_loss(torch::nn::CrossEntropyLoss());
+      it.pipe->step(it.x * 1, classes, loss).loss.mul_(2);
+      const auto in_place = tensor_loss([](const Tensor& out, const Tensor&) { return out.mul_(2).square().mean(); });
+      const auto count = [](const Value& target) { return target.tensor().ne(-100).sum(); };
+      it.pipe->step(it.x * 1, classes, in_place, StepOptions().count(count).check(false));
+      it.adam.step();
+    }
+  });
   add("input_elsewhere", [](Subject& it) {
     for (const auto& where : {device(3), kCpu}) {
       const auto x = torch::randn({8, 6}).to(where).mul_(2).requires_grad_();

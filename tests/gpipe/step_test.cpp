@@ -108,6 +108,8 @@ TEST_F(Step, ComparesEachLossOfOneCxxTypeOnce) {
   EXPECT_EQ(comparisons, 1);
   EXPECT_THAT([&] { pipe->step(x, y, scaled({2})); }, differs);
   EXPECT_THAT([&] { pipe->step(x, y, scaled({3})); }, differs);
+  const auto wrong = [](const Value& target) { return target.tensor().size(0) == 2 ? 1 : 2; };
+  EXPECT_THAT([&] { pipe->step(x, y, mean, StepOptions().count(wrong)); }, differs);
   comparisons = 0;
   for (int i = 0; i < 3; ++i) {  // made anew, with the same bytes
     pipe->step(x, y, [&, factor = 1.0](const Value& out, const Value& target) {

@@ -168,6 +168,8 @@ def test_each_loss_is_compared_once():
         pipe.step(x, y, make(False))
         with refused:
             pipe.step(x, y, make(True))
+        with refused:
+            pipe.step(x, y, make(False), count=lambda target: 1)
     pipe, module, sizes = make_pipe(), Module(False), [0]
     for weight in (1.0, 0.5, 0.25):  # one variable of all functions
         pipe.step(x, y, closure(False, sizes))
