@@ -18,7 +18,6 @@ constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
 constexpr double kMostBandwidth = kMostBytes;
 constexpr double kMostLatency = 1e3;
-constexpr int kLevels = 8;
 
 // Defines visit(of, f), which calls f(name, member) for each of the members. A name in JSON is the member's.
 #define GPIPE_VISIT_MEMBER(member) f(#member, of.member);
@@ -52,7 +51,7 @@ class Reader {
       refuse(absl::StrFormat("the text has %d bytes, but the limit is %d", text.size(), longest));
     }
     try {
-      return parse_json(text, kLevels);
+      return parse_json(text);
     } catch (const std::exception& error) {
       // Drop the text read last: it may be long and contain any bytes.
       const std::string reason = error.what();

@@ -6,12 +6,24 @@
 
 namespace gpipe {
 
-/// Reads JSON of limited depth, as later steps recurse. Errors: nlohmann::json::exception, or std::invalid_argument.
-inline nlohmann::json parse_json(const std::string& text, int most_levels = 100) {
-  return nlohmann::json::parse(text, [=](int depth, auto, auto&) {
-    require(depth <= most_levels, "[gpipe] JSON has more than %d levels", most_levels);
+inline constexpr int kMostJsonLevels = 100;
+
+/// Reads JSON of at most kMostJsonLevels, as later steps recurse. Errors: nlohmann::json::exception, or
+/// std::invalid_argument.
+inline nlohmann::json parse_json(const std::string& text) {
+  return nlohmann::json::parse(text, [](int depth, auto, auto&) {
+    require(depth <= kMostJsonLevels, "[gpipe] JSON has more than %d levels", kMostJsonLevels);
     return true;
   });
+}
+
+/// Returns null for a text that parse_json() refuses.
+inline nlohmann::json json_or_null(const std::string& text) {
+  try {
+    return parse_json(text);
+  } catch (const std::exception&) {
+    return {};
+  }
 }
 
 }  // namespace gpipe

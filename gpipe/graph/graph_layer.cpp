@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
 #include "absl/strings/str_split.h"
-#include "gpipe/base/checks.h"
+#include "gpipe/base/json.h"
 
 namespace gpipe {
 namespace {
@@ -42,7 +41,7 @@ GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTens
 }
 
 std::shared_ptr<torch::nn::Module> GraphLayer::clone(const std::optional<at::Device>& device) const {
-  const auto source = nlohmann::json::parse(source_);
+  const auto source = parse_json(source_);
   std::set<std::string> own;
   for (const auto& each : source["tensors"]) {
     own.insert(each[0]);

@@ -1,6 +1,7 @@
 #include "gpipe/schedule/schedule_source.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <fstream>
 #include <optional>
@@ -103,10 +104,14 @@ ParsedSchedule parse_schedule(std::string_view text) {
 ParsedSchedule read_schedule(const std::string& path) {
   constexpr std::size_t kLargest = std::size_t{64} << 20;
   std::ifstream file(path, std::ios::binary);
-  std::string text(kLargest + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  require(file.eof(), "[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
-  text.resize(file.gcount());
+  std::string text;
+  std::array<char, 1 << 16> chunk;
+  while (text.size() <= kLargest && (file.read(chunk.data(), chunk.size()), file.gcount() > 0)) {
+    text.append(chunk.data(), file.gcount());
+  }
+  const bool is_large = text.size() > kLargest;
+  require(file.eof() && !is_large, "[gpipe] cannot read the schedule '%s'%s", path,
+          is_large ? ": it is larger than 64 MiB" : "");
   try {
     return parse_schedule(text);
   } catch (const std::invalid_argument& error) {

@@ -121,7 +121,12 @@ struct Restore {
 
   void operator()(const char* name, double& value) const { value = number(name, get(name, &c10::IValue::isScalar)); }
   void operator()(const char* name, bool& value) const { value = get(name, &c10::IValue::isBool).toBool(); }
-  void operator()(const char* name, std::int64_t& value) const { value = get(name, &c10::IValue::isInt).toInt(); }
+  void operator()(const char* name, std::int64_t& value) const {
+    // Python's optimizers count in a tensor of no dimension.
+    const auto found = from.find(name);
+    const bool in_tensor = found != from.end() && found->second.isTensor() && found->second.toTensor().dim() == 0;
+    value = in_tensor ? found->second.toTensor().item<std::int64_t>() : get(name, &c10::IValue::isInt).toInt();
+  }
   void operator()(const char* name, std::tuple<double, double>& value) const {
     const auto& pair = get(name, &c10::IValue::isTuple).toTupleRef().elements();
     if (pair.size() != 2) wrong(name);

@@ -45,10 +45,10 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 15> kTypes = {{
     {"C64", at::kComplexFloat},
 }};
 
+constexpr char kMetadata[] = "__metadata__";
 constexpr char kChecksumKey[] = "\"checksum\":\"";  // as it is in the header, where a quote within a text is escaped
 constexpr char kNoChecksum[] = "00000000";
 constexpr std::size_t kChecksumSize = sizeof kNoChecksum - 1;
-constexpr int kHeaderLevels = 4;
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the limit of the format's first implementation
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error(what); }
@@ -129,7 +129,7 @@ Entry entry_of(const std::string& name, const json& from) {
 std::vector<Entry> entries_of(const json& header, std::uint64_t size) {
   std::vector<Entry> entries;
   for (const auto& [name, entry] : header.items()) {
-    if (name != "__metadata__") entries.push_back(entry_of(name, entry));
+    if (name != kMetadata) entries.push_back(entry_of(name, entry));
   }
   std::ranges::sort(entries, {}, [](const Entry& entry) { return std::pair(entry.begin, entry.end); });
   std::uint64_t end = 0;
@@ -214,6 +214,7 @@ void write_safetensors(const Safetensors& content, const ByteSink& sink) {
   json complex = json::array();
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& [name, tensor] : content.tensors) {
+    if (name == kMetadata) refuse("a tensor has the name '__metadata__', which the format keeps for texts; rename it");
     tensors.emplace_back(name, stored(name, tensor));
     if (tensor.scalar_type() == at::kComplexDouble) complex.push_back(name);
   }
@@ -225,7 +226,7 @@ void write_safetensors(const Safetensors& content, const ByteSink& sink) {
     header[name] = {
         {"dtype", name_of(tensor.scalar_type())}, {"shape", tensor.sizes().vec()}, {"data_offsets", {begin, end}}};
   }
-  auto& metadata = header["__metadata__"];
+  auto& metadata = header[kMetadata];
   metadata = {{"checksum", kNoChecksum}, {"format", "pt"}};
   std::string text;
   try {
@@ -267,15 +268,9 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   if (header_size > std::min(kMaxHeader, left)) refuse("the file is truncated, or not a safetensors file");
   std::string text(header_size, '\0');
   read(text.data(), text.size());
-  const auto header = [&] {
-    try {
-      return parse_json(text, kHeaderLevels);
-    } catch (const std::exception&) {
-      return json();
-    }
-  }();
+  const auto header = json_or_null(text);
   if (!header.is_object()) refuse("the file is not a safetensors file");
-  const auto metadata = header.value("__metadata__", json::object());
+  const auto metadata = header.value(kMetadata, json::object());
   const auto metadata_text = [&](const char* key) {
     const auto found = metadata.is_object() ? metadata.find(key) : metadata.end();
     return found != metadata.end() && found->is_string() ? found->get<std::string>() : std::string();
@@ -302,7 +297,7 @@ Safetensors read_safetensors(std::istream& from, std::uint64_t size) {
   if (expected.empty() ? !only_weights : expected != checksum.text()) {
     refuse("the file is damaged: its checksum does not match");
   }
-  const auto complex = json::parse(metadata_text("complex128"), nullptr, /*allow_exceptions=*/false);
+  const auto complex = json_or_null(metadata_text("complex128"));
   for (const auto& [name, tensor] : content.tensors) {
     if (!complex.is_array() || std::ranges::find(complex, json(name)) == complex.end()) continue;
     if (tensor.scalar_type() != at::kDouble || tensor.dim() == 0 || tensor.size(-1) != 2) {

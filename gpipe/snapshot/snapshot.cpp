@@ -6,10 +6,10 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
 
+#include "gpipe/base/json.h"
 #include "gpipe/snapshot/safetensors.h"
 
 namespace gpipe {
@@ -18,7 +18,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::int64_t kVersion = 2;  // version 1 was a zip archive
-// A name in a model's state never begins with a dot.
+// A name in a model's state does not begin with a dot, and the name of a field has none.
 constexpr std::string_view kOptimizer = ".optimizer.";  // and the field's name, a dot and the parameter's name
 constexpr std::string_view kHistory = ".history.";
 constexpr char kRandom[] = ".random";
@@ -146,6 +146,7 @@ Safetensors to_safetensors(const Snapshot& snapshot) {
     auto& numbers = state[parameter] = json::object();
     for (const auto& [name, value] : fields) {
       if (value.isTensor()) {
+        if (name.find('.') != name.npos) throw std::runtime_error("the optimizer's field '" + name + "' has a dot");
         file.tensors.emplace(std::string(kOptimizer) + name + "." + parameter, value.toTensor());
       } else {
         numbers[name] = to_json(name, value);
@@ -175,8 +176,8 @@ Safetensors to_safetensors(const Snapshot& snapshot) {
 
 Snapshot from_safetensors(Safetensors file) {
   if (file.training.empty()) refuse_content("the file has only weights, which read_weights() reads");
-  const auto training = json::parse(file.training, nullptr, /*allow_exceptions=*/false);
-  if (!training.is_object()) refuse_content("its 'training' is not a JSON object");
+  const auto training = json_or_null(file.training);
+  if (!training.is_object()) refuse_content("its 'training' is not a JSON object of at most 100 levels");
   const auto version = get<std::int64_t>(training.value("version", json()), "version");
   if (version > kVersion) {
     throw std::runtime_error("the file has version " + std::to_string(version) +

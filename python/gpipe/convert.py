@@ -23,6 +23,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> i
         content = content["model"]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"'{os.fspath(source)}' does not hold a dict of tensors; save the model's state_dict()")
+    if hidden := [name for name in content if name.startswith(".")]:
+        raise ValueError(f"'{hidden[0]}' in '{os.fspath(source)}' begins with a dot, which readers skip; rename it")
     _C.write_weights(os.fsencode(target), dict(content), "")
     return len(content)
 

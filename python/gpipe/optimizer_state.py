@@ -31,7 +31,7 @@ class OptimizerState(TypedDict):
 def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """Copies an optimizer's options and state to the CPU. The pipeline or unpartitioned model names the parameters. C++
     restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``. Raises TypeError if the state of a parameter has
-    anything but numbers and tensors of its shape, and ValueError if it does not belong to the model."""
+    anything but numbers and tensors of its shape or of no dimension, and ValueError if it does not belong to the model."""
     check_is(optimizer, "optimizer", Optimizer, "an optimizer", "give the optimizer first, then the model")
     captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
     for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
@@ -84,22 +84,20 @@ def plain(option: Any) -> Any:
 
 
 def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
+    if isinstance(value, Tensor) and value.shape in (parameter.shape, ()):
         return value.detach().to("cpu", copy=True)
-    number = plain(value)
-    if isinstance(number, (int, float)):
-        return int(number) if field == "step" else number
+    if isinstance(value, (int, float)):
+        return value
     what = kind_of(value)
     raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}, neither a number nor of the parameter's shape")
 
 
-def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
-    if isinstance(saved, Tensor) and kind_of(saved) == kind_of(parameter):
+def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Any:
+    if isinstance(saved, Tensor) and (saved.dim() == 0 or kind_of(saved) == kind_of(parameter)):
         return saved.detach().to("cpu", copy=True)
     if not isinstance(saved, (int, float)):
         _refuse(f"its '{field}' of '{name}' is {kind_of(saved)}, not a number or a tensor of {kind_of(parameter)}")
-    # torch.optim uses these dtypes.
-    return torch.tensor(float(saved), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32)
+    return saved  # also for a tensor, from C++; load_state_dict() of torch's optimizers makes it
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:

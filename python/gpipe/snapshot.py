@@ -151,7 +151,11 @@ def capture_scheduler(scheduler: Any) -> str:
 
 def restore_scheduler(scheduler: Any, text: str) -> None:
     """Restores a captured state in a scheduler that was made with the same arguments."""
-    scheduler.load_state_dict(json.loads(text, object_hook=_decoded))
+    try:
+        state = json.loads(text, object_hook=_decoded)
+    except RecursionError as error:
+        raise ValueError("the text is not a scheduler's state: it has too many levels") from error
+    scheduler.load_state_dict(state)
 
 
 def _encoded(value: Any) -> Any:
@@ -241,6 +245,13 @@ def _check(snapshot: Snapshot) -> None:
         check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
     if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
         raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
+    for name in snapshot.model:
+        if name.startswith("."):
+            raise ValueError(f"the name '{name}' in the model of a snapshot begins with a dot, like no state's; rename it")
+    for fields in snapshot.optimizer["state"].values():
+        for name in fields:
+            if "." in name:
+                raise ValueError(f"the name '{name}' in the optimizer's state of a snapshot has a dot; rename it")
     check_whole(snapshot.epoch, "epoch of a snapshot", bits=63)
     for name, number in snapshot.position.items():
         check_whole(number, f"position '{name}' of a snapshot", bits=63)

@@ -147,7 +147,7 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
 }
 
 TEST_F(ProfileJson, RefusesDeepAndLongTexts) {
-  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("JSON has more than 8 levels"));
+  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("JSON has more than 100 levels"));
   EXPECT_THAT(refusal(std::string(kMaxProfileJson + 1, ' ')), HasSubstr("16777217 bytes, but the limit is 16777216"));
 }
 

@@ -1,13 +1,16 @@
 """Snapshots: writing, reading, capturing and restoring a training state."""
 
 import fcntl
+import json
 import os
+import struct
+import zlib
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, lr_scheduler
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, SparseAdam, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
@@ -79,6 +82,51 @@ def test_a_written_snapshot_reads_back_equal(tmp_path):
     assert same(vars(snapshot.read(tmp_path / "latest")), vars(saved))
     snapshot.write(tmp_path / "empty", Snapshot())
     assert snapshot.read(tmp_path / "empty") == Snapshot()
+
+
+def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
+    """SparseAdam counts its steps in an int."""
+    ids = torch.arange(6)
+
+    def train(pipe, optimizer):
+        for _ in range(4):
+            optimizer.zero_grad()
+            pipe(ids).square().sum().backward()
+            optimizer.step()
+
+    def make():
+        torch.manual_seed(0)
+        pipe = gpipe.GPipe(nn.Sequential(nn.Embedding(10, 4, sparse=True).double()), [1])
+        return pipe, SparseAdam(pipe.parameters(), 0.1)
+
+    pipe, optimizer = make()
+    train(pipe, optimizer)
+    state = snapshot.capture_optimizer(optimizer, pipe)
+    state["state"]["0.weight"]["other"] = 0.1
+    snapshot.write(tmp_path / "file", Snapshot(pipe.state_dict(), state))
+    saved = snapshot.read(tmp_path / "file")
+    copy, other = make()
+    snapshot.restore_model(copy, saved.model)
+    snapshot.restore_optimizer(other, copy, saved.optimizer)
+    assert same(dict(other.state[copy[0].weight])["other"], 0.1)
+    train(pipe, optimizer)
+    train(copy, other)
+    assert same(other.state[copy[0].weight]["step"], 8)
+    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [AdamW, NAdam])
+def test_numbers_of_a_file_become_the_tensors_that_an_optimizer_has(kind):
+    """C++ writes steps as numbers, as did earlier versions."""
+    pipe, optimizer = trained(kind)
+    state = snapshot.capture_optimizer(optimizer, pipe)
+    for fields in state["state"].values():
+        fields |= {name: value.item() for name, value in fields.items() if value.dim() == 0}
+    copy, other = trained(kind)
+    snapshot.restore_optimizer(other, copy, state)
+    train(pipe, optimizer, 2)
+    train(copy, other, 2)
+    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
 
 
 @pytest.mark.parametrize("kind, options, state_names", OPTIMIZERS)
@@ -188,6 +236,17 @@ def test_a_restored_scheduler_continues(make):
     assert snapshot.capture_scheduler(scheduler) != text
 
 
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def optimizer_of(option, state=None):
+    return {"type": "", "param_groups": [{"params": [], "option": option}], "state": state or {}}
+
+
 @pytest.mark.parametrize(
     "fields, error, message",
     [
@@ -203,6 +262,10 @@ def test_a_restored_scheduler_continues(make):
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
+        ({"optimizer": optimizer_of(nested(200))}, ValueError, "'training' is not a JSON object of at most 100 levels"),
+        ({"optimizer": optimizer_of(1, {"a": {"b.c": torch.ones(2)}})}, ValueError, "the name 'b.c' in the optimizer's state"),
+        ({"model": {".random": torch.ones(2)}}, ValueError, "the name '.random' in the model of a snapshot begins with a dot"),
+        ({"model": {"__metadata__": torch.ones(2)}}, ValueError, "a tensor has the name '__metadata__'"),
     ],
 )
 def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message, tmp_path):
@@ -235,6 +298,22 @@ def test_errors_of_files_are_those_of_python(tmp_path):
         snapshot.read(tmp_path)
 
 
+@pytest.mark.parametrize("levels", [200, 5000, 50000])
+def test_json_of_many_levels_is_refused(levels, tmp_path):
+    deep = "[" * levels + "]" * levels
+    training = json.dumps({"version": 2, "epoch": 1, "position": {}, "options": {}, "optimizer": optimizer_of("deep")})
+    header = {"__metadata__": {"checksum": "00000000", "format": "pt", "training": training.replace('"deep"', deep)}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    checksum = zlib.crc32(struct.pack("<Q", len(text)) + text)
+    path = tmp_path / "latest"
+    path.write_bytes(struct.pack("<Q", len(text)) + text.replace(b"00000000", b"%08x" % checksum))
+    with pytest.raises(ValueError, match=f"'{path}': .* at most 100 levels"):
+        snapshot.read(path)
+    if levels > 1000:
+        with pytest.raises(ValueError, match="too many levels"):
+            snapshot.restore_scheduler(lr_scheduler.StepLR(SGD(make_model().parameters()), 1), deep)
+
+
 def test_convert_writes_weights_of_torch_save(tmp_path):
     model = make_model()
     target = tmp_path / "weights.safetensors"
@@ -242,7 +321,7 @@ def test_convert_writes_weights_of_torch_save(tmp_path):
         torch.save(content, tmp_path / "weights.pth")
         convert(tmp_path / "weights.pth", target)
         assert same(safetensors.torch.load_file(target), dict(model.state_dict()))
-    for content in {"epoch": 3}, torch.ones(2), model:
+    for content in {"epoch": 3}, torch.ones(2), model, {".a": torch.ones(2)}:
         torch.save(content, tmp_path / "weights.pth")
         with pytest.raises(ValueError, match="weights.pth"):
             convert(tmp_path / "weights.pth", target)

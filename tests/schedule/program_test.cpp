@@ -1,6 +1,9 @@
 // Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
 #include "gpipe/schedule/program.h"
 
+#include <sys/resource.h>
+
+#include <fstream>
 #include <limits>
 #include <span>
 
@@ -11,6 +14,27 @@
 
 namespace gpipe::testing {
 namespace {
+
+TEST(ReadSchedule, TakesNoMoreMemoryThanItsFile) {
+  const TemporaryDirectory folder;
+  std::string text = "0F0 0B0 # ";
+  for (const int comment : {0, 1 << 16, 1 << 20}) {  // also longer than what is read at once
+    text.resize(text.size() + comment, '.');
+    std::ofstream(folder / "schedule") << text;
+    const auto faults = [] {
+      rusage usage{};
+      getrusage(RUSAGE_SELF, &usage);
+      return usage.ru_minflt;
+    };
+    const auto before = faults();
+    EXPECT_EQ(read_schedule(folder / "schedule").schedule[0].size(), 2u);
+    EXPECT_LE(faults() - before, 4000);  // of 4 KiB
+  }
+  std::filesystem::resize_file(folder / "schedule", (std::uintmax_t{64} << 20) + 1);
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { read_schedule(folder / "schedule"); }),
+              HasSubstr("larger than 64 MiB"));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { read_schedule(folder.path()); }), HasSubstr("cannot read"));
+}
 
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;

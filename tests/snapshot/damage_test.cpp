@@ -58,6 +58,15 @@ std::string file_of(const std::string& header, const std::string& bytes) {
   return std::string(reinterpret_cast<const char*>(&size), sizeof size) + header + bytes;
 }
 
+TEST_F(SnapshotDamage, DeepJsonIsRefused) {
+  for (const std::size_t levels : {200, 50000}) {
+    const auto deep = std::string(levels, '[') + std::string(levels, ']');
+    write_safetensors(path_, {.tensors = {}, .training = R"({"version": 2, "epoch": 1, "position": )" + deep + "}"});
+    EXPECT_THAT(refusal(), HasSubstr("JSON object of at most 100 levels"));
+    EXPECT_THAT(refusal_of(file_of("{\"a\": " + deep + "}", "")), HasSubstr("not a safetensors file"));
+  }
+}
+
 TEST_F(SnapshotDamage, TensorsMustFillTheFile) {
   const auto read = [&](const std::string& entries, const std::string& bytes) {
     write_bytes(path_, file_of("{" + entries + "}", bytes));
@@ -142,10 +151,14 @@ TEST_F(SnapshotDamage, UnreadableValuesAreNotWritten) {
   EXPECT_THAT(tensor(torch::quantize_per_tensor(torch::ones({2}), 0.1, 0, torch::kQInt8)), HasSubstr("type QInt8"));
   EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.model.insert(".a", torch::ones({2})); }),
               HasSubstr("'.a' begins with a dot"));
+  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.model.insert("__metadata__", torch::ones({2})); }),
+              HasSubstr("'__metadata__', which the format keeps"));
   EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.options["a"] = "\xff"; }), HasSubstr("not UTF-8"));
   const auto option = [&](const c10::IValue& value) {
     return refusal_to_write([&](auto& snapshot) { snapshot.optimizer.state["a"]["step"] = value; });
   };
+  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.optimizer.state["a"]["b.c"] = torch::ones({2}); }),
+              HasSubstr("'b.c' has a dot"));
   EXPECT_THAT(option(torch::Device("cpu")), HasSubstr("'step' of the optimizer cannot be saved"));
   EXPECT_THAT(option(std::numeric_limits<double>::quiet_NaN()), HasSubstr("not a finite number"));
 }
