@@ -51,6 +51,8 @@ def run_unpartitioned(module: nn.Sequential, input: Any, *, chunks: int = 1) -> 
     """Runs an unpartitioned model micro-batch by micro-batch on the calling thread, with the random numbers and result of a
     pipeline with the same default generator. Arguments and errors as for :class:`gpipe.GPipe` and its ``forward``. Raises
     RuntimeError if the last layer returned objects of different structure for two micro-batches."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential, but is {type(module)}")
     inputs, structure = take_apart(input)
     if not inputs:
         raise ValueError("the input holds no tensors; a pipeline needs at least one")

@@ -287,7 +287,7 @@ def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
 def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
-        gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(2, 3))
+        gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(1, 3))
     assert "use fewer chunks" in notes(raised.value)[0] and "drop_last=True" in notes(raised.value)[0]
 
 

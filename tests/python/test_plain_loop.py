@@ -265,7 +265,9 @@ def pipeline(spec, model):
 def plain_loop(spec, model):
     def call(x, gradient):
         seed = gpipe.RandomScope.draw_seed()
-        parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().split(-(-len(x) // spec.chunks))]
+        has_norm = any(name.endswith("num_batches_tracked") for name in model.state_dict())
+        count = max(1, min(spec.chunks, len(x) // 2 if has_norm else len(x)))
+        parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().tensor_split(count)]
         outputs = []
         for number, part in enumerate(parts):
             value = part

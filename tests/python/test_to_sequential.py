@@ -550,5 +550,5 @@ def test_batch_norm_of_one_sample_is_refused_in_training_mode():
     model.forward = lambda x: model[1](model[0](x))
     sequence = to_sequential(model, batch())
     with pytest.raises(ValueError, match=r"more than one value per channel .* has the shape \(1, 4\); give it more"):
-        gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch())
+        gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch(1))
     assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
