@@ -17,7 +17,7 @@ constexpr char kGone = 'G';
 Proposal to_proposal(std::string_view word) {
   ByteReader items(word.substr(1));
   return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
-          items.get<double>(),      items.get<int>(),         items.get<bool>(),        items.get<std::uint64_t>()};
+          items.get<double>(),      items.get<int>(),         items.get<bool>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -31,7 +31,7 @@ std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
   items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
-            proposal.micro_batches, proposal.failed_before, proposal.data);
+            proposal.micro_batches, proposal.failed_before);
   return kCall + items.take();
 }
 
@@ -39,23 +39,7 @@ std::string encode_refusal(const std::string& reason) { return kRefused + reason
 
 std::string encode_leaving(const std::string& reason) { return kGone + reason; }
 
-int SameData::compare(const std::vector<Proposal>& calls, const Mesh& mesh) {
-  constexpr int kEnough = 2;  // one may be equal by chance, such as a first one of zeros
-  ranks_.resize(calls.size());
-  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
-    auto& [last, same, differs] = ranks_[rank];
-    const auto data = calls[rank].data;
-    const auto expected = calls[mesh.rank_at(0, mesh.replica_of(rank))].data;
-    if (data == 0 || expected == 0 || differs) continue;
-    const bool is_other = data != expected;
-    if (is_other && same >= kEnough) return rank;
-    differs = is_other;
-    if (std::exchange(last, data) != data) ++same;
-  }
-  return -1;
-}
-
-std::string decide(const std::vector<std::string>& words, const Mesh& mesh, SameData& data) {
+std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
   for (std::size_t r = 0; r < words.size(); ++r) {
     if (words[r].front() == kGone) return words[r];
     if (words[r].front() == kRefused) {
@@ -78,7 +62,7 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int counterpart = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, same_on_all, same_for_counterparts, number, weight, micro_batches, failed_before, hash] = call;
+    const auto& [what, same_on_all, same_for_counterparts, number, weight, micro_batches, failed_before] = call;
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
     if (same_for_counterparts != calls[counterpart].same_for_counterparts) {
@@ -89,12 +73,6 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
     agreement.largest = std::max(agreement.largest, number);
     agreement.weights[replica] = std::max(agreement.weights[replica], weight);
     agreement.micro_batches[replica] = micro_batches;
-  }
-  if (const int rank = data.compare(calls, mesh); rank >= 0) {
-    return encode_refusal(
-        absl::StrFormat("rank %d trains on another mini-batch than rank %d, but had the same in the calls before; one "
-                        "of them has left out a mini-batch",
-                        rank, mesh.rank_at(0, mesh.replica_of(rank))));
   }
   ByteWriter items;
   items.add(agreement.largest);

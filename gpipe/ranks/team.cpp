@@ -162,7 +162,7 @@ std::string Team::agree_on_words(const std::string& mine) {
     while_polling([&] {
       for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
     });
-    decision = decide(words, mesh_, same_data_);
+    decision = decide(words, mesh_);
     for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
   });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);

@@ -137,7 +137,6 @@ class Team {
   std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
   std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
   std::atomic<int> awaited_for_gradients_ = -1;
-  SameData same_data_;      // on rank 0
   std::string gone_;        // why the pipeline of a rank is gone
   std::set<int> expected_;  // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;

@@ -311,17 +311,6 @@ RANKS_TEST(RanksFailures, AHookThrows, kRanks) {
   }
 }
 
-RANKS_TEST(RanksFailures, ARankLeavesOutAMiniBatch, kRanks) {
-  const auto x = [](int step) { return torch::full({8, 4}, 1.0 + step); };
-  Subject subject(ranks);
-  for (int step = 0; step < 3; ++step) subject.step(x(step));
-  EXPECT_THAT(message_from([&] { subject.step(x(ranks->rank() == 2 ? 4 : 3)); }),
-              HasSubstr("rank 2 trains on another mini-batch than rank 0, but had the same in the calls before"));
-  // Only rank 0 reads the input.
-  Subject other(new_ranks(kRanks));
-  for (int step = 0; step < 5; ++step) other.step(x(ranks->rank() == 0 ? step : -1));
-}
-
 RANKS_TEST(RanksFailures, ARefusedBatchIsRefusedByAll, kRanks) {
   Subject subject(ranks, "1f1b", Checkpoint::kAlways);
   const auto ones = torch::ones({8, 4});
