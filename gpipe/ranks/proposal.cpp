@@ -15,6 +15,7 @@ constexpr char kAgreed = 'A';
 constexpr char kGone = 'G';
 
 Proposal to_proposal(std::string_view word) {
+  if (!word.starts_with(kCall)) ByteReader::refuse();
   ByteReader items(word.substr(1));
   return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
           items.get<double>(),      items.get<int>(),         items.get<bool>()};
@@ -41,8 +42,8 @@ std::string encode_leaving(const std::string& reason) { return kGone + reason; }
 
 std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
   for (std::size_t r = 0; r < words.size(); ++r) {
-    if (words[r].front() == kGone) return words[r];
-    if (words[r].front() == kRefused) {
+    if (words[r].starts_with(kGone)) return words[r];
+    if (words[r].starts_with(kRefused)) {
       return encode_refusal("rank " + std::to_string(r) + " refused the call: " + words[r].substr(1));
     }
   }
@@ -81,14 +82,15 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
 }
 
 std::optional<std::string> reason_for_leaving(const std::string& words) {
-  return words.front() == kGone ? std::optional(words.substr(1)) : std::nullopt;
+  return words.starts_with(kGone) ? std::optional(words.substr(1)) : std::nullopt;
 }
 
-Agreement decode_agreement(const std::string& decision) {
-  if (decision.front() != kAgreed) throw_error("", decision.substr(1));
+Agreement decode_agreement(const std::string& decision, const Mesh& mesh) {
+  if (decision.empty()) ByteReader::refuse();
+  if (!decision.starts_with(kAgreed)) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
   Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
-  while (!items.done()) {
+  for (int r = 0; r < mesh.replicas; ++r) {
     agreement.weights.push_back(items.get<double>());
     agreement.micro_batches.push_back(items.get<int>());
   }

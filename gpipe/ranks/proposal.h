@@ -36,6 +36,6 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh);
 std::optional<std::string> reason_for_leaving(const std::string& words);
 
 /// Reads a decision. Errors: std::runtime_error unless all ranks agreed.
-Agreement decode_agreement(const std::string& decision);
+Agreement decode_agreement(const std::string& decision, const Mesh& mesh);
 
 }  // namespace gpipe

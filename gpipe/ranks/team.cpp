@@ -179,7 +179,7 @@ Agreement Team::agree(Proposal proposal) {
   proposal.failed_before = has_failed_backward();
   const auto decision = agree_on_words(encode(std::move(proposal)));
   ++calls_;
-  return decode_agreement(decision);
+  return decode_agreement(decision, mesh_);
 }
 
 void Team::watch_backward(std::shared_ptr<const void> owner) {

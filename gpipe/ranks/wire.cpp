@@ -14,7 +14,7 @@ constexpr int kPieces = 1;
 constexpr int kChanged = 2;
 
 constexpr std::size_t kSmall = std::size_t{256} << 10;
-constexpr std::size_t kLongestLayout = std::size_t{1} << 20;
+constexpr std::size_t kLongestLayout = std::size_t{16} << 20;  // of about 200,000 tensors
 
 // How many messages a receiver posts ahead: at least so many, and more while their memory is small.
 constexpr std::size_t kAhead = 3;

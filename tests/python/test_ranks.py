@@ -204,7 +204,15 @@ def test_only_containers_are_decoded():
     allocation = pickle.GLOBAL + b"torch\nTensor\n" + pickle.dumps((2**40,), 0)[:-1] + pickle.REDUCE + pickle.STOP
     name_of_pair = f"{Pair.__module__}\n{Pair.__name__}\n".encode()
     attribute = pickle.GLOBAL + name_of_pair + pickle.dumps((None, {"harmed": 1}), 0)[:-1] + pickle.BUILD + pickle.STOP
-    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), allocation, attribute, pickle.dumps(3), b"", b"?"):
+    bomb: object = True
+    for _ in range(40):
+        bomb = (bomb, bomb)
+    deep = pickle.EMPTY_LIST * 5000 + pickle.NEWTRUE + pickle.APPEND * 5000 + pickle.STOP
+    endless = pickle.EMPTY_LIST + pickle.BINPUT + b"\0" + (pickle.BINGET + b"\0" + pickle.APPEND) + pickle.STOP
+    announced = pickle.BYTEARRAY8 + (2**45).to_bytes(8, "little")
+    bombs = (pickle.dumps(bomb), deep, endless, announced)
+    others = (pickle.dumps(os.system), pickle.dumps(namedtuple), allocation, attribute, pickle.dumps(3), b"", b"?")
+    for harmful in bombs + others:
         with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
     assert not hasattr(Pair, "harmed")

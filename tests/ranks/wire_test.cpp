@@ -143,9 +143,9 @@ TEST(WireFailure, RefusesMalformedMessages) {
   expect_refused({.magic = 1}, "0 0", due);
   expect_refused({.sequence = 1}, "0 0", due);
   expect_refused({.label = 0xabc}, "0 0", {"rank 0 sent message 0 with label abc", "label 0 was due"});
-  expect_refused({.layout_bytes = 1 << 21}, "0 0", {"announced a layout of 2097152 bytes"});
+  expect_refused({.layout_bytes = 1 << 25}, "0 0", {"announced a layout of 33554432 bytes"});
   expect_refused({.layout_bytes = ~std::uint64_t{0}}, "0 0", {"announced a layout"});
-  expect_refused({.values_bytes = 1 << 21}, "0 0", {"with 2097152 bytes of values"});
+  expect_refused({.values_bytes = 1 << 25}, "0 0", {"with 33554432 bytes of values"});
   expect_refused({.values_bytes = 1}, "0 0!", {"1 bytes of values, but the layout has 0"});
   expect_refused({}, "5 0", {"0 bytes of values, but the layout has 5"});
   expect_refused({}, "bad", {"the layout is malformed: bad"});

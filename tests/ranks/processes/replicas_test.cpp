@@ -205,6 +205,19 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
   }
 }
 
+RANKS_TEST(RanksReplicas, ManySmallParameters, 2, {.ranks = patient().replicas(2)}) {
+  struct Many : torch::nn::Module {
+    Many() {
+      for (int i = 0; i < 20'000; ++i) register_parameter("p" + std::to_string(i), torch::rand({1, 1}));
+    }
+    Tensor forward(const Tensor& x) { return x * parameters().back(); }
+  };
+  torch::manual_seed(ranks->rank());
+  GPipe pipe(Sequential(std::make_shared<Many>()), {1}, GPipeOptions().ranks(ranks));
+  EXPECT_EQ(pipe->parameters().size(), 20'000);
+  expect_equal_replicas(ranks, pipe);
+}
+
 RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2)}) {
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
   const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
