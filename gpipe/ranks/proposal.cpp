@@ -17,8 +17,8 @@ constexpr char kGone = 'G';
 Proposal to_proposal(std::string_view word) {
   if (!word.starts_with(kCall)) ByteReader::refuse();
   ByteReader items(word.substr(1));
-  return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
-          items.get<double>(),      items.get<int>(),         items.get<bool>()};
+  return {items.get<std::string>(),   items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
+          items.get<std::uint64_t>(), items.get<double>(),      items.get<int>(),         items.get<bool>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -31,8 +31,8 @@ std::string difference(int rank, const std::string& does, int other, const std::
 std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
-  items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
-            proposal.micro_batches, proposal.failed_before);
+  items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.program, proposal.number,
+            proposal.weight, proposal.micro_batches, proposal.failed_before);
   return kCall + items.take();
 }
 
@@ -63,9 +63,15 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int counterpart = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, same_on_all, same_for_counterparts, number, weight, micro_batches, failed_before] = call;
+    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, failed_before] =
+        call;
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
+    if (program != calls[first].program) {
+      return encode_refusal(absl::StrFormat(
+          "rank %d has another schedule for '%s' than rank %d; give all ranks the same schedule file or function", rank,
+          what, first));
+    }
     if (same_for_counterparts != calls[counterpart].same_for_counterparts) {
       return encode_refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank,
                                             same_for_counterparts, counterpart,

@@ -12,6 +12,7 @@ struct Proposal {
   std::string what;                        ///< the same on all ranks of a replica
   std::string same_on_all = "";            ///< the same on all ranks; empty: `what`
   std::string same_for_counterparts = "";  ///< the same on all ranks with the same stages
+  std::uint64_t program = 0;               ///< a hash of what runs; the same on all ranks of a replica
   std::uint64_t number = 0;                ///< the agreement has the largest
   double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;                   ///< of the replica

@@ -67,6 +67,7 @@ void MiniBatch::begin(Call& call) {
     // Later, optimizers may round differently on another processor.
     if (!pipeline_->has_trained()) proposal.same_for_counterparts += describe_values(sinks_);
   }
+  proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
   proposal.micro_batches = samples == 0 ? 0 : micro_batches_;

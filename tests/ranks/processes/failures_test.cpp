@@ -3,11 +3,14 @@
 // Only a rank that stops or hangs is told by a time-out. The message says so.
 
 #include <ATen/autocast_mode.h>
+#include <unistd.h>
 
 #include <csignal>
+#include <fstream>
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/ranks/processes/job.h"
 
@@ -221,7 +224,7 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
       {[](auto& options, auto&, auto&) {
          options.placement({2, 1, 0});
        },
-       "the placement", "[]", "[2, 1, 0]"},
+       "the placement", "[0, 1, 2]", "[2, 1, 0]"},
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
@@ -244,6 +247,23 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
     EXPECT_THAT(message_from([&] { GPipe(model, balance, options); }),
                 AllOf(HasSubstr("the ranks differ in " + test.name + ": rank 0 has"), HasSubstr(test.value),
                       HasSubstr("but rank 1 has"), HasSubstr(test.changed)));
+  }
+}
+
+RANKS_TEST(RanksFailures, SchedulesOfOneNameDiffer, kRanks) {
+  const bool is_other = ranks->rank() == 1;
+  const auto file = std::filesystem::temp_directory_path() / ("gpipe_schedule_" + std::to_string(getpid()));
+  const absl::Cleanup remove = [&] { std::filesystem::remove(file); };
+  std::ofstream(file) << "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n" << (is_other ? "2F0 2B0 2F1 2B1" : "2F0 2F1 2B0 2B1");
+  const auto by_function = [&](const Layout& layout, Checkpoint checkpoint) {
+    return make_schedule(is_other && layout.micro_batches > 1 ? "1f1b" : "gpipe", layout, checkpoint);
+  };
+  for (auto options : {GPipeOptions().schedule("@" + file.string()), GPipeOptions().schedule_function(by_function)}) {
+    options.chunks(2).checkpoint(Checkpoint::kNever).ranks(new_ranks(kRanks));
+    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 4)), {1, 1, 1}, options);
+    const auto step = [&] { pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse); };
+    EXPECT_THAT(message_from(step), HasSubstr("rank 1 has another schedule for 'step of micro-batches [4, 4], checkp"));
+    EXPECT_EQ(message_from([&] { pipe->forward(torch::ones({8, 4})); }), "nothing");
   }
 }
 
