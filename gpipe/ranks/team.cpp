@@ -21,7 +21,7 @@ constexpr char kResult[] = "the result of a call";
 }  // namespace
 
 Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-           StructureCodec codec, std::function<void()> poll)
+           StructureCodec codec, const Poll& poll)
     : ranks_(std::move(ranks)),
       job_(&ranks_->job()),
       mesh_(ranks_->mesh()),
@@ -29,10 +29,18 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
       of_workers_(std::move(of_workers)),
       stages_(stages),
       codec_(std::move(codec)),
-      poll_(std::move(poll)) {
+      poll_(poll == nullptr ? nullptr : Poll([this, poll] {
+        try {
+          poll();
+        } catch (const std::exception& error) {
+          fail(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
+          throw;
+        }
+      })) {
   const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
-  first_wire_ = job_->join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
-  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, ranks_->options().join_timeout(),
+  const int count = wire_number(kSubjects, 0, 0) + gradient_wires;
+  first_wire_ = job_->join(manifest, count, poll);
+  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, count, ranks_->options().join_timeout(),
                                    parcel_memory(codec_));
   if (rank() != kLeader) expect(kDecision, kLeader);
   for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
@@ -43,8 +51,6 @@ Team::~Team() {
   if (job_ == nullptr) return;
   job_->remove(this);
   leave("has destroyed its pipeline");
-  wires_->finish();
-  job_->keep_until_end(std::move(wires_));
 }
 
 void Team::leave(const std::string& how) {
@@ -105,18 +111,12 @@ Parcel Team::receive(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   expect(subject, from);
   awaited_ = from;
-  auto message = wires_->receiver(number, from, {}).receive(calls_);
+  auto message = wires_->receiver(number, from, {}).receive(calls_, poll_);
   awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
   if (wires_->last_layouts(number, {}, 1).front().is_small()) expect(subject, from);
   return std::move(to_parcels(std::move(message)).front());
-}
-
-void Team::while_polling(absl::FunctionRef<void()> wait) {
-  gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
-    fail(absl::StrCat("rank ", rank(), " was stopped: ", error.what()));
-  });
 }
 
 void Team::check() const {
@@ -155,13 +155,11 @@ std::string Team::agree_on_words(const std::string& mine) {
   transfer(kNextCall, [&] {
     if (rank() != kLeader) {
       send(kWord, kLeader, of_words(mine));
-      while_polling([&] { decision = to_words(receive(kDecision, kLeader)); });
+      decision = to_words(receive(kDecision, kLeader));
       return;
     }
     std::vector<std::string> words{mine};
-    while_polling([&] {
-      for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
-    });
+    for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
     decision = decide(words, mesh_);
     for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
   });
@@ -239,8 +237,8 @@ Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
   if (size() == 1) return parcel;
   const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
   transfer(kResult, [&] {
-    if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    send_copies(subject, group, parcel);
+    if (rank() == owner) return send_copies(subject, group, parcel);
+    parcel = receive(subject, owner);
   });
   return parcel;
 }
@@ -249,11 +247,9 @@ std::vector<Parcel> Team::all_gather(Parcel parcel) {
   std::vector<Parcel> all(replicas());
   transfer(kResult, [&] {
     send_copies(kGathered, Group::kCounterparts, parcel);
-    while_polling([&] {
-      for (int r = 0; r < replicas(); ++r) {
-        if (r != replica()) all[r] = receive(kGathered, counterpart(r));
-      }
-    });
+    for (int r = 0; r < replicas(); ++r) {
+      if (r != replica()) all[r] = receive(kGathered, counterpart(r));
+    }
   });
   all[replica()] = std::move(parcel);
   return all;
@@ -264,9 +260,7 @@ std::vector<std::string> Team::gather(std::string bytes) {
   transfer(kResult, [&] {
     if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
     all.push_back(std::move(bytes));
-    while_polling([&] {
-      for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
-    });
+    for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
   });
   return all;
 }
@@ -275,27 +269,25 @@ std::vector<std::string> Team::gather(std::string bytes) {
 std::vector<Team::Clock> Team::clocks() {
   std::vector<Clock> all;
   transfer(kResult, [&] {
-    while_polling([&] {
-      if (rank() != kLeader) {
-        for (int i = 0; i < kPings; ++i) {
-          receive(kPing, kLeader);
-          send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
-        }
-        return;
+    if (rank() != kLeader) {
+      for (int i = 0; i < kPings; ++i) {
+        receive(kPing, kLeader);
+        send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
       }
-      all.emplace_back();
-      for (int other = 1; other < size(); ++other) {
-        auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
-        for (int i = 0; i < kPings; ++i) {
-          const double start = now();
-          send(kPing, other, of_bytes(""));
-          const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
-          const double end = now();
-          const Clock clock{there - (start + end) / 2, (end - start) / 2};
-          if (clock.error < best.error) best = clock;
-        }
+      return;
+    }
+    all.emplace_back();
+    for (int other = 1; other < size(); ++other) {
+      auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
+      for (int i = 0; i < kPings; ++i) {
+        const double start = now();
+        send(kPing, other, of_bytes(""));
+        const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
+        const double end = now();
+        const Clock clock{there - (start + end) / 2, (end - start) / 2};
+        if (clock.error < best.error) best = clock;
       }
-    });
+    }
   });
   return all;
 }

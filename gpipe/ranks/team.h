@@ -20,9 +20,9 @@ class Team {
   /// A team of one.
   explicit Team(int workers) : of_workers_(workers) {}
   /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
-  /// replica. `poll`: see while_polling(); its exception is a failure. Errors: as check_manifests().
+  /// replica. An exception of `poll` is a failure. Errors: as check_manifests().
   Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-       StructureCodec codec, std::function<void()> poll);
+       StructureCodec codec, const Poll& poll);
   /// Tells the other ranks, whose later calls throw.
   ~Team();
 
@@ -100,8 +100,8 @@ class Team {
     WireReceiver* receiver;           // expects as many messages
   };
   GradientWires gradient_wires(Gradient kind, int stage, int replica, std::size_t messages);
-  /// Calls `wait`, and polls meanwhile.
-  void while_polling(absl::FunctionRef<void()> wait);
+  /// Call it every 50 ms while the caller waits; null if the caller has no poll. Its exception is a failure.
+  const Poll& poll() const { return poll_; }
   /// The rank that the thread which sums gradients waits for; -1: none. Any thread.
   std::atomic<int>& awaited_for_gradients() { return awaited_for_gradients_; }
 
@@ -130,7 +130,7 @@ class Team {
   const std::vector<int> of_workers_;
   const int stages_ = 0;
   const StructureCodec codec_;
-  const std::function<void()> poll_;
+  const Poll poll_;
   int first_wire_ = 0;
   Mutex mutex_;
   std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);

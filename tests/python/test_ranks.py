@@ -1,6 +1,7 @@
 """Pipelines over several processes. They must compute the same bits as in one process."""
 
 import copy
+import ctypes
 import os
 import pickle
 import signal
@@ -154,6 +155,28 @@ def end_early(ranks, how):
 def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second):
     results = run_job(2, end_early, how)
     assert first in results[0][1] and results[1][1].startswith(second)
+
+
+class MallocInfo(ctypes.Structure):
+    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(7)] + [("in_use", ctypes.c_size_t), ("", ctypes.c_size_t * 2)]
+
+
+def leave_no_bytes(ranks, calls):
+    malloc_info = ctypes.CDLL(None).mallinfo2
+    malloc_info.restype = MallocInfo
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+
+    def bytes_after(calls):
+        for _ in range(calls):
+            pipe.largest(1)
+        return malloc_info().in_use
+
+    return bytes_after(100), bytes_after(calls)
+
+
+def test_a_wait_for_another_rank_leaves_no_memory():
+    for before, after in results_of(2, leave_no_bytes, 2000):
+        assert after - before < 2000 * 10
 
 
 class Trim(nn.Module):

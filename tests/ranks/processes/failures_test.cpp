@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/ranks/job.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/ranks/processes/job.h"
@@ -136,6 +137,48 @@ TEST(RanksFailures, ARankIsStopped) {
   const auto ends = run_job(kRanks, body, {.ranks = patient().timeout(seconds(2))});
   EXPECT_EQ(ends[kCulprit].status, -SIGKILL);  // by the test, which finds it stopped
   expect_failed(ends, kCulprit, "rank 2 is stopped or cut off: rank ");
+}
+
+/// A worker of a data loader is such a child.
+TEST(RanksFailures, ARankIsKilledWhoseForkedChildLives) {
+  constexpr int kCulprit = 1;
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
+    train(ranks, [&](Subject& subject) {
+      if (ranks->rank() != kCulprit) return;
+      subject.arm(FaultPlan::kForward, [] {
+        if (fork() == 0) {
+          std::this_thread::sleep_for(seconds(30));
+          std::_Exit(0);
+        }
+        raise(SIGKILL);
+      });
+    });
+  };
+  expect_failed(run_job(kRanks, body), kCulprit, "rank 1 was lost");
+}
+
+/// Rank 1 fails when it has come, before rank 0 begins to connect to it.
+TEST(RanksFailures, ARankFailsWhileTheRanksConnect) {
+  struct Case {
+    int signal;
+    seconds timeout;
+    std::string cause;
+  };
+  const std::vector<Case> cases = {{SIGKILL, seconds(600), "rank 1 was lost"},
+                                   {SIGSTOP, seconds(1), "cannot connect to the others: rank 1 does not answer"}};
+  repeat_job(static_cast<int>(cases.size()), [&](int number) {
+    const auto& test = cases[number];
+    const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
+      if (ranks->rank() == 0) std::this_thread::sleep_for(seconds(1));
+      const auto fail_soon = [&, polls = 0]() mutable {
+        if (++polls == 10) raise(test.signal);
+      };
+      ranks->job().join({{"name", "value"}}, 1, ranks->rank() == 0 ? Poll() : fail_soon);
+    };
+    const auto ends = run_job(2, body, {.ranks = patient().timeout(test.timeout)});
+    EXPECT_EQ(ends[1].status, -SIGKILL);
+    expect_failed(ends, 1, test.cause);
+  });
 }
 
 RANKS_TEST(RanksFailures, ALayerHangs, kRanks) {
