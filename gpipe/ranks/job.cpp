@@ -24,6 +24,7 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_
       rank_(ranks.rank()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
+      caller_(std::this_thread::get_id()),
       devices_(std::move(devices)),
       store_(std::make_unique<StoreThread>([store = std::move(store)] { return store->clone(); })),
       board_(std::make_unique<FailureBoard>(
@@ -83,6 +84,7 @@ void Job::report_stop(const std::exception& error) {
 
 void Job::add(const void* owner, Member member) {
   MutexLock lock(mutex_);
+  member.number = pipelines_ - 1;
   members_[owner] = std::move(member);
 }
 
@@ -105,6 +107,27 @@ void Job::close() noexcept {
     if (connections_) connections_->close();
   }
   if (devices_) devices_->abort();
+}
+
+bool Job::has_one_caller() {
+  MutexLock lock(mutex_);
+  has_one_caller_ = has_one_caller_ && std::this_thread::get_id() == caller_;
+  return has_one_caller_;
+}
+
+// Another thread of this rank, or of that one, could still make the call that is waited for.
+void Job::check_order(const void* owner, int rank) {
+  MutexLock lock(mutex_);
+  if (rank_ != 0 || !has_one_caller_) return;
+  for (const auto& [other, member] : members_) {
+    if (other == owner) continue;
+    const auto call = member.awaited_call(rank);
+    if (call.empty()) continue;
+    const auto own = owner != nullptr ? absl::StrCat("uses pipeline ", members_.at(owner).number)
+                                      : absl::StrCat("makes pipeline ", pipelines_ - 1);
+    throw_error("rank 0 ", own, ", but rank ", rank, " uses pipeline ", member.number, " for '", call,
+                "'; use pipelines, which are numbered as they are made, in the same order on all ranks");
+  }
 }
 
 std::string Job::share(const std::string& text, const Poll& poll) {
@@ -212,10 +235,15 @@ int Job::join(const Manifest& manifest, int wires, const Poll& poll) {
   if (finished_) throw_error("no pipeline can be made: this rank has left the job");
   poll_or_fail();
   const auto prefix = absl::StrCat("pipeline", pipelines_++);
+  has_one_caller();
+  const auto poll_in_order = [&] {
+    poll_or_fail();
+    for (int r = 1; r < ranks_.size(); ++r) check_order(nullptr, r);
+  };
   Socket listener;
   try {
     if (!connections_) listener = listen(poll_or_fail);  // before it says that it has come
-    check_manifests(*store_, prefix, rank_, ranks_.size(), manifest, ranks_.options().join_timeout(), poll_or_fail);
+    check_manifests(*store_, prefix, rank_, ranks_.size(), manifest, ranks_.options().join_timeout(), poll_in_order);
   } catch (const std::exception& error) {
     board_->report(error.what());
     throw;

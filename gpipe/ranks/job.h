@@ -41,10 +41,20 @@ class Job {
     /// Says what it does: the number of the rank that it waits for, or words; empty for nothing.
     std::function<std::string()> activity;
     std::function<void()> leave;  ///< ends its calls, and tells the other ranks
+    /// On rank 0: returns the call of this pipeline in which another rank waits for this one; empty if there is none, or
+    /// if several threads of that rank make calls. REQUIRES: no other thread uses the pipeline.
+    std::function<std::string(int rank)> awaited_call;
+    int number = 0;  ///< in the order in which pipelines are made; add() sets it
   };
-  /// `owner` identifies it for remove().
+  /// Call it after join(). `owner` identifies it.
   void add(const void* owner, Member member);
   void remove(const void* owner);
+
+  /// Whether only the thread that made this has made calls. Call it before each.
+  bool has_one_caller();
+  /// Call it on rank 0 while it waits for a rank to call the pipeline of `owner`, or to make one if that is null. Errors:
+  /// std::runtime_error if that rank waits in a call of another pipeline.
+  void check_order(const void* owner, int rank);
 
   /// As Ranks::finish(). REQUIRES: without a cause, no call runs.
   void finish(const std::string& cause, const Poll& poll);
@@ -67,11 +77,13 @@ class Job {
   const int rank_;
   const int exceptions_;  // on the stack when this was made
   const pid_t process_;
+  const std::thread::id caller_;
   int pipelines_ = 0;
   int texts_ = 0;
   int next_wire_ = 1;  // the tags before are those of leave_together()
   Mutex mutex_;
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
+  bool has_one_caller_ ABSL_GUARDED_BY(mutex_) = true;
   bool finished_ = false;
   std::atomic<bool> leaving_ = false;
   std::unique_ptr<DeviceConnections> devices_;

@@ -17,8 +17,9 @@ constexpr char kGone = 'G';
 Proposal to_proposal(std::string_view word) {
   if (!word.starts_with(kCall)) ByteReader::refuse();
   ByteReader items(word.substr(1));
-  return {items.get<std::string>(),   items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
-          items.get<std::uint64_t>(), items.get<double>(),      items.get<int>(),         items.get<bool>()};
+  return {items.get<std::string>(),   items.get<std::string>(),   items.get<std::string>(),
+          items.get<std::uint64_t>(), items.get<std::uint64_t>(), items.get<double>(),
+          items.get<int>(),           items.get<bool>(),          items.get<bool>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -32,7 +33,7 @@ std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
   items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.program, proposal.number,
-            proposal.weight, proposal.micro_batches, proposal.failed_before);
+            proposal.weight, proposal.micro_batches, proposal.failed_before, proposal.has_one_caller);
   return kCall + items.take();
 }
 
@@ -63,8 +64,8 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int counterpart = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, failed_before] =
-        call;
+    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, failed_before,
+                 has_one_caller] = call;
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
     if (program != calls[first].program) {
@@ -85,6 +86,12 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
   items.add(agreement.largest);
   for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
   return kAgreed + items.take();
+}
+
+std::string awaited_call(const std::string& words) {
+  if (!words.starts_with(kCall)) return "";
+  auto proposal = to_proposal(words);
+  return proposal.has_one_caller ? std::move(proposal.what) : "";
 }
 
 std::optional<std::string> reason_for_leaving(const std::string& words) {

@@ -16,7 +16,8 @@ struct Proposal {
   std::uint64_t number = 0;                ///< the agreement has the largest
   double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;                   ///< of the replica
-  bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on
+  bool failed_before = false;   ///< whether this rank's last backward ended with an exception after it was agreed on
+  bool has_one_caller = false;  ///< Job::has_one_caller()
 };
 
 /// What the ranks have agreed on.
@@ -32,6 +33,9 @@ std::string encode(Proposal proposal);
 std::string encode_refusal(const std::string& reason);  ///< this rank cannot make the call
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls
 std::string decide(const std::vector<std::string>& words, const Mesh& mesh);
+
+/// Returns what a rank calls, if one thread of it makes all calls; else an empty text.
+std::string awaited_call(const std::string& words);
 
 /// Returns the reason if the words say that a rank leaves.
 std::optional<std::string> reason_for_leaving(const std::string& words);

@@ -44,7 +44,8 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
                                    parcel_memory(codec_));
   if (rank() != kLeader) expect(kDecision, kLeader);
   for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
-  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
+  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); },
+                   [this](int from) { return awaited_call(from); }});
 }
 
 Team::~Team() {
@@ -107,11 +108,11 @@ void Team::send(Subject subject, int to, Parcel parcel) {
   awaited_ = -1;
 }
 
-Parcel Team::receive(Subject subject, int from) {
+Parcel Team::receive(Subject subject, int from, const Poll& poll) {
   const int number = wire_number(subject, from, rank());
   expect(subject, from);
   awaited_ = from;
-  auto message = wires_->receiver(number, from, {}).receive(calls_, poll_);
+  auto message = wires_->receiver(number, from, {}).receive(calls_, poll);
   awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
@@ -149,6 +150,23 @@ std::string Team::activity() {
   return activity.runs ? "runs " + to_string(ErrorInfo{.action = *activity.runs}) : "";
 }
 
+std::string Team::receive_words(int from) {
+  if (auto early = early_words_.extract(from)) return std::move(early.mapped());
+  const auto poll = [&] {
+    if (poll_) poll_();
+    job_->check_order(this, from);
+  };
+  return to_words(receive(kWord, from, poll));
+}
+
+std::string Team::awaited_call(int from) {
+  if (!early_words_.contains(from)) {
+    if (!wires_->receiver(wire_number(kWord, from, rank()), from, {}).has_next()) return "";
+    early_words_[from] = to_words(receive(kWord, from, /*poll=*/nullptr));
+  }
+  return gpipe::awaited_call(early_words_[from]);
+}
+
 // Returns the leader's decision of what all ranks said.
 std::string Team::agree_on_words(const std::string& mine) {
   std::string decision;
@@ -159,7 +177,7 @@ std::string Team::agree_on_words(const std::string& mine) {
       return;
     }
     std::vector<std::string> words{mine};
-    for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
+    for (int r = 1; r < size(); ++r) words.push_back(receive_words(r));
     decision = decide(words, mesh_);
     for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
   });
@@ -175,6 +193,7 @@ Agreement Team::agree(Proposal proposal) {
   job_->board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
+  proposal.has_one_caller = job_->has_one_caller();
   const auto decision = agree_on_words(encode(std::move(proposal)));
   ++calls_;
   return decode_agreement(decision, mesh_);
@@ -203,6 +222,7 @@ bool Team::has_failed_backward() {
 void Team::withdraw(const std::string& reason) noexcept {
   try {
     if (job_ == nullptr || !job_->board().failure().empty() || !gone_.empty()) return;
+    job_->has_one_caller();
     agree_on_words(encode_refusal(reason));
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so

@@ -112,11 +112,14 @@ class Team {
   int wire_number(int subject, int from, int to) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
-  Parcel receive(Subject subject, int from);
+  Parcel receive(Subject subject, int from, const Poll& poll);
+  Parcel receive(Subject subject, int from) { return receive(subject, from, poll_); }
   /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
   void transfer(const char* what, absl::FunctionRef<void()> run);
   /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
   void send_copies(Subject subject, Group group, Parcel parcel);
+  std::string receive_words(int from);
+  std::string awaited_call(int from);  // see Job::Member
   std::string agree_on_words(const std::string& mine);
   bool has_failed_backward();
   void leave(const std::string& how);
@@ -137,8 +140,9 @@ class Team {
   std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
   std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
   std::atomic<int> awaited_for_gradients_ = -1;
-  std::string gone_;        // why the pipeline of a rank is gone
-  std::set<int> expected_;  // the wires whose next message has been announced
+  std::string gone_;                        // why the pipeline of a rank is gone
+  std::map<int, std::string> early_words_;  // by rank: of a call that this rank has not made yet
+  std::set<int> expected_;                  // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

@@ -153,6 +153,10 @@ void WireReceiver::post() {
   }
 }
 
+bool WireReceiver::has_next() const {
+  return !posted_.empty() && (posted_.front()->error || posted_.front()->transfers.front()->has_ended());
+}
+
 std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label, const Poll& poll) {
   auto& posted = *posted_.front();
   if (posted.error) std::rethrow_exception(posted.error);

@@ -89,6 +89,8 @@ class WireReceiver {
   /// of receive(). REQUIRES: all announced before are received; the layouts stay valid until these are.
   void expect(std::deque<LastLayout>& layouts, std::size_t messages);
 
+  /// Whether the next message has begun to arrive, or cannot.
+  bool has_next() const;
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for another label or a malformed message;
   /// those of `poll`.
   std::unique_ptr<Incoming> receive(std::uint64_t label, const Poll& poll = nullptr);
