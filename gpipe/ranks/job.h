@@ -41,8 +41,8 @@ class Job {
     /// Says what it does: the number of the rank that it waits for, or words; empty for nothing.
     std::function<std::string()> activity;
     std::function<void()> leave;  ///< ends its calls, and tells the other ranks
-    /// On rank 0: returns the call of this pipeline in which another rank waits for this one; empty if there is none, or
-    /// if several threads of that rank make calls. REQUIRES: no other thread uses the pipeline.
+    /// On rank 0: returns the call of this pipeline in which another rank waits for this one; empty if there is none,
+    /// or if several threads of that rank make calls. REQUIRES: no other thread uses the pipeline.
     std::function<std::string(int rank)> awaited_call;
     int number = 0;  ///< in the order in which pipelines are made; add() sets it
   };
@@ -52,8 +52,8 @@ class Job {
 
   /// Whether only the thread that made this has made calls. Call it before each.
   bool has_one_caller();
-  /// Call it on rank 0 while it waits for a rank to call the pipeline of `owner`, or to make one if that is null. Errors:
-  /// std::runtime_error if that rank waits in a call of another pipeline.
+  /// Call it on rank 0 while it waits for a rank to call the pipeline of `owner`, or to make one if that is null.
+  /// Errors: std::runtime_error if that rank waits in a call of another pipeline.
   void check_order(const void* owner, int rank);
 
   /// As Ranks::finish(). REQUIRES: without a cause, no call runs.
