@@ -22,6 +22,9 @@ struct LanguageBinding {
   std::function<void()> poll = {};
   /// Called on the worker with each error that ends an action. May throw another error instead.
   std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
+  /// The place of each parameter of the whole model, in the order of the layers, in the user's model: the order of sums
+  /// over parameters. Empty: that of the layers.
+  std::vector<std::size_t> parameter_places = {};
   /// Lets the structures of the layers' objects cross to other ranks.
   StructureCodec structures = {};
 };

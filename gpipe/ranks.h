@@ -50,7 +50,7 @@ using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c1
 ///   auto ranks = gpipe::Ranks::from_environment();
 ///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8).ranks(ranks));
 ///
-/// Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
+/// Traffic between ranks is not encrypted, and whoever can read the store can join. It belongs on a private network.
 ///
 /// Outlives its pipelines; make and destroy these on one thread at a time. The destructor calls finish().
 class Ranks {
@@ -67,9 +67,9 @@ class Ranks {
   /// Joins a job that shares a store. All ranks make their Ranks in the same order. `connect_devices` serves
   /// options.nccl(); null stands for NCCL. Errors: std::invalid_argument for a null store, a rank that is not in
   /// 0..size-1, a time-out that is not positive, a number of replicas that does not divide `size`, or options.nccl()
-  /// where NCCL cannot be used.
+  /// where NCCL cannot be used; std::runtime_error if the store does not answer within the join time-out.
   Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {},
-        const ConnectDevices& connect_devices = nullptr);
+        const ConnectDevices& connect_devices = nullptr, const std::function<void()>& poll = nullptr);
 
   ~Ranks();
 

@@ -96,8 +96,8 @@ std::vector<std::uint64_t> values_of_layers(const Inventory& inventory) {
 }
 
 // REQUIRES: the options have ranks.
-Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
-                     const Inventory& inventory, const GPipeOptions& options) {
+Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
+                     const std::vector<Edge>& edges, const Inventory& inventory, const GPipeOptions& options) {
   Manifest manifest;
   const auto add = [&](const std::string& name, const auto& value) {
     manifest.emplace_back(name, absl::StrCat(value));
@@ -107,9 +107,11 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   add("the number of replicas", options.ranks()->replicas());
   add("nccl", options.ranks()->options().nccl() ? "true" : "false");
   add("the balance", absl::StrCat("[", absl::StrJoin(balance, ", "), "]"));
-  add("the schedule", options.schedule_function() ? "a function" : options.schedule());
+  // Calls compare what functions and files say.
+  const bool is_file = options.schedule().starts_with('@');
+  add("the schedule", options.schedule_function() ? "a function" : is_file ? "a file" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());
-  add("the placement", absl::StrCat("[", absl::StrJoin(options.placement(), ", "), "]"));
+  add("the placement", absl::StrCat("[", absl::StrJoin(placement, ", "), "]"));
   add("chunks", options.chunks());
   add("split_size", options.split_size());
   add("the checkpoint mode", to_string(options.checkpoint()));
@@ -271,7 +273,9 @@ Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& worke
   check_loans(made);
   forbid_writes_to_shared_buffers(made.buffers, made.stages);
   connect_stages(made, balance, workers.schedules.placement, match_skips(inventory.skips));
-  if (options.ranks()) made.manifest = manifest_of(balance, made.edges, inventory, options);
+  if (options.ranks()) {
+    made.manifest = manifest_of(balance, workers.schedules.placement, made.edges, inventory, options);
+  }
   return made;
 }
 

@@ -1,7 +1,5 @@
 #include "gpipe/ranks/failure_board.h"
 
-#include <deque>
-#include <future>
 #include <set>
 
 #include "absl/strings/numbers.h"
@@ -14,9 +12,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLookInterval{200};
 constexpr milliseconds kPatience{1000};  // with the store
-constexpr milliseconds kPollInterval{10};
+constexpr milliseconds kAskInterval{10};
 /// How long a rank gives the others to say what they do, and to learn of a failure.
 constexpr milliseconds kGather{500};
 
@@ -29,31 +26,6 @@ std::string knows_key(int rank) { return absl::StrCat("knows/", rank); }
 
 struct FailureBoard::State {
   State(int rank, Callbacks callbacks) : rank(rank), callbacks(std::move(callbacks)) {}
-
-  /// The thread.
-  void run(c10d::Store& store) {
-    for (auto next = Clock::now(); !ending;) {
-      Task task;
-      {
-        MutexLock lock(mutex);
-        if (tasks.empty() && Clock::now() < next) changed.wait_until(mutex, next);
-        if (!tasks.empty()) {
-          task = std::move(tasks.front());
-          tasks.pop_front();
-        }
-      }
-      is_stuck = false;
-      try {
-        if (task) {
-          task(store);
-        } else if (Clock::now() >= next) {
-          next = Clock::now() + kLookInterval;
-          look(store);
-        }
-      } catch (const std::exception&) {  // the store is gone, as when its rank has ended
-      }
-    }
-  }
 
   void look(c10d::Store& store) {
     if (!known && store.check({kFailure})) {
@@ -85,59 +57,31 @@ struct FailureBoard::State {
     if (!silent) callbacks.on_failure();
   }
 
-  using Task = std::function<void(c10d::Store&)>;
-  /// Calls `task` later, on the thread. Its errors are ignored.
-  void post(Task task) {
-    MutexLock lock(mutex);
-    tasks.push_back(std::move(task));
-    changed.notify_all();
-  }
-
   const int rank;
   const Callbacks callbacks;
-  // The next three are used only by the thread. If the first two are set, it asks no more.
+  // Used by the store's thread only. If both are set, it asks no more.
   bool known = false;
   bool answered = false;
-  bool ending = false;
-  std::atomic<bool> is_stuck = false;  // the store has not answered a question in time
   Mutex mutex;
-  CondVar changed;
-  std::deque<Task> tasks ABSL_GUARDED_BY(mutex);
   std::string failure ABSL_GUARDED_BY(mutex);
   bool own ABSL_GUARDED_BY(mutex) = false;
   Mutex calling;  // held during callbacks
   bool silent ABSL_GUARDED_BY(calling) = false;
 };
 
-FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks)
-    : rank_(rank),
-      size_(size),
-      state_(std::make_shared<State>(rank, std::move(callbacks))),
-      thread_([state = state_, clone = store->clone()] { state->run(*clone); }) {}
+FailureBoard::FailureBoard(StoreThread& store, int rank, int size, Callbacks callbacks)
+    : store_(store), rank_(rank), size_(size), state_(std::make_shared<State>(rank, std::move(callbacks))) {
+  store_.look_often([state = state_](c10d::Store& of_job) { state->look(of_job); });
+}
 
 FailureBoard::~FailureBoard() {
-  {
-    MutexLock lock(state_->calling);
-    state_->silent = true;
-  }
-  const auto end = [state = state_](c10d::Store&) {
-    state->ending = true;
-    return std::string();
-  };
-  ask(end) ? thread_.join() : thread_.detach();
+  MutexLock lock(state_->calling);
+  state_->silent = true;
 }
 
 std::optional<std::string> FailureBoard::ask(Question question) {
-  const auto task = std::make_shared<std::packaged_task<std::string(c10d::Store&)>>(std::move(question));
-  auto answer = task->get_future();
-  const auto patience = state_->is_stuck ? milliseconds(0) : kPatience;
-  state_->post([task](c10d::Store& store) { (*task)(store); });
-  if (answer.wait_for(patience) != std::future_status::ready) {
-    state_->is_stuck = true;
-    return std::nullopt;
-  }
   try {
-    return answer.get();
+    return store_.ask<std::string>(std::move(question), store_.is_stuck() ? milliseconds(0) : kPatience, nullptr);
   } catch (const std::exception&) {
     return std::nullopt;
   }
@@ -148,15 +92,15 @@ void FailureBoard::report(const std::string& cause) noexcept {
   // Without the store, the other ranks notice that the connections are closed.
   const auto first = ask([cause](c10d::Store& store) { return store.compareSet(kFailure, "", cause); }).value_or(cause);
   state_->set(first, first == cause);
-  state_->post([state = state_](c10d::Store& store) { state->look(store); });
+  store_.post([state = state_](c10d::Store& store) { state->look(store); });
 }
 
 void FailureBoard::ask_all_ranks() {
-  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
 }
 
 std::string FailureBoard::answer_of(int rank) {
-  for (const auto end = Clock::now() + kGather; Clock::now() < end; std::this_thread::sleep_for(kPollInterval)) {
+  for (const auto end = Clock::now() + kGather; Clock::now() < end; std::this_thread::sleep_for(kAskInterval)) {
     const auto answer = ask([key = answer_key(rank)](c10d::Store& store) {
       return store.check({key}) ? store.get_to_str(key) : std::string();
     });
@@ -203,7 +147,7 @@ void FailureBoard::await_others() noexcept {
   const auto end = Clock::now() + kGather;
   for (int r = 0; r < size_; ++r) {
     const auto knows = [key = knows_key(r)](c10d::Store& store) { return store.check({key}) ? "yes" : "no"; };
-    while (ask(knows) == "no" && Clock::now() < end) std::this_thread::sleep_for(kPollInterval);
+    while (ask(knows) == "no" && Clock::now() < end) std::this_thread::sleep_for(kAskInterval);
   }
 }
 

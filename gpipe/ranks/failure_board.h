@@ -1,17 +1,12 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include <functional>
-#include <memory>
 #include <optional>
-#include <string>
-#include <thread>
+
+#include "gpipe/ranks/store_thread.h"
 
 namespace gpipe {
 
-/// Tells all ranks of the first failure of any rank, through a store. Looks into a clone of it five times per second,
-/// on a thread of its own, so that a store that does not answer blocks no other thread.
+/// Tells all ranks of the first failure of any rank, through a store, into which it looks five times per second.
 ///
 /// Thread safety: all functions may be called on any thread. Invariant: once set, the failure never changes, and is the
 /// same on all ranks that can reach the store.
@@ -23,8 +18,9 @@ class FailureBoard {
     /// Says what this rank does: the number of the rank that it waits for, or words. Called on any thread.
     std::function<std::string()> activity;
   };
-  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks);
-  /// Callbacks have ended then. Leaves the thread alone if the store does not answer.
+  /// `store` must outlive this, and nothing else may look there often.
+  FailureBoard(StoreThread& store, int rank, int size, Callbacks callbacks);
+  /// Callbacks have ended then.
   ~FailureBoard();
 
   /// Reports a failure of this rank, unless there was one before.
@@ -57,10 +53,10 @@ class FailureBoard {
   std::string answer_of(int rank);
   void ask_all_ranks();
 
+  StoreThread& store_;
   const int rank_;
   const int size_;
-  const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this
-  std::thread thread_;
+  const std::shared_ptr<State> state_;  // shared with the store's thread, which may outlive this
 };
 
 }  // namespace gpipe

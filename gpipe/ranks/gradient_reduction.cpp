@@ -164,6 +164,9 @@ void GradientReduction::run() {
     team_.fail("rank " + std::to_string(team_.rank()) + " failed while it summed gradients: " + error.what());
   }
   awaited_ = -1;
+  MutexLock lock(mutex_);
+  done_ = true;
+  changed_.notify_all();
 }
 
 void GradientReduction::sum() {
@@ -238,8 +241,20 @@ void GradientReduction::take_sums(OfStage& stage, std::size_t number) {
   for (const auto& wires : stage.sums) write(stage, stage.buckets[number][wires.replica], receive(wires));
 }
 
+void GradientReduction::await_thread() {
+  const auto is_done = [&] {
+    MutexLock lock(mutex_);
+    if (!done_) changed_.wait_until(mutex_, std::chrono::steady_clock::now() + kPollPeriod);
+    return done_;
+  };
+  while (!is_done()) {
+    if (team_.poll()) team_.poll()();
+  }
+  thread_.join();
+}
+
 std::vector<Gradients> GradientReduction::take() {
-  if (thread_.joinable()) team_.while_polling([&] { thread_.join(); });
+  if (thread_.joinable()) await_thread();
   if (error_) team_.rethrow(error_);
   std::vector<Gradients> all;
   for (auto& stage : stages_) {

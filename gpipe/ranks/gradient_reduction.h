@@ -19,8 +19,8 @@ using GradientBucket = std::vector<std::vector<GradientPiece>>;
 /// bytes. `largest` is the most of one parameter.
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
 
-/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its
-/// own, because Gloo's transfers cannot be polled. Sums stages from last to first, and the buckets of each in order.
+/// Sums the gradients of this rank's stages over the replicas, on a thread of its own, while the rest of the backward
+/// runs. Sums stages from last to first, and the buckets of each in order.
 /// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their
 /// sums of a bucket after it has sent its own of the next one. So the bits are always the same, and a rank sends
 /// 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
@@ -51,6 +51,7 @@ class GradientReduction {
     Gradients gradients;  // each on the CPU, in its parameter's order
   };
   void run();
+  void await_thread();
   void sum();
   void sum_share(OfStage& stage, std::size_t number);
   void take_sums(OfStage& stage, std::size_t number);
@@ -66,7 +67,8 @@ class GradientReduction {
   CondVar changed_;
   std::vector<char> is_sent_ ABSL_GUARDED_BY(mutex_);  // per stage
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
-  std::exception_ptr error_;  // of the thread
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;  // the thread
+  std::exception_ptr error_;                   // of the thread
   std::thread thread_;
 };
 

@@ -1,45 +1,49 @@
 #include "gpipe/ranks/job.h"
 
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <limits>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/ranks/handshake.h"
+#include "gpipe/ranks/sockets.h"
 
 namespace gpipe {
 namespace {
 
-constexpr int kLifelineTag = 0;
-constexpr std::chrono::hours kForEver{24 * 365};
+constexpr int kEndTag = 0;
+constexpr char kSecretKey[] = "secret";
+std::string address_key(int rank) { return absl::StrCat("address/", rank); }
 
 }  // namespace
 
 Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices)
-    : store_(std::move(store)),
-      ranks_(ranks),
+    : ranks_(ranks),
       rank_(ranks.rank()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
+      caller_(std::this_thread::get_id()),
       devices_(std::move(devices)),
+      store_(std::make_unique<StoreThread>([store = std::move(store)] { return store->clone(); })),
       board_(std::make_unique<FailureBoard>(
-          store_, rank_, ranks.size(), FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
+          *store_, rank_, ranks.size(), FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
 Job::~Job() {
-  if (getpid() != process_) {  // a forked process has none of the threads, and shares the sockets
-    for (auto& wires : kept_) static_cast<void>(wires.release());
-    static_cast<void>(new std::deque(std::move(lifelines_)));
-    static_cast<void>(board_.release());
+  if (getpid() != process_) {  // a forked process has none of the threads
     static_cast<void>(connections_.release());
+    static_cast<void>(board_.release());
+    static_cast<void>(store_.release());
     static_cast<void>(devices_.release());
     return;
   }
   finish(unwinding().value_or(""), /*poll=*/nullptr);
-  for (auto& lifeline : lifelines_) {
-    if (lifeline.thread.joinable()) lifeline.thread.join();
+  std::unique_ptr<Connections> last;  // the board must not close it any more, and its thread may report to the board
+  {
+    MutexLock lock(mutex_);
+    last = std::move(connections_);
   }
-  board_.reset();  // before the connections, which it closes
 }
 
 std::optional<std::string> Job::unwinding() const {
@@ -47,7 +51,7 @@ std::optional<std::string> Job::unwinding() const {
   return absl::StrCat("rank ", rank_, " ended with an exception outside of the pipeline");
 }
 
-void Job::finish(const std::string& cause, const std::function<void()>& poll) {
+void Job::finish(const std::string& cause, const Poll& poll) {
   if (getpid() != process_ || std::exchange(finished_, true)) return;
   if (!cause.empty()) {
     board_->report(cause);
@@ -55,7 +59,7 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
     MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
     for (const auto& [owner, member] : members_) member.leave();
   }
-  if (lifelines_.empty() && ranks_.size() > 1) {
+  if (!connections_ && ranks_.size() > 1) {
     board_->report(absl::StrCat("rank ", rank_, " has left the job before the ranks have made a pipeline"));
   }
   const absl::Cleanup end = [this] {
@@ -63,10 +67,15 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
     if (rank_ == 0 && !board_->failure().empty()) board_->await_others();
     close();
   };
-  if (lifelines_.empty() || !board_->failure().empty()) return;
+  if (!connections_ || !board_->failure().empty()) return;
   if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
-  while_polling(
-      poll, [this] { leave_together(); }, [this](const std::exception& error) { report_stop(error); });
+  try {
+    leave_together(poll);
+  } catch (const ConnectionError&) {  // a rank is lost, or has failed
+  } catch (const std::exception& error) {
+    report_stop(error);
+    throw;
+  }
 }
 
 void Job::report_stop(const std::exception& error) {
@@ -75,6 +84,7 @@ void Job::report_stop(const std::exception& error) {
 
 void Job::add(const void* owner, Member member) {
   MutexLock lock(mutex_);
+  member.number = pipelines_ - 1;
   members_[owner] = std::move(member);
 }
 
@@ -92,100 +102,126 @@ std::string Job::activity() {
 }
 
 void Job::close() noexcept {
-  Connections* connections = nullptr;
   {
     MutexLock lock(mutex_);
-    connections = connections_.get();
+    if (connections_) connections_->close();
   }
-  if (connections != nullptr) connections->close();
   if (devices_) devices_->abort();
 }
 
-std::string Job::share(const std::string& text, const std::function<void()>& poll) {
-  const auto key = absl::StrCat("text", texts_);
-  if (rank_ == 0) {
-    store_->set(key, "=" + text);
-    ++texts_;
-    return text;
+bool Job::has_one_caller() {
+  MutexLock lock(mutex_);
+  has_one_caller_ = has_one_caller_ && std::this_thread::get_id() == caller_;
+  return has_one_caller_;
+}
+
+// Another thread of this rank, or of that one, could still make the call that is waited for.
+void Job::check_order(const void* owner, int rank) {
+  MutexLock lock(mutex_);
+  if (rank_ != 0 || !has_one_caller_) return;
+  for (const auto& [other, member] : members_) {
+    if (other == owner) continue;
+    const auto call = member.awaited_call(rank);
+    if (call.empty()) continue;
+    const auto own = owner != nullptr ? absl::StrCat("uses pipeline ", members_.at(owner).number)
+                                      : absl::StrCat("makes pipeline ", pipelines_ - 1);
+    throw_error("rank 0 ", own, ", but rank ", rank, " uses pipeline ", member.number, " for '", call,
+                "'; use pipelines, which are numbered as they are made, in the same order on all ranks");
   }
-  const auto end = std::chrono::steady_clock::now() + ranks_.options().join_timeout();
-  const auto shared = await_value(*store_, key, end, [&] {
-    board_->check("rank 0 shares nothing");
-    if (poll) poll();
-  });
+}
+
+std::string Job::share(const std::string& text, const Poll& poll) {
+  const auto key = absl::StrCat("text", texts_);
+  const auto limit = ranks_.options().join_timeout();
+  std::string shared;
+  if (rank_ == 0) {
+    store_->ask<int>([=](c10d::Store& store) { return store.set(key, "=" + text), 0; }, limit, poll);
+    shared = "=" + text;
+  } else {
+    shared = await_value(*store_, key, end_after(limit), limit, [&] {
+      board_->check("rank 0 shares nothing");
+      if (poll) poll();
+    });
+  }
   if (shared.empty()) {
-    throw_error("rank 0 has shared nothing within the join time-out, ", ranks_.options().join_timeout().count(),
+    throw_error("rank 0 has shared nothing within the join time-out, ", limit.count(),
                 " ms; share() must be called on all ranks, as often on each");
   }
   ++texts_;
   return shared.substr(1);
 }
 
-void Job::connect() {
+Socket Job::listen(const Poll& poll) {
+  const auto& [interface, address] = ranks_.listen_at();
+  const auto host = !interface.empty() ? address_of_interface(interface)
+                    : !address.empty() ? address
+                                       : address_of_this_host();
+  Socket listener([&] { return listen_at(rank_, host, /*port=*/0); });
+  ByteWriter bytes;
+  bytes.add(Endpoint::of(listener.get()));
+  const auto publish = [rank = rank_, address = bytes.take()](c10d::Store& store) {
+    if (rank == 0) store.set(kSecretKey, make_secret());
+    store.set(address_key(rank), address);
+    return 0;
+  };
+  store_->ask<int>(publish, ranks_.options().join_timeout(), poll);
+  return listener;
+}
+
+// REQUIRES: all ranks listen.
+void Job::connect(Socket listener, const Poll& poll) {
+  const auto read = [rank = rank_, size = ranks_.size()](c10d::Store& store) {
+    JobAddresses job{rank, store.get_to_str(kSecretKey), {}};
+    for (int r = 0; r < size; ++r) {
+      const auto address = store.get_to_str(address_key(r));
+      job.endpoints.push_back(ByteReader(address).get<Endpoint>());
+    }
+    return job;
+  };
+  const auto job = store_->ask<JobAddresses>(read, ranks_.options().join_timeout(), poll);
+  std::vector<Socket> sockets;
   try {
-    auto made = connect_by_gloo(store_, rank_, ranks_.size(), ranks_.listen_at(), ranks_.options().timeout());
-    MutexLock lock(mutex_);
-    connections_ = std::move(made);
+    sockets = connect_ranks(std::move(listener), job, ranks_.options().timeout(), poll);
+  } catch (const RankLost& lost) {
+    board_->report_loss(lost.rank);
+    board_->check("no pipeline can be made");
   } catch (const ConnectionError& error) {
     board_->report_no_connection(error.what());
     board_->check("no pipeline can be made");
-    throw;
   }
-  if (!board_->failure().empty()) close();
-  std::vector<std::shared_ptr<Transfer>> transfers;  // all begin before a thread can close the connections
-  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? ranks_.size() : 1); ++r) {
-    auto& each = lifelines_.emplace_back(Lifeline{.rank = r});
-    transfers.push_back(connections_->receive(r, kLifelineTag, std::span(&each.received, 1)));
-  }
-  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
-    auto& each = lifelines_[i];
-    each.thread = std::thread([this, rank = each.rank, transfer = transfers[i]] { watch(rank, *transfer); });
-  }
-}
-
-void Job::watch(int rank, Transfer& transfer) {
-  bool is_lost = false;
-  try {
-    transfer.wait(kForEver);
-  } catch (const ConnectionError&) {
-    is_lost = true;
-  }
-  bool is_failure = false;
+  auto made = connections_over(std::move(sockets), [this](int r, const std::string& cause) { note_loss(r, cause); });
   {
     MutexLock lock(mutex_);
-    lost_ = lost_ || is_lost;
-    if (!is_lost) ++ended_;
-    is_failure = is_lost && !leaving_;
+    connections_ = std::move(made);
   }
-  changed_.notify_all();
-  if (is_failure) board_->report_loss(rank);
+  if (!board_->failure().empty()) close();
 }
 
-void Job::send_ends() {
-  std::vector<std::shared_ptr<Transfer>> transfers;
-  for (auto& each : lifelines_) {
-    transfers.push_back(connections_->send(each.rank, kLifelineTag, std::span(&each.sent, 1)));
-  }
-  for (const auto& transfer : transfers) transfer->wait(ranks_.options().timeout());
+void Job::note_loss(int rank, const std::string& cause) noexcept {
+  if (leaving_) return;
+  cause.empty() ? board_->report_loss(rank) : board_->report(cause);
 }
 
-void Job::leave_together() noexcept {
-  const auto end = std::chrono::steady_clock::now() + ranks_.options().timeout();
-  try {
-    leaving_ = true;
-    if (rank_ != 0) send_ends();
-    {
-      MutexLock lock(mutex_);
-      while (ended_ < lifelines_.size() && !lost_ && std::chrono::steady_clock::now() < end) {
-        changed_.wait_until(mutex_, end);
-      }
-    }
-    if (rank_ == 0) send_ends();      // all have ended
-  } catch (const ConnectionError&) {  // a rank is lost, or has failed
+// A connection ends only after all ranks have begun to leave.
+void Job::leave_together(const Poll& poll) {
+  leaving_ = true;
+  const auto end = end_after(ranks_.options().timeout());
+  const auto exchange = [&](auto start, int rank, const Poll& while_waiting) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+    start(rank)->wait(left, while_waiting);
+  };
+  const auto send = [&](int rank) { return connections_->send(rank, kEndTag, {}, nullptr); };
+  const auto receive = [&](int rank) { return connections_->receive(rank, kEndTag, {}); };
+  if (rank_ != 0) {
+    exchange(send, 0, poll);
+    exchange(receive, 0, poll);
+  } else {
+    for (int r = 1; r < ranks_.size(); ++r) exchange(receive, r, poll);
+    for (int r = 1; r < ranks_.size(); ++r) exchange(send, r, poll);
   }
 }
 
-int Job::join(const Manifest& manifest, int wires, const std::function<void()>& poll) {
+int Job::join(const Manifest& manifest, int wires, const Poll& poll) {
   const auto poll_or_fail = [&] {
     board_->check("no pipeline can be made any more, because a rank has failed");
     if (!poll) return;
@@ -198,14 +234,21 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
   };
   if (finished_) throw_error("no pipeline can be made: this rank has left the job");
   poll_or_fail();
-  const auto store = c10::make_intrusive<c10d::PrefixStore>(absl::StrCat("pipeline", pipelines_++), store_);
+  const auto prefix = absl::StrCat("pipeline", pipelines_++);
+  has_one_caller();
+  const auto poll_in_order = [&] {
+    poll_or_fail();
+    for (int r = 1; r < ranks_.size(); ++r) check_order(nullptr, r);
+  };
+  Socket listener;
   try {
-    check_manifests(*store, rank_, ranks_.size(), manifest, ranks_.options().join_timeout(), poll_or_fail);
+    if (!connections_) listener = listen(poll_or_fail);  // before it says that it has come
+    check_manifests(*store_, prefix, rank_, ranks_.size(), manifest, ranks_.options().join_timeout(), poll_in_order);
   } catch (const std::exception& error) {
     board_->report(error.what());
     throw;
   }
-  if (!connections_) connect();
+  if (!connections_) connect(std::move(listener), poll_or_fail);
   if (wires > std::numeric_limits<int>::max() / kTagsPerWire - next_wire_) {
     throw_error("the ranks have made so many pipelines that no tags are left; make fewer");
   }

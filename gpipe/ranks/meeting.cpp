@@ -1,8 +1,8 @@
 #include "gpipe/ranks/meeting.h"
 
-#include <future>
+#include <unistd.h>
+
 #include <map>
-#include <thread>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
@@ -34,16 +34,16 @@ std::string absence(const std::vector<int>& missing, int size, std::chrono::mill
                          absl::StrJoin(missing, ", "), size, static_cast<double>(limit.count()) / 1000);
 }
 
-std::string manifest_key(int rank) { return absl::StrCat("manifest/", rank); }
+std::string manifest_key(const std::string& prefix, int rank) { return absl::StrCat(prefix, "/manifest/", rank); }
 
 // Rank 0's decision on all manifests; empty if they agree.
-std::string decide(c10d::Store& store, int size, const Manifest& mine, std::chrono::milliseconds limit,
-                   const std::function<void()>& poll) {
+std::string decide(StoreThread& store, const std::string& prefix, int size, const Manifest& mine,
+                   std::chrono::milliseconds limit, const Poll& poll) {
   const auto end = Clock::now() + limit;
   std::vector<int> missing;
   std::string different;
   for (int r = 1; r < size; ++r) {
-    const auto text = await_value(store, manifest_key(r), end, poll);
+    const auto text = await_value(store, manifest_key(prefix, r), end, limit, poll);
     if (text.empty()) missing.push_back(r);
     if (text.empty() || !different.empty()) continue;
     Manifest other;
@@ -55,83 +55,75 @@ std::string decide(c10d::Store& store, int size, const Manifest& mine, std::chro
 
 }  // namespace
 
-std::string await_value(c10d::Store& store, const std::string& key, Clock::time_point end,
-                        const std::function<void()>& poll) {
-  while (!store.check({key})) {
-    if (Clock::now() >= end) return "";
-    if (poll) poll();
-    std::this_thread::sleep_for(kInterval);
+void claim_rank(StoreThread& store, int rank, std::chrono::milliseconds limit, const Poll& poll) {
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  const auto mine = absl::StrCat("process ", getpid(), " on host '", host, "'");
+  const auto first = store.ask<std::string>(
+      [=](c10d::Store& of_job) { return of_job.compareSet(absl::StrCat("rank ", rank), "", mine); }, limit, poll);
+  if (first != mine) {
+    throw_error("rank ", rank, " has already come to this job: ", first, ", but this is ", mine,
+                "; give each job a MASTER_PORT of its own, and each process a RANK of its own");
   }
-  return store.get_to_str(key);
 }
 
 // A rank arrives under a number that it never had before. Only the present rank 0 answers that number.
-std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
-                         const std::function<void()>& poll) {
+std::string name_attempt(StoreThread& store, int rank, int size, std::chrono::milliseconds limit, const Poll& poll) {
   const auto arrivals = [](int r) { return absl::StrCat("arrivals of rank ", r); };
   const auto answer = [](int r, std::int64_t arrival) {
     return absl::StrCat("attempt of rank ", r, ", arrival ", arrival);
   };
   const auto joined = [](const std::string& name, int r) { return absl::StrCat("rank ", r, " joined ", name); };
+  const auto add = [&](const std::string& key) {
+    return store.ask<std::int64_t>([=](c10d::Store& of_job) { return of_job.add(key, 1); }, limit, poll);
+  };
   const auto end = Clock::now() + limit;
   if (rank != 0) {
-    const auto arrival = store.add(arrivals(rank), 1);
-    auto name = await_value(store, answer(rank, arrival), end, poll);
+    auto name = await_value(store, answer(rank, add(arrivals(rank))), end, limit, poll);
     if (name.empty()) throw_error("rank 0 did not come in time");
-    store.set(joined(name, rank), "1");
+    add(joined(name, rank));
     return name;
   }
-  const auto name = absl::StrCat("attempt", store.add("attempts", 1));
-  for (;;) {
+  const auto name = absl::StrCat("attempt", add("attempts"));
+  const auto await_ranks = [=](c10d::Store& of_job) {
     std::vector<int> missing;
     for (int r = 1; r < size; ++r) {
-      if (store.check({joined(name, r)})) continue;
+      if (of_job.check({joined(name, r)})) continue;
       missing.push_back(r);
       // The same answer again changes nothing.
-      if (const auto arrival = store.add(arrivals(r), 0); arrival != 0) store.set(answer(r, arrival), name);
+      if (const auto arrival = of_job.add(arrivals(r), 0); arrival != 0) of_job.set(answer(r, arrival), name);
     }
+    return missing;
+  };
+  for (;; std::this_thread::sleep_for(kInterval)) {
+    const auto missing = store.ask<std::vector<int>>(await_ranks, limit, poll);
     if (missing.empty()) return name;
     if (Clock::now() >= end) throw_error("these ranks did not come in time: ", absl::StrJoin(missing, ", "));
     if (poll) poll();
-    std::this_thread::sleep_for(kInterval);
   }
 }
 
-void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,
-                     const std::function<void()>& poll) {
+void check_manifests(StoreThread& store, const std::string& prefix, int rank, int size, const Manifest& manifest,
+                     std::chrono::milliseconds limit, const Poll& poll) {
   const std::string agreed = "agreed";
+  const auto set = [&](const std::string& key, const std::string& value) {
+    store.ask<int>([=](c10d::Store& of_job) { return of_job.set(key, value), 0; }, limit, poll);
+  };
+  const auto key = absl::StrCat(prefix, "/decision");
   std::string decision;
   if (rank == 0) {
-    decision = decide(store, size, manifest, limit, poll);
+    decision = decide(store, prefix, size, manifest, limit, poll);
     if (decision.empty()) decision = agreed;
-    store.set("decision", decision);
+    set(key, decision);
   } else {
     ByteWriter text;
     for (const auto& [name, value] : manifest) text.add(name, value);
-    store.set(manifest_key(rank), text.take());
+    set(manifest_key(prefix, rank), text.take());
     // Rank 0 may have begun to wait later than this rank.
-    decision = await_value(store, "decision", Clock::now() + 2 * limit, poll);
+    decision = await_value(store, key, Clock::now() + 2 * limit, limit, poll);
     if (decision.empty()) decision = absence({0}, size, 2 * limit);
   }
   if (decision != agreed) throw_error("the ranks cannot make the pipeline: ", decision);
-}
-
-void while_polling(const std::function<void()>& poll, absl::FunctionRef<void()> wait,
-                   absl::FunctionRef<void(const std::exception&)> on_stop) {
-  if (!poll) return wait();
-  auto waiting = std::async(std::launch::async, [&] { wait(); });
-  std::exception_ptr stopped;
-  while (waiting.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout) {
-    if (stopped) continue;
-    try {
-      poll();
-    } catch (const std::exception& error) {
-      stopped = std::current_exception();
-      on_stop(error);
-    }
-  }
-  if (stopped) std::rethrow_exception(stopped);
-  waiting.get();
 }
 
 }  // namespace gpipe

@@ -1,21 +1,35 @@
-#include "gpipe/ranks/meeting.h"
+#include "gpipe/ranks/network.h"
 
-#include <netdb.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <memory>
 
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
-// Returns the first socket for an address of the host that `use` accepts, which the caller owns; -1 if there is none.
+// The address without its port, as numbers; empty for one that is not of IP.
+std::string numbers_of(const sockaddr* address, socklen_t size) {
+  char text[NI_MAXHOST];
+  return getnameinfo(address, size, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0 ? text : "";
+}
+
+// Lets a socket listen. Returns whether it does.
+bool listen_with(int descriptor, const addrinfo& address) {
+  const int on = 1;
+  return setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+         bind(descriptor, address.ai_addr, address.ai_addrlen) == 0 && listen(descriptor, SOMAXCONN) == 0;
+}
+
+}  // namespace
+
 int first_socket(const std::string& host, int port, int type, absl::FunctionRef<bool(int, const addrinfo&)> use) {
   addrinfo hints = {};
   hints.ai_socktype = type & ~SOCK_NONBLOCK;
@@ -27,12 +41,13 @@ int first_socket(const std::string& host, int port, int type, absl::FunctionRef<
   for (const auto* address = found; address != nullptr; address = address->ai_next) {
     const int made = socket(address->ai_family, type | SOCK_CLOEXEC, address->ai_protocol);
     if (made >= 0 && use(made, *address)) return made;
+    const int error = errno;
     if (made >= 0) close(made);
+    errno = error;
   }
   return -1;
 }
 
-// Connects within a second. Returns whether it has.
 bool connect_soon(int descriptor, const addrinfo& address) {
   if (connect(descriptor, address.ai_addr, address.ai_addrlen) == 0) return true;
   pollfd state{.fd = descriptor, .events = POLLOUT, .revents = 0};
@@ -42,102 +57,67 @@ bool connect_soon(int descriptor, const addrinfo& address) {
   return getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
-struct Watch {
-  /// A connection to the store's process, which ends with it and carries nothing. -1 for other stores.
-  int probe = -1;
-  std::atomic<bool> ended = false;
-
-  ~Watch() {
-    if (probe >= 0) close(probe);
-  }
-  bool has_ended() {
-    pollfd state{.fd = probe, .events = POLLRDHUP, .revents = 0};
-    if (probe >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
-    return ended;
-  }
-};
-
-class WatchedStore : public c10d::PrefixStore {
- public:
-  using Bytes = std::vector<std::uint8_t>;
-
-  WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Watch> watch)
-      : PrefixStore(prefix, std::move(store)), watch_(std::move(watch)) {}
-
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    return use([&] { return c10::make_intrusive<WatchedStore>(prefix_, store_->clone(), watch_); });
-  }
-  void set(const std::string& key, const Bytes& value) override {
-    use([&] { PrefixStore::set(key, value); });
-  }
-  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return use([&] { return PrefixStore::compareSet(key, expected, desired); });
-  }
-  Bytes get(const std::string& key) override {
-    return use([&] { return PrefixStore::get(key); });
-  }
-  std::int64_t add(const std::string& key, std::int64_t value) override {
-    return use([&] { return PrefixStore::add(key, value); });
-  }
-  bool check(const std::vector<std::string>& keys) override {
-    return use([&] { return PrefixStore::check(keys); });
-  }
-
- private:
-  template <typename Use>
-  std::invoke_result_t<Use> use(Use use) {
-    try {
-      if (!watch_->has_ended()) return use();
-    } catch (const c10::DistNetworkError&) {
-      watch_->ended = true;
-    }
-    throw_error("the store of the job has ended, as it does when rank 0 or torchrun ends");
-  }
-
-  const std::shared_ptr<Watch> watch_;  // shared with clones
-};
-
-}  // namespace
-
 std::string local_address_towards(const std::string& host) {
-  char text[NI_MAXHOST];
+  std::string text;
   // Connecting a datagram socket sends nothing.
   const int found = first_socket(host, /*port=*/9, SOCK_DGRAM, [&](int descriptor, const addrinfo& address) {
-    sockaddr_storage local = {};
-    socklen_t length = sizeof local;
-    auto* const any = reinterpret_cast<sockaddr*>(&local);
-    return connect(descriptor, address.ai_addr, address.ai_addrlen) == 0 &&
-           getsockname(descriptor, any, &length) == 0 &&
-           getnameinfo(any, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
+    if (connect(descriptor, address.ai_addr, address.ai_addrlen) != 0) return false;
+    const auto local = Endpoint::of(descriptor);
+    text = numbers_of(local.any(), local.size);
+    return !text.empty();
   });
   if (found < 0) throw_error("no network interface of this host reaches '", host, "'");
   close(found);
   return text;
 }
 
-int listen_at(const std::string& host, int port) {
-  int error = EADDRNOTAVAIL;
-  const int found = first_socket(host, port, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
-    const int on = 1;
-    const bool listens = setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-                         bind(descriptor, address.ai_addr, address.ai_addrlen) == 0 &&
-                         listen(descriptor, SOMAXCONN) == 0;
-    error = errno;
-    return listens;
-  });
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* found = nullptr;
+  if (getifaddrs(&found) != 0) throw_error("the network interfaces of this host are not known: ", std::strerror(errno));
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> interfaces(found, &freeifaddrs);
+  for (const auto& [family, size] : {std::pair{AF_INET, sizeof(sockaddr_in)}, {AF_INET6, sizeof(sockaddr_in6)}}) {
+    for (const auto* each = found; each != nullptr; each = each->ifa_next) {
+      const bool is_up = (each->ifa_flags & IFF_UP) != 0 && each->ifa_addr != nullptr;
+      if (!is_up || name != each->ifa_name || each->ifa_addr->sa_family != family) continue;
+      return numbers_of(each->ifa_addr, static_cast<socklen_t>(size));
+    }
+  }
+  throw_error("this host has no network interface '", name, "' with an address; give the name of one");
+}
+
+std::string address_of_this_host() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  std::string text;
+  try {
+    const int found = first_socket(name, /*port=*/0, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
+      text = numbers_of(address.ai_addr, address.ai_addrlen);
+      return bind(descriptor, address.ai_addr, address.ai_addrlen) == 0;
+    });
+    if (found >= 0) close(found);
+    if (found >= 0) return text;
+  } catch (const std::runtime_error&) {  // the name leads nowhere
+  }
+  return "127.0.0.1";
+}
+
+int listen_at(int rank, const std::string& host, int port) {
+  const int found = first_socket(host, port, SOCK_STREAM, listen_with);
   if (found >= 0) return found;
-  throw_error("rank 0 cannot listen at ", host, ":", port, ": ", std::strerror(error),
+  throw_error("rank ", rank, " cannot listen at ", host, ":", port, ": ", std::strerror(errno),
               "; give an address of its host and a free port");
 }
 
-c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
-  auto watch = std::make_shared<Watch>();
-  auto watched = c10::make_intrusive<WatchedStore>(prefix, std::move(store), watch);
-  const auto innermost = watched->getUnderlyingNonPrefixStore();
-  if (const auto* served = dynamic_cast<const c10d::TCPStore*>(innermost.get())) {
-    watch->probe = first_socket(served->getHost(), served->getPort(), SOCK_STREAM | SOCK_NONBLOCK, connect_soon);
-  }
-  return watched;
+Endpoint Endpoint::of(int socket) {
+  Endpoint endpoint;
+  if (getsockname(socket, endpoint.any(), &endpoint.size) != 0) endpoint.size = 0;
+  return endpoint;
+}
+
+std::string Endpoint::text() const {
+  char port[NI_MAXSERV] = {};
+  getnameinfo(any(), size, nullptr, 0, port, sizeof port, NI_NUMERICSERV);
+  return absl::StrCat(numbers_of(any(), size), ":", port);
 }
 
 }  // namespace gpipe

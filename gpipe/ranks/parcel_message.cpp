@@ -25,9 +25,15 @@ constexpr int kRankShift = 44;
 // A tensor whose memory sizes and strides describe.
 at::Tensor described(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
-  if (tensor.layout() != at::kStrided) {
-    refuse_argument("a tensor that goes to another rank is ", c10::str(tensor.layout()),
-                    "; only dense tensors can cross ranks");
+  if (tensor._is_zerotensor()) return tensor.clone();  // a tensor without memory
+  if (!has_plain_memory(tensor)) {
+    refuse_argument("a tensor that goes to another rank is ",
+                    tensor.is_nested()                ? "nested"
+                    : tensor.is_quantized()           ? "quantized"
+                    : tensor.layout() != at::kStrided ? c10::str(tensor.layout())
+                                                      : "of a subclass with __torch_dispatch__",
+                    "; only plain dense tensors can cross ranks: convert it in the layer, or put the layers that "
+                    "exchange it on one rank");
   }
   return tensor.resolve_conj().resolve_neg();
 }
@@ -84,8 +90,8 @@ class ReceivedParcels : public Incoming {
   ReceivedParcels(std::string_view text, const StructureCodec& codec) {
     ByteReader layout(text);
     Memories memories;
-    parcels_.resize(layout.count(text.size()));
-    for (auto& parcel : parcels_) {
+    for (auto parcels = layout.count(text.size()); parcels > 0; --parcels) {
+      auto& parcel = parcels_.emplace_back();
       const auto kind = static_cast<Value::Form::Kind>(layout.count(Value::Form::kObject));
       const bool is_object = kind == Value::Form::kObject;
       if (is_object && !codec.decode) ByteReader::refuse();
@@ -214,6 +220,9 @@ Parcel of_bytes(std::string bytes) {
 
 std::string to_bytes(const Parcel& parcel) {
   const auto& tensor = parcel.tensors.at(0);
+  if (!tensor.defined() || !tensor.is_cpu() || tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) {
+    ByteReader::refuse();
+  }
   return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
 }
 

@@ -25,7 +25,8 @@ class Landing {
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
 /// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceWire.
-/// REQUIRES: all tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for sparse tensors.
+/// REQUIRES: all tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument unless
+/// sizes and strides tell all about a tensor.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
@@ -37,6 +38,7 @@ std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
 /// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.
 Parcel of_bytes(std::string bytes);
+/// Errors: std::runtime_error unless of_bytes() has made the parcel.
 std::string to_bytes(const Parcel& parcel);
 /// The same for words. Pads them, because wires are faster if sizes repeat.
 Parcel of_words(const std::string& words);

@@ -15,9 +15,11 @@ constexpr char kAgreed = 'A';
 constexpr char kGone = 'G';
 
 Proposal to_proposal(std::string_view word) {
+  if (!word.starts_with(kCall)) ByteReader::refuse();
   ByteReader items(word.substr(1));
-  return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
-          items.get<double>(),      items.get<int>(),         items.get<bool>(),        items.get<std::uint64_t>()};
+  return {items.get<std::string>(),   items.get<std::string>(),   items.get<std::string>(),
+          items.get<std::uint64_t>(), items.get<std::uint64_t>(), items.get<double>(),
+          items.get<int>(),           items.get<bool>(),          items.get<bool>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -30,8 +32,8 @@ std::string difference(int rank, const std::string& does, int other, const std::
 std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
-  items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
-            proposal.micro_batches, proposal.failed_before, proposal.data);
+  items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.program, proposal.number,
+            proposal.weight, proposal.micro_batches, proposal.failed_before, proposal.has_one_caller);
   return kCall + items.take();
 }
 
@@ -39,26 +41,10 @@ std::string encode_refusal(const std::string& reason) { return kRefused + reason
 
 std::string encode_leaving(const std::string& reason) { return kGone + reason; }
 
-int SameData::compare(const std::vector<Proposal>& calls, const Mesh& mesh) {
-  constexpr int kEnough = 2;  // one may be equal by chance, such as a first one of zeros
-  ranks_.resize(calls.size());
-  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
-    auto& [last, same, differs] = ranks_[rank];
-    const auto data = calls[rank].data;
-    const auto expected = calls[mesh.rank_at(0, mesh.replica_of(rank))].data;
-    if (data == 0 || expected == 0 || differs) continue;
-    const bool is_other = data != expected;
-    if (is_other && same >= kEnough) return rank;
-    differs = is_other;
-    if (std::exchange(last, data) != data) ++same;
-  }
-  return -1;
-}
-
-std::string decide(const std::vector<std::string>& words, const Mesh& mesh, SameData& data) {
+std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
   for (std::size_t r = 0; r < words.size(); ++r) {
-    if (words[r].front() == kGone) return words[r];
-    if (words[r].front() == kRefused) {
+    if (words[r].starts_with(kGone)) return words[r];
+    if (words[r].starts_with(kRefused)) {
       return encode_refusal("rank " + std::to_string(r) + " refused the call: " + words[r].substr(1));
     }
   }
@@ -78,9 +64,15 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int counterpart = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, same_on_all, same_for_counterparts, number, weight, micro_batches, failed_before, hash] = call;
+    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, failed_before,
+                 has_one_caller] = call;
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
+    if (program != calls[first].program) {
+      return encode_refusal(absl::StrFormat(
+          "rank %d has another schedule for '%s' than rank %d; give all ranks the same schedule file or function", rank,
+          what, first));
+    }
     if (same_for_counterparts != calls[counterpart].same_for_counterparts) {
       return encode_refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank,
                                             same_for_counterparts, counterpart,
@@ -90,27 +82,28 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
     agreement.weights[replica] = std::max(agreement.weights[replica], weight);
     agreement.micro_batches[replica] = micro_batches;
   }
-  if (const int rank = data.compare(calls, mesh); rank >= 0) {
-    return encode_refusal(
-        absl::StrFormat("rank %d trains on another mini-batch than rank %d, but had the same in the calls before; one "
-                        "of them has left out a mini-batch",
-                        rank, mesh.rank_at(0, mesh.replica_of(rank))));
-  }
   ByteWriter items;
   items.add(agreement.largest);
   for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
   return kAgreed + items.take();
 }
 
-std::optional<std::string> reason_for_leaving(const std::string& words) {
-  return words.front() == kGone ? std::optional(words.substr(1)) : std::nullopt;
+std::string awaited_call(const std::string& words) {
+  if (!words.starts_with(kCall)) return "";
+  auto proposal = to_proposal(words);
+  return proposal.has_one_caller ? std::move(proposal.what) : "";
 }
 
-Agreement decode_agreement(const std::string& decision) {
-  if (decision.front() != kAgreed) throw_error("", decision.substr(1));
+std::optional<std::string> reason_for_leaving(const std::string& words) {
+  return words.starts_with(kGone) ? std::optional(words.substr(1)) : std::nullopt;
+}
+
+Agreement decode_agreement(const std::string& decision, const Mesh& mesh) {
+  if (decision.empty()) ByteReader::refuse();
+  if (!decision.starts_with(kAgreed)) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
   Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
-  while (!items.done()) {
+  for (int r = 0; r < mesh.replicas; ++r) {
     agreement.weights.push_back(items.get<double>());
     agreement.micro_batches.push_back(items.get<int>());
   }

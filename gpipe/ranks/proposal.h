@@ -12,27 +12,12 @@ struct Proposal {
   std::string what;                        ///< the same on all ranks of a replica
   std::string same_on_all = "";            ///< the same on all ranks; empty: `what`
   std::string same_for_counterparts = "";  ///< the same on all ranks with the same stages
+  std::uint64_t program = 0;               ///< a hash of what runs; the same on all ranks of a replica
   std::uint64_t number = 0;                ///< the agreement has the largest
   double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;                   ///< of the replica
-  bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on
-  std::uint64_t data = 0;      ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
-};
-
-/// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks
-/// that never gave the same are not compared, because only some ranks read input and target.
-class SameData {
- public:
-  /// Returns the first such rank; -1 if there is none.
-  int compare(const std::vector<Proposal>& calls, const Mesh& mesh);
-
- private:
-  struct OfRank {
-    std::uint64_t last = 0;
-    int same = 0;  // mini-batches in succession, each another one
-    bool differs = false;
-  };
-  std::vector<OfRank> ranks_;
+  bool failed_before = false;   ///< whether this rank's last backward ended with an exception after it was agreed on
+  bool has_one_caller = false;  ///< Job::has_one_caller()
 };
 
 /// What the ranks have agreed on.
@@ -47,12 +32,15 @@ struct Agreement {
 std::string encode(Proposal proposal);
 std::string encode_refusal(const std::string& reason);  ///< this rank cannot make the call
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls
-std::string decide(const std::vector<std::string>& words, const Mesh& mesh, SameData& data);
+std::string decide(const std::vector<std::string>& words, const Mesh& mesh);
+
+/// Returns what a rank calls, if one thread of it makes all calls; else an empty text.
+std::string awaited_call(const std::string& words);
 
 /// Returns the reason if the words say that a rank leaves.
 std::optional<std::string> reason_for_leaving(const std::string& words);
 
 /// Reads a decision. Errors: std::runtime_error unless all ranks agreed.
-Agreement decode_agreement(const std::string& decision);
+Agreement decode_agreement(const std::string& decision, const Mesh& mesh);
 
 }  // namespace gpipe

@@ -4,13 +4,12 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <cstdlib>
-#include <future>
 #include <limits>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
+#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {
@@ -58,27 +57,6 @@ ListenAt choose_interface(const RanksOptions& options) {
   return {"", address};
 }
 
-// Connects on a thread that it may leave alone, as c10d waits without end for a program that is not a store.
-c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, const c10d::TCPStoreOptions& options,
-                                                 const std::function<void()>& poll) {
-  constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason
-  constexpr std::chrono::milliseconds kInterval{50};
-  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connect(
-      [host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-  auto connected = connect.get_future();
-  std::thread thread(std::move(connect));
-  absl::Cleanup leave = [&] { thread.detach(); };
-  const auto end = std::chrono::steady_clock::now() + options.timeout + kGrace;
-  while (connected.wait_for(kInterval) == std::future_status::timeout) {
-    if (poll) poll();
-    TORCH_CHECK(std::chrono::steady_clock::now() < end, "no answer within ", options.timeout.count(),
-                " ms; another program may have the port, or rank 0 may be stopped");
-  }
-  std::move(leave).Cancel();
-  thread.join();
-  return connected.get();
-}
-
 }  // namespace
 
 std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::function<void()>& poll) {
@@ -94,20 +72,39 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
   store.isServer = rank == 0 && !outlives_job;
   store.waitWorkers = false;
   store.timeout = options.join_timeout();
-  if (store.isServer) store.masterListenFd = gpipe::listen_at(host, port);
+  if (store.isServer) store.masterListenFd = gpipe::listen_at(rank, host, port);
+  const auto limit = options.join_timeout();
+  const auto cannot_reach = [&](const auto&... why) {
+    throw_error("rank ", rank, " cannot reach the store at ", host, ":", port, ": ", why...);
+  };
+  using Store = c10::intrusive_ptr<c10d::Store>;
   try {
-    auto shared = c10::make_intrusive<c10d::PrefixStore>("gpipe", connect_to_store(host, store, poll));
-    // A restarted job must not read what the job before it has left in torchrun's store.
-    const auto attempt = outlives_job ? name_attempt(*shared, rank, size, options.join_timeout(), poll) : "attempt";
-    auto job = c10::make_intrusive<c10d::PrefixStore>(attempt, std::move(shared));
-    return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options));
+    StoreThread joining([host, store] {
+      return c10::make_intrusive<c10d::PrefixStore>("gpipe", c10::make_intrusive<c10d::TCPStore>(host, store));
+    });
+    constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason
+    const auto shared =
+        joining.ask<Store>([](c10d::Store& opened) { return Store::reclaim_copy(&opened); },
+                           std::min<std::chrono::milliseconds>(limit, std::chrono::hours(24 * 365)) + kGrace, poll);
+    std::string attempt = "attempt";
+    if (outlives_job) {  // a restarted job must not read what the job before it has left in torchrun's store
+      attempt = name_attempt(joining, rank, size, limit, poll);
+    } else {
+      claim_rank(joining, rank, limit, poll);
+    }
+    auto job = c10::make_intrusive<c10d::PrefixStore>(attempt, shared);
+    return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options), nullptr, poll);
   } catch (const c10::Error& error) {
-    throw_error("rank ", rank, " cannot reach the store at ", host, ":", port, ": ", error.what_without_backtrace());
+    cannot_reach(error.what_without_backtrace());
+  } catch (const StoreTimeout&) {
+    cannot_reach("no answer within ", limit.count(),
+                 " ms; another program may have the port, or rank 0 may be stopped");
   }
+  return nullptr;
 }
 
 Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options,
-             const ConnectDevices& connect_devices)
+             const ConnectDevices& connect_devices, const std::function<void()>& poll)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank_in(size)),
@@ -121,7 +118,11 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   require(timeout > 0 && join_timeout > 0,
           "[gpipe] the time-outs of the ranks must be positive, but are %d ms and %d ms", timeout, join_timeout);
   // A store can serve several jobs, one after the other.
-  const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
+  const auto key = "jobs of rank " + std::to_string(rank);
+  const auto number =
+      StoreThread([=] {
+        return store->clone();
+      }).ask<std::int64_t>([=](c10d::Store& shared) { return shared.add(key, 1); }, options_.join_timeout(), poll);
   const auto job = watched_store("job" + std::to_string(number), store);
   std::unique_ptr<DeviceConnections> devices;
   if (options_.nccl()) devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());

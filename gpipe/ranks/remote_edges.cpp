@@ -28,8 +28,10 @@ std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::v
   return plans;
 }
 
-Wires::Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate)
-    : connections_(connections), first_(first), delivery_(delivery), allocate_(std::move(allocate)) {}
+Wires::Wires(Connections& connections, int first, int count, std::chrono::milliseconds delivery, Allocate allocate)
+    : connections_(connections), first_(first), count_(count), delivery_(delivery), allocate_(std::move(allocate)) {}
+
+Wires::~Wires() { connections_.end_tags(first_tag(0), first_tag(count_)); }
 
 WireSender& Wires::sender(int number, int to_rank) {
   return senders_.try_emplace(number, connections_, to_rank, first_tag(number), delivery_).first->second;
@@ -45,10 +47,6 @@ std::deque<LastLayout>& Wires::last_layouts(int number, const LayoutKey& key, st
   auto& layouts = of_wire[key];
   if (layouts.size() < messages) layouts.resize(messages);
   return layouts;
-}
-
-void Wires::finish() {
-  for (auto& [number, sender] : senders_) sender.finish();
 }
 
 RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,

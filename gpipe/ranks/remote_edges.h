@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "absl/functional/function_ref.h"
+#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/wire.h"
 #include "gpipe/schedule/program.h"
 
@@ -33,12 +34,14 @@ using LayoutKey = std::vector<std::int64_t>;
 /// Both ends of a wire keep the layouts of so many keys, and drop them all before one more.
 inline constexpr std::size_t kKeysPerWire = 8;
 
-/// The wires of one rank, as long as its connections. Thread safety: all but finish() on one thread at a time.
+/// The wires of one rank for a pipeline. Thread safety: used by one thread at a time.
 class Wires {
  public:
-  /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
-  /// received messages, on any thread.
-  Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate);
+  /// Numbers of wires count from `first`, to before `first` + `count`. `delivery`: the longest time until a message is
+  /// delivered. `allocate` makes the memory for received messages, on any thread.
+  Wires(Connections& connections, int first, int count, std::chrono::milliseconds delivery, Allocate allocate);
+  /// What has been sent will be delivered.
+  ~Wires();
 
   /// Ends of a wire to or from another rank, which both use one number per direction. `limit`: the longest wait for a
   /// message.
@@ -49,14 +52,12 @@ class Wires {
   /// keys. Both ends use the same keys in the same order.
   std::deque<LastLayout>& last_layouts(int number, const LayoutKey& key, std::size_t messages);
 
-  /// Nothing more will be sent. Does not wait.
-  void finish();
-
  private:
   int first_tag(int number) const { return (first_ + number) * kTagsPerWire; }
 
   Connections& connections_;
   const int first_;
+  const int count_;
   const std::chrono::milliseconds delivery_;
   const Allocate allocate_;
   std::map<int, WireSender> senders_;

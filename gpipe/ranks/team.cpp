@@ -21,7 +21,7 @@ constexpr char kResult[] = "the result of a call";
 }  // namespace
 
 Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-           StructureCodec codec, std::function<void()> poll)
+           StructureCodec codec, const Poll& poll)
     : ranks_(std::move(ranks)),
       job_(&ranks_->job()),
       mesh_(ranks_->mesh()),
@@ -29,22 +29,29 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
       of_workers_(std::move(of_workers)),
       stages_(stages),
       codec_(std::move(codec)),
-      poll_(std::move(poll)) {
+      poll_(poll == nullptr ? nullptr : Poll([this, poll] {
+        try {
+          poll();
+        } catch (const std::exception& error) {
+          fail(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
+          throw;
+        }
+      })) {
   const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
-  first_wire_ = job_->join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
-  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, ranks_->options().join_timeout(),
+  const int count = wire_number(kSubjects, 0, 0) + gradient_wires;
+  first_wire_ = job_->join(manifest, count, poll);
+  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, count, ranks_->options().join_timeout(),
                                    parcel_memory(codec_));
   if (rank() != kLeader) expect(kDecision, kLeader);
   for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
-  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
+  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); },
+                   [this](int from) { return awaited_call(from); }});
 }
 
 Team::~Team() {
   if (job_ == nullptr) return;
   job_->remove(this);
   leave("has destroyed its pipeline");
-  wires_->finish();
-  job_->keep_until_end(std::move(wires_));
 }
 
 void Team::leave(const std::string& how) {
@@ -101,22 +108,16 @@ void Team::send(Subject subject, int to, Parcel parcel) {
   awaited_ = -1;
 }
 
-Parcel Team::receive(Subject subject, int from) {
+Parcel Team::receive(Subject subject, int from, const Poll& poll) {
   const int number = wire_number(subject, from, rank());
   expect(subject, from);
   awaited_ = from;
-  auto message = wires_->receiver(number, from, {}).receive(calls_);
+  auto message = wires_->receiver(number, from, {}).receive(calls_, poll);
   awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
   if (wires_->last_layouts(number, {}, 1).front().is_small()) expect(subject, from);
   return std::move(to_parcels(std::move(message)).front());
-}
-
-void Team::while_polling(absl::FunctionRef<void()> wait) {
-  gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
-    fail(absl::StrCat("rank ", rank(), " was stopped: ", error.what()));
-  });
 }
 
 void Team::check() const {
@@ -149,20 +150,35 @@ std::string Team::activity() {
   return activity.runs ? "runs " + to_string(ErrorInfo{.action = *activity.runs}) : "";
 }
 
+std::string Team::receive_words(int from) {
+  if (auto early = early_words_.extract(from)) return std::move(early.mapped());
+  const auto poll = [&] {
+    if (poll_) poll_();
+    job_->check_order(this, from);
+  };
+  return to_words(receive(kWord, from, poll));
+}
+
+std::string Team::awaited_call(int from) {
+  if (!early_words_.contains(from)) {
+    if (!wires_->receiver(wire_number(kWord, from, rank()), from, {}).has_next()) return "";
+    early_words_[from] = to_words(receive(kWord, from, /*poll=*/nullptr));
+  }
+  return gpipe::awaited_call(early_words_[from]);
+}
+
 // Returns the leader's decision of what all ranks said.
 std::string Team::agree_on_words(const std::string& mine) {
   std::string decision;
   transfer(kNextCall, [&] {
     if (rank() != kLeader) {
       send(kWord, kLeader, of_words(mine));
-      while_polling([&] { decision = to_words(receive(kDecision, kLeader)); });
+      decision = to_words(receive(kDecision, kLeader));
       return;
     }
     std::vector<std::string> words{mine};
-    while_polling([&] {
-      for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
-    });
-    decision = decide(words, mesh_, same_data_);
+    for (int r = 1; r < size(); ++r) words.push_back(receive_words(r));
+    decision = decide(words, mesh_);
     for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
   });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
@@ -177,9 +193,10 @@ Agreement Team::agree(Proposal proposal) {
   job_->board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
+  proposal.has_one_caller = job_->has_one_caller();
   const auto decision = agree_on_words(encode(std::move(proposal)));
   ++calls_;
-  return decode_agreement(decision);
+  return decode_agreement(decision, mesh_);
 }
 
 void Team::watch_backward(std::shared_ptr<const void> owner) {
@@ -205,6 +222,7 @@ bool Team::has_failed_backward() {
 void Team::withdraw(const std::string& reason) noexcept {
   try {
     if (job_ == nullptr || !job_->board().failure().empty() || !gone_.empty()) return;
+    job_->has_one_caller();
     agree_on_words(encode_refusal(reason));
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so
@@ -239,8 +257,8 @@ Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
   if (size() == 1) return parcel;
   const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
   transfer(kResult, [&] {
-    if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    send_copies(subject, group, parcel);
+    if (rank() == owner) return send_copies(subject, group, parcel);
+    parcel = receive(subject, owner);
   });
   return parcel;
 }
@@ -249,11 +267,9 @@ std::vector<Parcel> Team::all_gather(Parcel parcel) {
   std::vector<Parcel> all(replicas());
   transfer(kResult, [&] {
     send_copies(kGathered, Group::kCounterparts, parcel);
-    while_polling([&] {
-      for (int r = 0; r < replicas(); ++r) {
-        if (r != replica()) all[r] = receive(kGathered, counterpart(r));
-      }
-    });
+    for (int r = 0; r < replicas(); ++r) {
+      if (r != replica()) all[r] = receive(kGathered, counterpart(r));
+    }
   });
   all[replica()] = std::move(parcel);
   return all;
@@ -264,9 +280,7 @@ std::vector<std::string> Team::gather(std::string bytes) {
   transfer(kResult, [&] {
     if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
     all.push_back(std::move(bytes));
-    while_polling([&] {
-      for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
-    });
+    for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
   });
   return all;
 }
@@ -275,27 +289,25 @@ std::vector<std::string> Team::gather(std::string bytes) {
 std::vector<Team::Clock> Team::clocks() {
   std::vector<Clock> all;
   transfer(kResult, [&] {
-    while_polling([&] {
-      if (rank() != kLeader) {
-        for (int i = 0; i < kPings; ++i) {
-          receive(kPing, kLeader);
-          send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
-        }
-        return;
+    if (rank() != kLeader) {
+      for (int i = 0; i < kPings; ++i) {
+        receive(kPing, kLeader);
+        send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
       }
-      all.emplace_back();
-      for (int other = 1; other < size(); ++other) {
-        auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
-        for (int i = 0; i < kPings; ++i) {
-          const double start = now();
-          send(kPing, other, of_bytes(""));
-          const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
-          const double end = now();
-          const Clock clock{there - (start + end) / 2, (end - start) / 2};
-          if (clock.error < best.error) best = clock;
-        }
+      return;
+    }
+    all.emplace_back();
+    for (int other = 1; other < size(); ++other) {
+      auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
+      for (int i = 0; i < kPings; ++i) {
+        const double start = now();
+        send(kPing, other, of_bytes(""));
+        const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
+        const double end = now();
+        const Clock clock{there - (start + end) / 2, (end - start) / 2};
+        if (clock.error < best.error) best = clock;
       }
-    });
+    }
   });
   return all;
 }

@@ -20,9 +20,9 @@ class Team {
   /// A team of one.
   explicit Team(int workers) : of_workers_(workers) {}
   /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
-  /// replica. `poll`: see while_polling(); its exception is a failure. Errors: as check_manifests().
+  /// replica. An exception of `poll` is a failure. Errors: as check_manifests().
   Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-       StructureCodec codec, std::function<void()> poll);
+       StructureCodec codec, const Poll& poll);
   /// Tells the other ranks, whose later calls throw.
   ~Team();
 
@@ -100,8 +100,8 @@ class Team {
     WireReceiver* receiver;           // expects as many messages
   };
   GradientWires gradient_wires(Gradient kind, int stage, int replica, std::size_t messages);
-  /// Calls `wait`, and polls meanwhile.
-  void while_polling(absl::FunctionRef<void()> wait);
+  /// Call it every 50 ms while the caller waits; null if the caller has no poll. Its exception is a failure.
+  const Poll& poll() const { return poll_; }
   /// The rank that the thread which sums gradients waits for; -1: none. Any thread.
   std::atomic<int>& awaited_for_gradients() { return awaited_for_gradients_; }
 
@@ -112,11 +112,14 @@ class Team {
   int wire_number(int subject, int from, int to) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
-  Parcel receive(Subject subject, int from);
+  Parcel receive(Subject subject, int from, const Poll& poll);
+  Parcel receive(Subject subject, int from) { return receive(subject, from, poll_); }
   /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
   void transfer(const char* what, absl::FunctionRef<void()> run);
   /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
   void send_copies(Subject subject, Group group, Parcel parcel);
+  std::string receive_words(int from);
+  std::string awaited_call(int from);  // see Job::Member
   std::string agree_on_words(const std::string& mine);
   bool has_failed_backward();
   void leave(const std::string& how);
@@ -130,16 +133,16 @@ class Team {
   const std::vector<int> of_workers_;
   const int stages_ = 0;
   const StructureCodec codec_;
-  const std::function<void()> poll_;
+  const Poll poll_;
   int first_wire_ = 0;
   Mutex mutex_;
   std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);
   std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
   std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
   std::atomic<int> awaited_for_gradients_ = -1;
-  SameData same_data_;      // on rank 0
-  std::string gone_;        // why the pipeline of a rank is gone
-  std::set<int> expected_;  // the wires whose next message has been announced
+  std::string gone_;                        // why the pipeline of a rank is gone
+  std::map<int, std::string> early_words_;  // by rank: of a call that this rank has not made yet
+  std::set<int> expected_;                  // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

@@ -9,12 +9,14 @@
 namespace gpipe {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int kHeaders = 0;
 constexpr int kPieces = 1;
 constexpr int kChanged = 2;
 
 constexpr std::size_t kSmall = std::size_t{256} << 10;
-constexpr std::size_t kLongestLayout = std::size_t{1} << 20;
+constexpr std::size_t kLongestLayout = std::size_t{16} << 20;  // of about 200,000 tensors
 
 // How many messages a receiver posts ahead: at least so many, and more while their memory is small.
 constexpr std::size_t kAhead = 3;
@@ -62,67 +64,21 @@ bool LastLayout::is_small() const { return total(pieces) <= kSmall; }
 WireSender::WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit)
     : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit) {}
 
-void WireSender::finish() {
-  MutexLock lock(mutex_);
-  ending_ = true;
-  changed_.notify_all();
-}
-
-WireSender::~WireSender() {
-  finish();
-  if (thread_.joinable()) thread_.join();
-}
-
 void WireSender::start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner) {
-  auto transfer = connections_.send(peer_, first_tag_ + tag, bytes);
-  {
-    MutexLock lock(mutex_);
-    sent_.push_back({std::move(owner), std::move(transfer)});
-    ++undelivered_;
-    if (!thread_.joinable()) thread_ = std::thread([this] { await_deliveries(); });
-  }
-  changed_.notify_all();
-}
-
-void WireSender::await_deliveries() {
-  for (;;) {
-    Sent sent;
-    {
-      MutexLock lock(mutex_);
-      while (sent_.empty() && !ending_) changed_.wait(mutex_);
-      if (sent_.empty()) return;
-      sent = std::move(sent_.front());
-      sent_.pop_front();
-    }
-    try {
-      sent.transfer->wait(limit_);
-      sent = {};
-      MutexLock lock(mutex_);
-      --undelivered_;
-    } catch (...) {
-      failed_.push_back(std::move(sent));
-      MutexLock lock(mutex_);
-      if (!error_) error_ = std::current_exception();
-    }
-    changed_.notify_all();
-  }
+  auto transfer = connections_.send(peer_, first_tag_ + tag, bytes, std::move(owner));
+  if (transfer->has_ended()) return;
+  sent_.push_back({end_after(limit_), std::move(transfer)});
 }
 
 void WireSender::drain(std::chrono::milliseconds limit) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  MutexLock lock(mutex_);
-  while (undelivered_ != 0 && !error_) {
-    if (std::chrono::steady_clock::now() >= end) throw TimeoutError("another rank did not answer in time");
-    changed_.wait_until(mutex_, end);
+  for (const auto end = end_after(limit); !sent_.empty(); sent_.pop_front()) {
+    sent_.front().transfer->wait(std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now()), /*poll=*/nullptr);
   }
-  if (error_) std::rethrow_exception(error_);
 }
 
 void WireSender::send(LastLayout& last, std::uint64_t label, Outgoing message) {
-  {
-    MutexLock lock(mutex_);
-    if (error_) std::rethrow_exception(error_);
-  }
+  while (!sent_.empty() && sent_.front().transfer->has_ended()) sent_.pop_front();
+  if (!sent_.empty() && Clock::now() >= sent_.front().end) throw TimeoutError("another rank did not answer in time");
   const bool same = last.known && message.layout == last.layout;
   const bool small = same && last.is_small();
   auto buffer = std::make_shared<Buffer>(same ? header_bytes(last) : sizeof(Header));
@@ -197,10 +153,14 @@ void WireReceiver::post() {
   }
 }
 
-std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
+bool WireReceiver::has_next() const {
+  return !posted_.empty() && (posted_.front()->error || posted_.front()->transfers.front()->has_ended());
+}
+
+std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label, const Poll& poll) {
   auto& posted = *posted_.front();
   if (posted.error) std::rethrow_exception(posted.error);
-  for (const auto& transfer : posted.transfers) transfer->wait(limit_);
+  for (const auto& transfer : posted.transfers) transfer->wait(limit_, poll);
   Header header;
   std::memcpy(&header, posted.header.data(), sizeof header);
   if (header.magic != kMagic || header.sequence != sequence_ || header.label != label) {
@@ -216,7 +176,7 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
   ++sequence_;
   posted_bytes_ -= posted.bytes();
   if (header.layout_bytes != 0) {
-    receive_changed(posted, header.layout_bytes, header.values_bytes);
+    receive_changed(posted, header.layout_bytes, header.values_bytes, poll);
   } else {
     if (!posted.message) posted.message = allocate_(last.layout);
     const auto values = posted.message->values();
@@ -237,14 +197,15 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
 }
 
 // What it receives into stays in `posted`, because after an error the receives may still be in flight.
-void WireReceiver::receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes) {
+void WireReceiver::receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes,
+                                   const Poll& poll) {
   if (layout_bytes > kLongestLayout || values_bytes > kLongestLayout) {
     throw_error("rank ", peer_, " announced a layout of ", layout_bytes, " bytes with ", values_bytes,
                 " bytes of values, but at most ", kLongestLayout, " are accepted");
   }
   const auto receive = [&](std::span<std::byte> bytes) {
     posted.transfers.push_back(connections_.receive(peer_, first_tag_ + kChanged, bytes));
-    posted.transfers.back()->wait(limit_);
+    posted.transfers.back()->wait(limit_, poll);
   };
   posted.changed.resize(layout_bytes + values_bytes);
   receive(posted.changed);

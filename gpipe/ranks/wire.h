@@ -1,12 +1,9 @@
 #pragma once
 
 #include <deque>
-#include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
 
 namespace gpipe {
@@ -50,44 +47,32 @@ inline constexpr int kTagsPerWire = 3;
 /// Invariant: for each message the receiver has posted the memory that follows from the last layout. A message that
 /// differs completes it with nothing, and travels with the third tag.
 ///
-/// Thread safety: send(), drain() and finish() on one thread at a time.
+/// Thread safety: used by one thread at a time.
 class WireSender {
  public:
+  /// `limit`: the longest time until a message is delivered.
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
-  /// Waits until all messages are delivered, or have failed. REQUIRES: if one has failed, the connections are closed.
-  ~WireSender();
 
-  /// Sends without waiting. Keeps `message.owner` until the message is delivered. The receiver checks `label`. Errors:
-  /// ConnectionError, also of an earlier message.
+  /// Sends without waiting. The connections keep `message.owner` until the message is delivered. The receiver checks
+  /// `label`. Errors: ConnectionError; TimeoutError for an earlier message.
   void send(LastLayout& last, std::uint64_t label, Outgoing message);
 
-  /// Waits until all messages are delivered and their owners released. Errors: as send(); TimeoutError.
+  /// Waits until all messages are delivered and their owners released. Errors: as send().
   void drain(std::chrono::milliseconds limit);
-
-  /// Nothing more will be sent. The wire's thread ends when all is delivered.
-  void finish();
 
  private:
   struct Sent {
-    std::shared_ptr<const void> owner;
+    std::chrono::steady_clock::time_point end;
     std::shared_ptr<Transfer> transfer;
   };
   void start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
-  void await_deliveries();
 
   Connections& connections_;
   const int peer_;
   const int first_tag_;
   const std::chrono::milliseconds limit_;
   std::uint64_t sequence_ = 0;
-  Mutex mutex_;
-  CondVar changed_;
-  std::deque<Sent> sent_ ABSL_GUARDED_BY(mutex_);
-  std::size_t undelivered_ ABSL_GUARDED_BY(mutex_) = 0;  // those in sent_, and the one that the thread waits for
-  std::vector<Sent> failed_;                             // used by the thread only; their memory may still be read
-  std::exception_ptr error_ ABSL_GUARDED_BY(mutex_);
-  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // starts with the first message
+  std::deque<Sent> sent_;  // not known to be complete
 };
 
 /// The most bytes of messages that a WireReceiver has posted memory for, if none has more than `message` bytes.
@@ -97,20 +82,23 @@ std::size_t most_posted(std::size_t message);
 class WireReceiver {
  public:
   WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
-  /// REQUIRES: all announced messages have been received, or the connections are closed.
+  /// REQUIRES: all announced messages have been received, or the tags have ended, or the connections are closed.
   ~WireReceiver();
 
   /// Announces `messages` with these last layouts, and posts memory for the first ones. A lost connection is an error
   /// of receive(). REQUIRES: all announced before are received; the layouts stay valid until these are.
   void expect(std::deque<LastLayout>& layouts, std::size_t messages);
 
-  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for another label or a malformed message.
-  std::unique_ptr<Incoming> receive(std::uint64_t label);
+  /// Whether the next message has begun to arrive, or cannot.
+  bool has_next() const;
+  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for another label or a malformed message;
+  /// those of `poll`.
+  std::unique_ptr<Incoming> receive(std::uint64_t label, const Poll& poll = nullptr);
 
  private:
   struct Posted;
   void post();
-  void receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes);
+  void receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes, const Poll& poll);
 
   Connections& connections_;
   const int peer_;

@@ -128,6 +128,11 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
       const int owner = pipeline_->rank_of(stage);
       if (name == first && !of_ranks.empty()) all.push_back(of_ranks[owner].at(next[owner]++));
     }
+    const auto& places = pipeline_->binding().parameter_places;
+    if (!places.empty() && !all.empty()) {
+      const auto in_layers = all;
+      for (std::size_t p = 0; p < all.size(); ++p) all.at(places.at(p)) = in_layers[p];
+    }
     return broadcast(team, all);
   });
 }

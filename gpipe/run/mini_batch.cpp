@@ -12,21 +12,26 @@
 namespace gpipe {
 namespace {
 
-// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same.
+// Says which of this rank's parameters get gradients. Counterparts must say the same.
 std::string describe_trained(const std::vector<ParameterSinks>& stages) {
   std::size_t count = 0;
   std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  std::vector<at::Tensor> own;
   for (const auto& sinks : stages) {
-    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
     for (std::size_t p = 0; p < sinks.all().size(); ++p) {
       count += sinks.has_sink()[p];
       const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
       hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
     }
   }
-  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash, ", of values with the hash ",
-                      sample_hash(own));
+  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash);
+}
+
+// Hashes the values of this rank's parameters.
+std::string describe_values(const std::vector<ParameterSinks>& stages) {
+  std::vector<at::Tensor> own;
+  for (const auto& sinks : stages) own.insert(own.end(), sinks.own().begin(), sinks.own().end());
+  return absl::StrCat(", and begins with values of the hash ", sample_hash(own),
+                      " (load the same state on all replicas)");
 }
 
 }  // namespace
@@ -57,7 +62,12 @@ void MiniBatch::begin(Call& call) {
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   auto proposal = options_.proposal;
-  if (team.replicas() > 1) proposal.same_for_counterparts = describe_trained(sinks_);
+  if (team.replicas() > 1) {
+    proposal.same_for_counterparts = describe_trained(sinks_);
+    // Later, optimizers may round differently on another processor.
+    if (!pipeline_->has_trained()) proposal.same_for_counterparts += describe_values(sinks_);
+  }
+  proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
   proposal.micro_batches = samples == 0 ? 0 : micro_batches_;

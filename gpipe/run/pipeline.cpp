@@ -141,6 +141,7 @@ void Pipeline::take_state_of_first_replica() {
 }
 
 void Pipeline::take_buffers_of_first_replica(bool trains) {
+  has_trained_ = has_trained_ || trains;
   if (team_->replicas() == 1 || !std::exchange(buffers_differ_, trains)) return;
   std::vector<at::Tensor> buffers;
   std::vector<at::Tensor> sent;

@@ -77,6 +77,8 @@ class Pipeline {
   /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
   /// since the last time. `trains`: whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
+  /// Whether replicas have trained together. Belongs to the holder of call_mutex().
+  bool has_trained() const { return has_trained_; }
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
   enum class Use { kForward, kForwardAndBackward, kStep };
@@ -124,6 +126,7 @@ class Pipeline {
   const std::vector<int> placement_;
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
+  bool has_trained_ = false;
   bool buffers_differ_ = false;  // a call has trained since they were made equal
   std::vector<ComparedLoss> compared_losses_;
   const int intraop_threads_;

@@ -116,9 +116,6 @@ std::pair<std::shared_ptr<MiniBatch>, Results> start(Call& call, const std::shar
   // The sizes are one replica's.
   proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(options.sizes, ", "), "]", how);
   proposal.same_on_all = what + how;
-  const bool trains = options.training && options.use != Pipeline::Use::kForward;
-  // By which the ranks notice that one of them has left out a mini-batch.
-  if (trains && pipeline->team().size() > 1) proposal.data = sample_hash(input.tensors());
   auto parts = scatter(input, options.sizes);
   std::vector<std::vector<VersionWatch>> versions;
   for (const auto& part : parts) versions.push_back(part.versions);

@@ -24,7 +24,8 @@ Costs costs_of(const Timeline& timeline, const Layout& layout, Checkpoint checkp
     const auto& [kind, stage, micro_batch] = span.action;
     if (last_is_smaller && micro_batch == m - 1) continue;
     const bool stored = kind == Kind::F && recomputes(checkpoint, micro_batch, m);
-    auto& least = stored ? costs.stored[stage] : costs.actions[stage][static_cast<std::size_t>(kind)];
+    // at(), because other ranks have sent spans.
+    auto& least = stored ? costs.stored.at(stage) : costs.actions.at(stage).at(static_cast<std::size_t>(kind));
     least = std::min(least, span.end - span.start);
   }
   for (int s = 0; s < layout.stages; ++s) {

@@ -128,6 +128,10 @@ Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule)
     program.leading_forwards_.push_back(static_cast<int>(other - list.begin()));
     if (other != list.end()) program.has_backward_ = true;
     for (const Action& action : list) {
+      const auto [kind, stage, micro_batch] = action;
+      for (const auto part : {static_cast<int>(kind), stage, micro_batch}) {
+        program.hash_ = (program.hash_ ^ static_cast<std::uint64_t>(part)) * 1099511628211u;
+      }
       if (action.kind == Kind::R) program.recomputes_[action.stage * micro_batches + action.micro_batch] = true;
     }
   }

@@ -90,6 +90,8 @@ class Program {
   const Layout& layout() const { return layout_; }
   const std::vector<Edge>& edges() const { return edges_; }
   const Schedule& schedule() const { return schedule_; }
+  /// A hash of the schedule.
+  std::uint64_t hash() const { return hash_; }
   int workers() const { return static_cast<int>(schedule_.size()); }
 
   /// Indices into edges() of the edges that enter and leave a stage, ascending.
@@ -118,6 +120,7 @@ class Program {
   std::vector<bool> recomputes_;
   std::vector<int> leading_forwards_;
   bool has_backward_ = false;
+  std::uint64_t hash_ = 14695981039346656037u;  // FNV-1a
 };
 
 }  // namespace gpipe

@@ -52,9 +52,11 @@ class StagedModel(OriginalNames):
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         self._schedule = schedule
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks
         of_stages = [self.devices[worker] for worker in self.placement]
         self.partitions = Stages(split(module, balance, of_stages, self._is_here))
+        places = {id(each): place for place, (_, each) in enumerate(super().named_parameters())}
+        of_layers = [places[id(each)] for each in self.partitions.parameters()]
+        self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks, of_layers
         self._borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
         self.training = module.training
         state = {} if ranks is None else self.state_dict(keep_vars=True)

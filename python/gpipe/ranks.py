@@ -29,7 +29,7 @@ class Ranks:
         with gpipe.Ranks.from_environment() as ranks:
             pipe = gpipe.GPipe(model, [4, 3], chunks=8, group=ranks)
 
-    Traffic is neither encrypted nor authenticated: use a private network. Make pipelines and ``Ranks`` on one thread at a
+    Traffic is not encrypted, and whoever can read the store can join: use a private network. Make pipelines and ``Ranks`` on one thread at a
     time, in the same order on all ranks.
 
     Args:

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import pickle
 import sys
 from collections.abc import Iterable, Mapping
@@ -93,10 +94,17 @@ def encode(structure: Structure) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def decode(encoded: bytes) -> Structure:
-    """Returns the structure of :func:`encode`. Creates only containers: raises pickle.UnpicklingError for anything else, and
-    for classes that this process has not imported."""
+    """Returns the structure of :func:`encode`. Creates only containers: raises pickle.UnpicklingError for anything else, for
+    classes that this process has not imported, and for shared containers that unfold to more parts than there are bytes."""
+    nodes = itertools.count(1)
+
+    def is_leaf(node: object) -> bool:
+        if next(nodes) > len(encoded):
+            raise pickle.UnpicklingError("not a structure: it has more parts than bytes")
+        return False
+
     try:
-        leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load())
+        leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load(), is_leaf)
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # an unpickler raises any
@@ -129,6 +137,7 @@ class _Containers(pickle._Unpickler):
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # allocates as much as it announces
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module in sys.modules else None

@@ -133,7 +133,7 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
   return result;
 }
 
-PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
+PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options, std::vector<std::size_t> parameter_places) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
   std::vector<OwnStage> all;
@@ -145,6 +145,7 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
                               },
                           .poll = poll,
                           .on_error = on_error,
+                          .parameter_places = std::move(parameter_places),
                           .structures = {encode_structure, decode_structure}};
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
@@ -285,11 +286,11 @@ void init_pipeline(py::module_& module) {
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init([](const Objects& stages, const std::string& schedule, const std::vector<torch::Device>& devices,
                        std::vector<int> placement, bool deferred_batch_norm, bool keep_memory,
-                       std::optional<std::shared_ptr<Ranks>> ranks) {
+                       std::optional<std::shared_ptr<Ranks>> ranks, std::vector<std::size_t> parameter_places) {
         auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
         options.devices(devices).deferred_batch_norm(deferred_batch_norm).keep_memory(keep_memory);
         options.ranks(std::move(ranks).value_or(nullptr));
-        return std::make_unique<PythonPipeline>(stages, std::move(options));
+        return std::make_unique<PythonPipeline>(stages, std::move(options), std::move(parameter_places));
       }))
       .def_property_readonly("busy", &PythonPipeline::busy)
       .def("refresh", &PythonPipeline::refresh)

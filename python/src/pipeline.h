@@ -28,8 +28,8 @@ using NativeLoss = std::tuple<std::shared_ptr<Graph>, std::vector<at::Tensor>, b
 class PythonPipeline {
  public:
   /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
-  /// layers. Errors: as GPipe.
-  PythonPipeline(const Objects& stages, GPipeOptions options);
+  /// layers. `parameter_places`: see LanguageBinding. Errors: as GPipe.
+  PythonPipeline(const Objects& stages, GPipeOptions options, std::vector<std::size_t> parameter_places);
   ~PythonPipeline();
 
   /// Reads the modules' parameters and buffers. Returns false if stages share others than before: make a new one then.

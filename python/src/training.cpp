@@ -38,7 +38,7 @@ std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeou
   options.interface(interface).replicas(replicas).nccl(nccl);
   return released([&] {
     if (group == nullptr) return Ranks::from_environment(options, poll);
-    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
+    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options, nullptr, poll);
   });
 }
 

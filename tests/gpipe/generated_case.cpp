@@ -192,8 +192,16 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
   if (!spec.schedule.empty()) options.schedule(spec.schedule);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
   GPipe pipe(model, balance_of(spec, model), options);
-  const auto train = [&](const Call& call, bool eval) {
+  const auto is_here_worker = [&](int worker) {
+    return !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[worker] == ranks->rank();
+  };
+  const bool has_input = is_here_worker(spec.placement.front());
+  const auto train = [&](Call call, bool eval) {
     pipe->train(!eval);
+    for (auto& input : call.inputs) {  // what ranks give that do not read it counts for nothing
+      if (!has_input) input = torch::zeros_like(input).requires_grad_(input.requires_grad());
+    }
+    if (!is_here_worker(spec.placement.back())) call.target = torch::zeros_like(call.target);
     if (spec.schedule.empty()) return train_by_forward(spec, pipe, call);
     const auto with_output = StepOptions(kOfSums).return_output(true);
     return pipe->step(call.input(), call.target, weighted_sum, with_output).output.tensors();
@@ -201,7 +209,6 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
   const auto is_here = [&](const Tensor& tensor) {
     return is_one_of(tensor, pipe->parameters()) || is_one_of(tensor, pipe->buffers());
   };
-  const bool has_input = !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[spec.placement[0]] == ranks->rank();
   auto results = results_of(spec, model, devices, train, is_here, has_input);
   if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
   return results;

@@ -10,8 +10,10 @@ mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(
 mutant(wire_leaves_receives_open gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;" Wire.SendsALayout*)
 mutant(wire_posts_without_bounds gpipe/ranks/wire.cpp "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true"
        Wire.*)
-mutant(wire_frees_what_a_late_receive_reads gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" "" WireFailure.*)
 mutant(wire_believes_sizes gpipe/ranks/wire.cpp "layout_bytes > kLongestLayout || " "" WireFailure.*)
+mutant(outbox_sends_large_messages_at_once gpipe/ranks/outbox.cpp "bytes.size() > kMostEarly;" "false;" Sockets.*)
+mutant(inbox_delivers_early_messages_twice gpipe/ranks/inbox.cpp "of_tag.early.pop_front();" "" Sockets.*)
+mutant(handshake_lets_strangers_in gpipe/ranks/handshake.cpp "difference == 0 && " "" Handshake.*)
 mutant(remote_edges_receive_messages_twice gpipe/ranks/remote_edges.cpp
        "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)

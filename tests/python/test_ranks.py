@@ -1,6 +1,7 @@
 """Pipelines over several processes. They must compute the same bits as in one process."""
 
 import copy
+import ctypes
 import os
 import pickle
 import signal
@@ -156,6 +157,28 @@ def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second)
     assert first in results[0][1] and results[1][1].startswith(second)
 
 
+class MallocInfo(ctypes.Structure):
+    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(7)] + [("in_use", ctypes.c_size_t), ("", ctypes.c_size_t * 2)]
+
+
+def leave_no_bytes(ranks, calls):
+    malloc_info = ctypes.CDLL(None).mallinfo2
+    malloc_info.restype = MallocInfo
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+
+    def bytes_after(calls):
+        for _ in range(calls):
+            pipe.largest(1)
+        return malloc_info().in_use
+
+    return bytes_after(100), bytes_after(calls)
+
+
+def test_a_wait_for_another_rank_leaves_no_memory():
+    for before, after in results_of(2, leave_no_bytes, 2000):
+        assert after - before < 2000 * 10
+
+
 class Trim(nn.Module):
     """Leaves out the positions that are padding, 0, in all samples of a micro-batch."""
 
@@ -204,7 +227,15 @@ def test_only_containers_are_decoded():
     allocation = pickle.GLOBAL + b"torch\nTensor\n" + pickle.dumps((2**40,), 0)[:-1] + pickle.REDUCE + pickle.STOP
     name_of_pair = f"{Pair.__module__}\n{Pair.__name__}\n".encode()
     attribute = pickle.GLOBAL + name_of_pair + pickle.dumps((None, {"harmed": 1}), 0)[:-1] + pickle.BUILD + pickle.STOP
-    for harmful in (pickle.dumps(os.system), pickle.dumps(namedtuple), allocation, attribute, pickle.dumps(3), b"", b"?"):
+    bomb: object = True
+    for _ in range(40):
+        bomb = (bomb, bomb)
+    deep = pickle.EMPTY_LIST * 5000 + pickle.NEWTRUE + pickle.APPEND * 5000 + pickle.STOP
+    endless = pickle.EMPTY_LIST + pickle.BINPUT + b"\0" + (pickle.BINGET + b"\0" + pickle.APPEND) + pickle.STOP
+    announced = pickle.BYTEARRAY8 + (2**45).to_bytes(8, "little")
+    bombs = (pickle.dumps(bomb), deep, endless, announced)
+    others = (pickle.dumps(os.system), pickle.dumps(namedtuple), allocation, attribute, pickle.dumps(3), b"", b"?")
+    for harmful in bombs + others:
         with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
     assert not hasattr(Pair, "harmed")

@@ -208,6 +208,37 @@ def test_two_ranks_train_with_the_bits_of_one_process_and_write_its_file(tmp_pat
     assert contents("start") != contents("on")
 
 
+class Reversed(nn.Module):
+    """Defines its layers in another order than it calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+
+    def forward(self, x):
+        for layer in reversed(self.inner):
+            x = x + layer(x).sin()
+        return self.last(x)
+
+
+def clip(ranks):
+    torch.manual_seed(0)
+    (x, y), model = batch(8), Reversed()
+    pipe = gpipe.GPipe.from_module(model, x, balance=[10, 11], chunks=2, group=ranks)
+    norms = []
+    for step in range(30):
+        pipe.zero_grad()
+        pipe.step(x + step, y, F.cross_entropy)
+        norms.append(pipe.clip_grad_norm_(0.1, norm_type=1.0 + step % 3))
+    return norms
+
+
+def test_the_norm_of_a_converted_model_is_summed_in_the_order_of_its_parameters():
+    alone = clip(None)
+    assert all(ours == alone for ours in results_of(2, clip))
+
+
 def names_and_refusals(ranks):
     pipe = make_pipe(([1, 6], "zb_h1", "looped", "never", "cpu"), ranks)
     names = [name for name, _ in pipe.named_parameters()]

@@ -31,8 +31,8 @@ inline constexpr std::chrono::milliseconds kShortLimit{20};
 ///   between two ranks keep their order. Others overtake each other.
 /// - A rank that closes its connections, or dies, ends its transfers at both ends.
 /// - Nothing moves to or from a rank that has stopped, and its own waits do not run out of time.
-/// - What Connections forbids is a failure of the test: a message that is longer than its receive, and a transfer that
-///   is dropped before it is complete while its connection is open.
+/// - What Connections forbids is a failure of the test: a message that is longer than its receive, and a receive that
+///   is dropped before it is complete while its tag and its connection are open.
 ///
 /// Thread safety: all functions may be called on any thread. REQUIRES: outlives the transfers.
 class FakeNetwork {
@@ -75,7 +75,10 @@ class FakeNetwork {
   struct Message {
     const int from;
     const int to;
+    const int tag;
+    bool is_received = false;  // whether its receive has started
     std::span<const std::byte> source;
+    std::shared_ptr<const void> owner;
     std::span<std::byte> target;
     bool matched = false;
     Clock::time_point due;  // of a matched one
@@ -102,13 +105,18 @@ class FakeNetwork {
 
     ~Ending() override {
       std::lock_guard lock(network_.mutex_);
-      if (message_->done || message_->failed) return;
-      ADD_FAILURE() << "rank " << rank_ << " dropped a message from rank " << message_->from << " to rank "
-                    << message_->to << " before it was complete";
+      if (rank_ == message_->from || message_->done || message_->failed) return;
+      ADD_FAILURE() << "rank " << rank_ << " dropped a message from rank " << message_->from
+                    << " before it was complete";
       network_.end(message_, /*done=*/false);
     }
 
-    void wait(std::chrono::milliseconds limit) override {
+    bool has_ended() override {
+      std::lock_guard lock(network_.mutex_);
+      return message_->done || message_->failed;
+    }
+
+    void wait(std::chrono::milliseconds limit, const Poll&) override {
       std::unique_lock lock(network_.mutex_);
       auto& message = *message_;
       for (const auto end = Clock::now() + limit; !message.done;) {
@@ -138,12 +146,14 @@ class FakeNetwork {
    public:
     End(FakeNetwork& network, int rank) : network_(network), rank_(rank) {}
 
-    std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
+    std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes,
+                                   std::shared_ptr<const void> owner) override {
       std::lock_guard lock(network_.mutex_);
       auto& queue = network_.queue(rank_, rank, tag);
-      auto message = network_.start(queue, queue.sends, queue.receives, rank_, rank);
+      auto message = network_.start(queue, queue.sends, queue.receives, rank_, rank, tag);
       ++queue.sent;
       message->source = bytes;
+      message->owner = std::move(owner);
       message->changed.notify_all();
       return std::make_shared<Ending>(network_, rank_, std::move(message));
     }
@@ -151,10 +161,20 @@ class FakeNetwork {
     std::shared_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) override {
       std::lock_guard lock(network_.mutex_);
       auto& queue = network_.queue(rank, rank_, tag);
-      auto message = network_.start(queue, queue.receives, queue.sends, rank, rank_);
+      auto message = network_.start(queue, queue.receives, queue.sends, rank, rank_, tag);
       message->target = bytes;
+      message->is_received = true;
       message->changed.notify_all();
       return std::make_shared<Ending>(network_, rank_, std::move(message));
+    }
+
+    void end_tags(int first, int last) override {
+      std::lock_guard lock(network_.mutex_);
+      const auto messages = network_.open_;
+      for (const auto& message : messages) {
+        const bool has_tag = message->to == rank_ && message->tag >= first && message->tag < last;
+        if (has_tag && message->is_received) network_.end(message, /*done=*/false);
+      }
     }
 
     void close() noexcept override {
@@ -182,10 +202,10 @@ class FakeNetwork {
   }
 
   /// Starts one end of a message. `mine` and `theirs` are a queue's lists.
-  std::shared_ptr<Message> start(Queue& queue, Messages& mine, Messages& theirs, int from, int to) {
+  std::shared_ptr<Message> start(Queue& queue, Messages& mine, Messages& theirs, int from, int to, int tag) {
     if (closed_[from] || closed_[to]) throw ConnectionError("the connection is closed");
     if (theirs.empty()) {
-      mine.push_back(std::shared_ptr<Message>(new Message{.from = from, .to = to}));
+      mine.push_back(std::shared_ptr<Message>(new Message{.from = from, .to = to, .tag = tag}));
       open_.insert(mine.back());
       return mine.back();
     }
@@ -203,6 +223,7 @@ class FakeNetwork {
 
   void end(const std::shared_ptr<Message>& message, bool done) {
     (done ? message->done : message->failed) = true;
+    message->owner = nullptr;
     message->changed.notify_all();
     open_.erase(message);
   }

@@ -63,14 +63,13 @@ class FakeRank {
 
   /// Makes all calls and checks their results. Reports the first error, which ends it.
   void run() {
-    Wires wires(network_.of(rank_), /*first=*/5, limit_, allocate);
+    Wires wires(network_.of(rank_), /*first=*/5, /*count=*/1000, limit_, allocate);
     try {
       make_calls(wires);
     } catch (...) {
       failed_ = true;
       report(std::current_exception(), awaited_);
     }
-    wires.finish();
   }
   /// Whether run() has ended with an error.
   bool failed() const { return failed_; }

@@ -12,8 +12,8 @@ namespace {
 struct Ends {
   static constexpr int kFirst = 2;
   FakeNetwork network{2};
-  Wires sender{network.of(0), kFirst, kLongLimit, allocate};
-  Wires receiver{network.of(1), kFirst, kLongLimit, allocate};
+  Wires sender{network.of(0), kFirst, 1, kLongLimit, allocate};
+  Wires receiver{network.of(1), kFirst, 1, kLongLimit, allocate};
 
   /// Returns whether both layouts were known.
   bool call(const LayoutKey& key, const std::vector<Strings>& contents) {

@@ -97,12 +97,7 @@ TEST(Wire, KeepsAnOwnerUntilDelivery) {
   wire.receive(0);
   EXPECT_FALSE(owners[1].expired());
   EXPECT_TRUE(send(2, "small"));
-  std::jthread receiver([&] {
-    for (int i = 1; i < 3; ++i) wire.receive(i);
-  });
-  wire.sender->finish();
-  receiver.join();
-  wire.sender->drain(kLongLimit);
+  for (int i = 1; i < 3; ++i) wire.receive(i);
   for (const auto& owner : owners) EXPECT_TRUE(owner.expired());
   wire.expect(3);
   EXPECT_FALSE(send(2, "again")) << "a small message of a known layout is copied";
@@ -124,8 +119,8 @@ void expect_refused(Header header, const std::string& layout_and_values, const s
   WireReceiver receiver(network.of(1), 0, kFirstTag, kLongLimit, allocate);
   std::deque<LastLayout> layouts(1);
   receiver.expect(layouts, 1);
-  const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
-  const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+  const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)), nullptr);
+  const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)), nullptr);
   try {
     receiver.receive(0);
     ADD_FAILURE() << "no error";
@@ -143,9 +138,9 @@ TEST(WireFailure, RefusesMalformedMessages) {
   expect_refused({.magic = 1}, "0 0", due);
   expect_refused({.sequence = 1}, "0 0", due);
   expect_refused({.label = 0xabc}, "0 0", {"rank 0 sent message 0 with label abc", "label 0 was due"});
-  expect_refused({.layout_bytes = 1 << 21}, "0 0", {"announced a layout of 2097152 bytes"});
+  expect_refused({.layout_bytes = 1 << 25}, "0 0", {"announced a layout of 33554432 bytes"});
   expect_refused({.layout_bytes = ~std::uint64_t{0}}, "0 0", {"announced a layout"});
-  expect_refused({.values_bytes = 1 << 21}, "0 0", {"with 2097152 bytes of values"});
+  expect_refused({.values_bytes = 1 << 25}, "0 0", {"with 33554432 bytes of values"});
   expect_refused({.values_bytes = 1}, "0 0!", {"1 bytes of values, but the layout has 0"});
   expect_refused({}, "5 0", {"0 bytes of values, but the layout has 5"});
   expect_refused({}, "bad", {"the layout is malformed: bad"});
@@ -192,12 +187,12 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
     std::deque<LastLayout> layouts(1);
     receiver.expect(layouts, 1);
     Header header{.values_bytes = 2};
-    const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+    const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)), nullptr);
     std::shared_ptr<Transfer> second;
-    if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+    if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)), nullptr);
     EXPECT_THROW(receiver.receive(0), TimeoutError);
-    const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)));
-    late->wait(kLongLimit);
+    const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)), nullptr);
+    late->wait(kLongLimit, nullptr);
     network.of(1).close();
   }
 }

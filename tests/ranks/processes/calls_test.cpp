@@ -72,6 +72,35 @@ RANKS_TEST(RanksCalls, LargeMessagesLeaveNoMemory, 2) {
   EXPECT_FALSE(kept());
 }
 
+/// How many threads, open files and mappings of memory this process has.
+std::vector<std::ptrdiff_t> counts() {
+  const auto entries = [](const char* folder) {
+    return std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator());
+  };
+  std::ifstream maps("/proc/self/maps");
+  const auto lines = std::count(std::istreambuf_iterator<char>(maps), std::istreambuf_iterator<char>(), '\n');
+  return {entries("/proc/self/task"), entries("/proc/self/fd"), lines};
+}
+
+/// Bytes that malloc has given out.
+std::size_t allocated_bytes() { return mallinfo2().uordblks + mallinfo2().hblkhd; }
+
+RANKS_TEST(RanksCalls, EndedPipelinesLeaveNothing, 2, {.ranks = patient().replicas(2)}) {
+  const auto make = [&](int count) {
+    for (int i = 0; i < count; ++i) {
+      auto pipe = make_pipe(1, "gpipe", ranks);
+      pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse);
+    }
+    return counts();
+  };
+  const auto first = make(10);
+  const auto bytes = allocated_bytes();
+  const auto last = make(30);
+  for (const int i : {0, 1}) EXPECT_EQ(last[i], first[i]) << i;
+  EXPECT_LE(last[2], first[2] + 10);
+  EXPECT_LE(allocated_bytes(), bytes + 30 * 4096);  // a FileStore keeps what was said
+}
+
 RANKS_TEST(RanksCalls, ShareNumbers, 2) {
   const auto rank = static_cast<std::uint64_t>(ranks->rank());
   auto pipe = make_pipe(4, "zb_v", ranks);  // rank 0 has the first and the last stage

@@ -20,20 +20,26 @@ namespace gpipe {
 namespace {
 
 /// Names an attempt on all ranks, which come in this order, a while one after the other.
-std::vector<std::string> attempt(c10d::Store& store, const std::vector<int>& order) {
+std::vector<std::string> attempt(const StoreThread::Open& store, const std::vector<int>& order) {
   std::vector<std::string> names(order.size());
   std::vector<std::thread> threads;
   for (const int rank : order) {
-    threads.emplace_back(
-        [&, rank] { names[rank] = name_attempt(store, rank, static_cast<int>(order.size()), seconds(20), nullptr); });
+    threads.emplace_back([&, rank] {
+      StoreThread thread(store);
+      names[rank] = name_attempt(thread, rank, static_cast<int>(order.size()), seconds(20), nullptr);
+    });
     std::this_thread::sleep_for(milliseconds(20));
   }
   for (auto& thread : threads) thread.join();
   return names;
 }
 
+StoreThread::Open new_store() {
+  return [store = c10::make_intrusive<c10d::HashStore>()] { return store; };
+}
+
 TEST(Attempt, HasANameOfItsOwn) {
-  c10d::HashStore store;
+  const auto store = new_store();
   std::set<std::string> seen;
   for (const auto& order : std::vector<std::vector<int>>{{0, 1, 2}, {2, 1, 0}, {1, 0, 2}, {0, 2, 1}}) {
     const auto names = attempt(store, order);
@@ -43,9 +49,10 @@ TEST(Attempt, HasANameOfItsOwn) {
 }
 
 TEST(Attempt, IgnoresRanksThatCameBefore) {
-  c10d::HashStore store;
-  const auto come = [&](int rank, milliseconds limit, const std::function<void()>& poll = nullptr) {
-    return message_from([&] { name_attempt(store, rank, 3, limit, poll); });
+  const auto store = new_store();
+  const auto come = [&](int rank, milliseconds limit, const Poll& poll = nullptr) {
+    StoreThread thread(store);
+    return message_from([&] { name_attempt(thread, rank, 3, limit, poll); });
   };
   // Ranks 1 and 2 come and die before rank 0 comes, and rank 0 before rank 2.
   EXPECT_THAT(come(1, milliseconds(30)), HasSubstr("rank 0"));
@@ -54,6 +61,37 @@ TEST(Attempt, IgnoresRanksThatCameBefore) {
   for (const int rank : {0, 1}) EXPECT_EQ(come(rank, seconds(20), [] { throw std::domain_error("stop"); }), "stop");
   const auto names = attempt(store, {1, 2, 0});
   EXPECT_THAT(names, Each(names[0]));
+}
+
+TEST(Attempt, HasOneProcessPerRank) {
+  StoreThread store(new_store());
+  for (const int rank : {0, 1, 1}) claim_rank(store, rank, seconds(20), nullptr);
+  store.post([](c10d::Store& of_job) { of_job.set("rank 2", "process 1 on host 'another'"); });
+  EXPECT_THAT(message_from([&] { claim_rank(store, 2, seconds(20), nullptr); }),
+              HasSubstr("rank 2 has already come to this job: process 1 on host 'another', but this is process "));
+}
+
+/// A store whose process is stopped.
+struct StuckStore : c10d::HashStore {
+  bool check(const std::vector<std::string>&) override {
+    for (;;) pause();
+  }
+};
+
+TEST(StoreFailure, AStoreThatDoesNotAnswer) {
+  for (const bool is_stopped : {false, true}) {
+    StoreThread store([] { return c10::make_intrusive<StuckStore>(); });
+    store.post([](c10d::Store& of_job) { of_job.set("key", "value"); });
+    int polls = 0;
+    const auto poll = [&] {
+      if (is_stopped && ++polls == 3) throw std::domain_error("stop");
+    };
+    const auto limit = is_stopped ? milliseconds(20'000) : milliseconds(120);
+    const auto error =
+        message_from([&] { await_value(store, "key", std::chrono::steady_clock::now() + seconds(60), limit, poll); });
+    EXPECT_THAT(error, HasSubstr(is_stopped ? "stop" : "the store of the job has not answered within 120 ms"));
+    EXPECT_TRUE(store.is_stuck());
+  }
 }
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
@@ -147,8 +185,9 @@ TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
   unset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"});
 }
 
-/// The addresses at which this process accepts connections, as /proc/net writes them.
-std::vector<std::string> listens_at() {
+/// The local addresses of this process's sockets that are in a state, as /proc/net writes them.
+enum State { kConnected = 1, kListening = 10 };
+std::vector<std::string> addresses(State state) {
   std::set<std::string> own;  // inodes
   for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;
@@ -163,25 +202,49 @@ std::vector<std::string> listens_at() {
     while (std::getline(file, line)) {
       std::istringstream text(line);
       const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
-      if (words.at(3) == "0A" && own.count(words.at(9)) != 0)
+      if (std::stoi(words.at(3), nullptr, 16) == state && own.count(words.at(9)) != 0)
         addresses.push_back(words[1].substr(0, words[1].find(':')));
     }
   }
   return addresses;
 }
 
-RANKS_TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface, 2) {
-  EXPECT_THAT(listens_at(), IsEmpty());
+RANKS_TEST(RanksEnvironment, RanksConnectOnlyOnTheLoopbackInterface, 2) {
+  EXPECT_THAT(addresses(kListening), IsEmpty());
   const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
   set(loopback(ranks->rank(), 2, std::stoi(port)));
   const auto named = Ranks::from_environment(patient());
   EXPECT_EQ(named->rank(), ranks->rank());
   EXPECT_EQ(named->size(), 2);
   step(named);
-  // Rank 0 also serves the store.
-  EXPECT_THAT(listens_at(), std::vector<std::string>(ranks->rank() == 0 ? 2 : 1, "0100007F"));
+  // Rank 0 serves the store.
+  EXPECT_THAT(addresses(kListening), std::vector<std::string>(ranks->rank() == 0 ? 1 : 0, "0100007F"));
+  EXPECT_THAT(addresses(kConnected), AllOf(Not(IsEmpty()), Each(EndsWith("0100007F"))));
   set({{"LOCAL_RANK", std::to_string(ranks->rank())}});
   EXPECT_EQ(new_ranks(2)->local_rank(), ranks->rank());
+}
+
+// Rank 0 serves the store.
+TEST(RanksEnvironment, TheProcessOfTheStoreIsStopped) {
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
+    const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
+    const auto first = ranks->share(std::to_string(getpid()));
+    set(loopback(ranks->rank(), 2, std::stoi(port)));
+    const auto named = Ranks::from_environment(patient().join_timeout(seconds(2)));
+    while (ranks->rank() == 0) pause();
+    kill(std::stoi(first), SIGSTOP);
+    EXPECT_THAT(message_from([&] {
+                  named->share("", [polls = 0]() mutable {
+                    if (++polls == 3) throw std::domain_error("stop");
+                  });
+                }),
+                "stop");
+    EXPECT_THAT(message_from([&] { named->share(""); }),
+                HasSubstr("the store of the job has not answered within 2000 ms"));
+    std::_Exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  const auto ends = run_job(2, body);
+  EXPECT_EQ(ends[1].status, 0) << ends[1].output;
 }
 
 /// Returns the command's exit status, or minus a signal, and its output.
@@ -274,7 +337,8 @@ TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
   if (is_a_rank()) try {
       const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(2)).join_timeout(seconds(5)));
       step(ranks);
-      for (const auto& address : listens_at()) std::cout << "listens at " << address << "\n";
+      for (const auto& address : addresses(kListening)) std::cout << "listens at " << address << "\n";
+      for (const auto& address : addresses(kConnected)) std::cout << "uses " << address << "\n";
       for (auto pipe = make_pipe(ranks);;) {
         pipe->forward(torch::ones({4, 4})).sum().backward();
         std::cout << "trains" << std::endl;
@@ -285,10 +349,10 @@ TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
     }
   const auto run = shell("set -- '" + this_test_as_a_rank() + "'\n" + kTwoHosts);
   if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.output;
-  EXPECT_THAT(run.output, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
-                                Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
-                                HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
-                                HasSubstr("rank 1 ended with 3")));
+  EXPECT_THAT(run.output,
+              AllOf(HasSubstr("uses 01004D0A"), HasSubstr("uses 02004D0A"), Not(HasSubstr("listens at 00000000")),
+                    HasSubstr("rank 1 is stopped or cut off"), HasSubstr("rank 0 is stopped or cut off"),
+                    HasSubstr("rank 0 ended with 3"), HasSubstr("rank 1 ended with 3")));
 }
 
 }  // namespace

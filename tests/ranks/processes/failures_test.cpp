@@ -3,11 +3,15 @@
 // Only a rank that stops or hangs is told by a time-out. The message says so.
 
 #include <ATen/autocast_mode.h>
+#include <unistd.h>
 
 #include <csignal>
+#include <fstream>
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/ranks/job.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/ranks/processes/job.h"
 
@@ -135,6 +139,48 @@ TEST(RanksFailures, ARankIsStopped) {
   expect_failed(ends, kCulprit, "rank 2 is stopped or cut off: rank ");
 }
 
+/// A worker of a data loader is such a child.
+TEST(RanksFailures, ARankIsKilledWhoseForkedChildLives) {
+  constexpr int kCulprit = 1;
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
+    train(ranks, [&](Subject& subject) {
+      if (ranks->rank() != kCulprit) return;
+      subject.arm(FaultPlan::kForward, [] {
+        if (fork() == 0) {
+          std::this_thread::sleep_for(seconds(30));
+          std::_Exit(0);
+        }
+        raise(SIGKILL);
+      });
+    });
+  };
+  expect_failed(run_job(kRanks, body), kCulprit, "rank 1 was lost");
+}
+
+/// Rank 1 fails when it has come, before rank 0 begins to connect to it.
+TEST(RanksFailures, ARankFailsWhileTheRanksConnect) {
+  struct Case {
+    int signal;
+    seconds timeout;
+    std::string cause;
+  };
+  const std::vector<Case> cases = {{SIGKILL, seconds(600), "rank 1 was lost"},
+                                   {SIGSTOP, seconds(1), "cannot connect to the others: rank 1 does not answer"}};
+  repeat_job(static_cast<int>(cases.size()), [&](int number) {
+    const auto& test = cases[number];
+    const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
+      if (ranks->rank() == 0) std::this_thread::sleep_for(seconds(1));
+      const auto fail_soon = [&, polls = 0]() mutable {
+        if (++polls == 10) raise(test.signal);
+      };
+      ranks->job().join({{"name", "value"}}, 1, ranks->rank() == 0 ? Poll() : fail_soon);
+    };
+    const auto ends = run_job(2, body, {.ranks = patient().timeout(test.timeout)});
+    EXPECT_EQ(ends[1].status, -SIGKILL);
+    expect_failed(ends, 1, test.cause);
+  });
+}
+
 RANKS_TEST(RanksFailures, ALayerHangs, kRanks) {
   Subject subject(new_ranks(kRanks, patient().timeout(seconds(1))), "1f1b");
   subject.step();
@@ -221,7 +267,7 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
       {[](auto& options, auto&, auto&) {
          options.placement({2, 1, 0});
        },
-       "the placement", "[]", "[2, 1, 0]"},
+       "the placement", "[0, 1, 2]", "[2, 1, 0]"},
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
@@ -244,6 +290,23 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
     EXPECT_THAT(message_from([&] { GPipe(model, balance, options); }),
                 AllOf(HasSubstr("the ranks differ in " + test.name + ": rank 0 has"), HasSubstr(test.value),
                       HasSubstr("but rank 1 has"), HasSubstr(test.changed)));
+  }
+}
+
+RANKS_TEST(RanksFailures, SchedulesOfOneNameDiffer, kRanks) {
+  const bool is_other = ranks->rank() == 1;
+  const auto file = std::filesystem::temp_directory_path() / ("gpipe_schedule_" + std::to_string(getpid()));
+  const absl::Cleanup remove = [&] { std::filesystem::remove(file); };
+  std::ofstream(file) << "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n" << (is_other ? "2F0 2B0 2F1 2B1" : "2F0 2F1 2B0 2B1");
+  const auto by_function = [&](const Layout& layout, Checkpoint checkpoint) {
+    return make_schedule(is_other && layout.micro_batches > 1 ? "1f1b" : "gpipe", layout, checkpoint);
+  };
+  for (auto options : {GPipeOptions().schedule("@" + file.string()), GPipeOptions().schedule_function(by_function)}) {
+    options.chunks(2).checkpoint(Checkpoint::kNever).ranks(new_ranks(kRanks));
+    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 4)), {1, 1, 1}, options);
+    const auto step = [&] { pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse); };
+    EXPECT_THAT(message_from(step), HasSubstr("rank 1 has another schedule for 'step of micro-batches [4, 4], checkp"));
+    EXPECT_EQ(message_from([&] { pipe->forward(torch::ones({8, 4})); }), "nothing");
   }
 }
 
@@ -291,6 +354,37 @@ RANKS_TEST(RanksFailures, CallsDiffer, kRanks) {
   EXPECT_EQ(message_from(step), "nothing");
 }
 
+RANKS_TEST(RanksFailures, PipelinesAreUsedInAnotherOrder, kRanks) {
+  const int rank = ranks->rank();
+  for (int culprit = 0; culprit < kRanks; ++culprit) {
+    const auto of = new_ranks(kRanks);
+    Subject pipes[] = {Subject(of), Subject(of)};
+    for (auto& pipe : pipes) pipe.step();
+    const std::string by_first = culprit == 0 ? "1" : "0";
+    const std::string by_other = culprit == 0 ? "1 uses pipeline 0" : std::to_string(culprit) + " uses pipeline 1";
+    EXPECT_THAT(
+        message_from([&] { pipes[rank == culprit].step(); }),
+        HasSubstr("rank 0 uses pipeline " + by_first + ", but rank " + by_other + " for 'step of micro-batches"));
+  }
+  const auto of = new_ranks(kRanks);
+  Subject pipe(of);
+  EXPECT_THAT(message_from([&] { rank == 2 ? pipe.step() : static_cast<void>(Subject(of)); }),
+              HasSubstr("rank 0 makes pipeline 1, but rank 2 uses pipeline 0 for 'step of micro-batches"));
+}
+
+RANKS_TEST(RanksFailures, ThreadsUsePipelinesInAnyOrder, 2) {
+  Subject pipes[] = {Subject(ranks, "1f1b", Checkpoint::kNever, 2), Subject(ranks, "gpipe", Checkpoint::kNever, 2)};
+  std::vector<std::jthread> threads;
+  for (int k = 0; k < 2; ++k) {
+    threads.emplace_back([&, k] {
+      for (int step = 0; step < 3; ++step) {
+        std::this_thread::sleep_for(milliseconds(k == ranks->rank() ? 0 : 200));
+        EXPECT_EQ(message_from([&] { pipes[k].step(); }), "nothing");
+      }
+    });
+  }
+}
+
 RANKS_TEST(RanksFailures, AHookThrows, kRanks) {
   Subject subject(ranks);
   const std::vector<std::function<void()>> calls = {[&] { subject.step(); }, [&] { subject.forward_and_backward(); }};
@@ -309,17 +403,6 @@ RANKS_TEST(RanksFailures, AHookThrows, kRanks) {
       EXPECT_EQ(message_from(call), "nothing");
     }
   }
-}
-
-RANKS_TEST(RanksFailures, ARankLeavesOutAMiniBatch, kRanks) {
-  const auto x = [](int step) { return torch::full({8, 4}, 1.0 + step); };
-  Subject subject(ranks);
-  for (int step = 0; step < 3; ++step) subject.step(x(step));
-  EXPECT_THAT(message_from([&] { subject.step(x(ranks->rank() == 2 ? 4 : 3)); }),
-              HasSubstr("rank 2 trains on another mini-batch than rank 0, but had the same in the calls before"));
-  // Only rank 0 reads the input.
-  Subject other(new_ranks(kRanks));
-  for (int step = 0; step < 5; ++step) other.step(x(ranks->rank() == 0 ? step : -1));
 }
 
 RANKS_TEST(RanksFailures, ARefusedBatchIsRefusedByAll, kRanks) {

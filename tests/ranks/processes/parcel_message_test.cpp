@@ -71,6 +71,31 @@ TEST(ParcelMessage, KeepsStridesAndAlignment) {
   EXPECT_FALSE(carried(Tensor()).defined());
 }
 
+TEST(ParcelMessage, RefusesTensorsThatSizesAndStridesDoNotDescribe) {
+  const auto x = torch::ones({2, 3});
+  const std::vector<std::pair<Tensor, std::string>> refused = {
+      {torch::quantize_per_tensor(x, /*scale=*/0.5, /*zero_point=*/1, torch::kQUInt8), "quantized"},
+      {torch::_nested_tensor_from_tensor_list({x, x[0].unsqueeze(0)}), "nested"},
+      {x.to_sparse(), "Sparse"},
+      {x.to_sparse_csr(), "SparseCsr"},
+      {x.to_mkldnn(), "Mkldnn"}};
+  for (const auto& test : refused) {
+    EXPECT_THAT([&] { message_of(test.first); },
+                throws<std::invalid_argument>("a tensor that goes to another rank is " + test.second));
+  }
+  EXPECT_TRUE(torch::equal(carried(torch::_efficientzerotensor({2, 3}, torch::kDouble)), x.to(torch::kDouble) * 0));
+}
+
+TEST(ParcelMessage, RefusesBytesThatAreNone) {
+  EXPECT_EQ(to_bytes(of_bytes("abc")), "abc");
+  for (const auto& other :
+       {Tensor(), torch::ones({3}), torch::ones({1}, torch::kByte).expand({1 << 20}), torch::ones({3}, torch::kMeta)}) {
+    Parcel parcel;
+    parcel.add(other, /*gradient_wanted=*/false);
+    EXPECT_THAT([&] { to_bytes(parcel); }, throws<std::runtime_error>("malformed layout"));
+  }
+}
+
 TEST(ParcelMessage, SendsNoRepeatsAndNoGaps) {
   const auto x = torch::ones({6, 8});
   EXPECT_EQ(bytes_of_pieces(message_of(x.slice(1, 0, 2))), 6 * 2 * 4);

@@ -306,6 +306,23 @@ RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3) {
   }
 }
 
+/// Only the input of the first rank and the target of the last one count. Others may be alike for a while.
+RANKS_TEST(RanksTraining, ReadsTheInputOfOneRankAndTheTargetOfAnother, 3) {
+  const auto run = [&](const std::shared_ptr<Ranks>& over) {
+    torch::manual_seed(3);
+    GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6), Linear(6, 6)), {1, 1, 1}, GPipeOptions().chunks(2).ranks(over));
+    Record record;
+    for (int call = 0; call < 5; ++call) {
+      const auto data = waves(8) + call;
+      const auto given = [&](int reader) { return over && over->rank() != reader && call > 2 ? data + 1e-6 : data; };
+      record[std::to_string(call)] = pipe->step(given(0), given(2), kMse).loss;
+    }
+    record.merge(gradients_of(pipe));
+    return record;
+  };
+  expect_part_of(run(ranks), run(nullptr));
+}
+
 /// The seeds to begin with, and the number of cases for each number of ranks.
 Seeds cases() { return seeds_from_environment(16); }
 
