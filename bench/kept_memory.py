@@ -2,11 +2,10 @@
 
     taskset -c 0,1 python kept_memory.py
 
-Two stages of two layers each, on two cores, in 4 micro-batches under 1f1b, with an activation of so many MiB per layer and
-micro-batch. Each measurement is a process of its own; those with and without kept memory take turns. Prints a table: the
-medians over processes of the median step's faults and ms, and the peak of resident memory, with ratios of processes in the same turn,
-in brackets the lowest and the highest. *varying*: the
-mini-batches have 40 to 100 % of the samples.
+Two stages of two layers each, in 4 micro-batches under 1f1b, with an activation of so many MiB per layer and micro-batch.
+Each measurement is a process of its own; those with and without kept memory take turns. Prints a table: the medians over
+processes of the median step's faults and ms, and of the peak of resident memory. Ratios are of processes in the same turn,
+in brackets the lowest and the highest. *varying*: the mini-batches have 40 to 100 % of the samples.
 """
 
 import argparse
@@ -34,8 +33,9 @@ def measure(mebibytes: int, keeps: bool, varies: bool) -> list[float]:
     """Returns the faults and the ms of the median step, and the peak of resident memory in MiB."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    options = {"chunks": CHUNKS, "checkpoint": "never", "schedule": "1f1b", "keep_memory": keeps}
-    pipe = gpipe.GPipe(model, [2, 2], devices=["cpu"] * 2, **options)
+    pipe = gpipe.GPipe(
+        model, [2, 2], devices=["cpu"] * 2, chunks=CHUNKS, checkpoint="never", schedule="1f1b", keep_memory=keeps
+    )
     largest = torch.rand(CHUNKS * mebibytes * (1 << 20) // (4 * WIDTH), WIDTH)
     choice = random.Random(0)
     faults, seconds = [], []
@@ -53,7 +53,8 @@ def measure(mebibytes: int, keeps: bool, varies: bool) -> list[float]:
 
 def in_process(*arguments: object) -> list[float]:
     command = [sys.executable, __file__, "--measure", json.dumps(arguments)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    measured: list[float] = json.loads(subprocess.check_output(command, text=True))
+    return measured
 
 
 def rows(sizes: list[int], repeats: int) -> Iterator[list[str]]:

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/base/json.h"
 #include "gpipe/rank_state.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "python/src/interpreter.h"
@@ -79,7 +78,6 @@ Content read_snapshot(const py::bytes& name) {
 void write_weights(const py::bytes& name, const Tensors& tensors, const std::string& model) {
   const std::filesystem::path path{std::string(name)};
   auto file = to_file(tensors, "");
-  if (!model.empty()) parse_json(model);  // refuses what a reader would
   file.model = model;
   with_file(path, [&] { write_safetensors(path, file); });
 }
