@@ -166,15 +166,16 @@ void add_kernels(torch::Library& library) {
   }
 }
 
-// Called before the first scope, so that a process that only loads this library can use the key otherwise.
+// Called before the first scope, so that a process that only loads this library can use the key otherwise. The kernels
+// stay: a thread may call operators while the process exits.
 void register_kernels() {
   const auto library = [](const char* name, auto add) {
-    torch::Library made(torch::Library::IMPL, name, kKey, __FILE__, __LINE__);
-    add(made);
+    auto* made = new torch::Library(torch::Library::IMPL, name, kKey, __FILE__, __LINE__);
+    add(*made);
     return made;
   };
-  static const auto aten = library("aten", add_kernels);
-  static const auto others =
+  [[maybe_unused]] static const auto* const aten = library("aten", add_kernels);
+  [[maybe_unused]] static const auto* const others =
       library("_", [](torch::Library& all) { all.fallback(torch::CppFunction::makeFallthrough()); });
 }
 

@@ -2,6 +2,7 @@
 
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/pipeline.h"
+#include "gpipe/runtime/exit.h"
 
 namespace gpipe {
 
@@ -32,6 +33,7 @@ class Call {
   void fail() noexcept;
 
  private:
+  const ExitGuard exit_guard_;
   Pipeline& pipeline_;
   std::optional<MutexLock> turn_;
   std::vector<StageState::Moment> before_;  // per stage

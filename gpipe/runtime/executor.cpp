@@ -4,9 +4,11 @@
 
 #include <cassert>
 #include <deque>
+#include <stdexcept>
 #include <thread>
 
 #include "gpipe/base/clock.h"
+#include "gpipe/runtime/exit.h"
 
 namespace gpipe {
 namespace {
@@ -184,7 +186,10 @@ class Executor::Worker {
   void loop() {
     owner_of_this_thread = &owner_;
     while (Run* run = next_run()) {
-      run->work(index_);
+      {
+        const ExitGuard guard;
+        run->work(index_);
+      }
       set_run(nullptr);
     }
   }
@@ -204,7 +209,7 @@ Executor::Executor(int workers, std::function<void()> poll, int first)
 }
 
 Executor::~Executor() {
-  if (!forked()) return;
+  if (!forked() && !process_exits()) return;
   for (auto& worker : workers_) static_cast<void>(worker.release());
 }
 
@@ -227,9 +232,11 @@ void Executor::wait_for(Worker& worker, Run& run) {
   while (!worker.wait_for(kPollInterval)) {
     try {
       if (poll_) poll_();
+      if (process_exits()) throw std::runtime_error("[gpipe] the process exits");
     } catch (...) {
       run.fail({std::current_exception()});
     }
+    const ExitGuard sleeps_if_process_exits;  // a worker that exits never ends its run
   }
 }
 
@@ -237,6 +244,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, ActionRu
                                      int step) {
   check_caller();
   Run run(*this, program, part, runner, timeline != nullptr, step);
+  const ExitGuard guard;
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->set_run(&run);

@@ -83,7 +83,7 @@ class Executor {
   /// it calls `poll`, unless that is null, every 50 ms; an exception from it is an error of the run. Errors:
   /// std::system_error if a thread cannot be started.
   explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0);
-  /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
+  /// Joins the threads, unless forked() or the process exits. REQUIRES: no run is in progress.
   ~Executor();
 
   int workers() const { return static_cast<int>(workers_.size()); }

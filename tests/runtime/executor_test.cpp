@@ -143,6 +143,42 @@ TEST(ExecutorFailure, CanComeFromThePoll) {
   expect_reference(program, others);
 }
 
+/// An object of a layer that exit() destroys.
+struct OfLayer {
+  ~OfLayer() {
+    is_gone = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  }
+  static inline std::atomic<bool> is_gone = false;
+};
+
+[[noreturn]] void run_until_exit(const std::function<void(int action)>& on_action) {
+  const auto program = gpipe_program(straight(2, 4));
+  static Executor executor(2);
+  std::atomic<int> count = 0;
+  for (;;) {
+    FakeCells cells(program);
+    cells.on_action = [&](const Action&) {
+      static const OfLayer of_layer;
+      if (OfLayer::is_gone) std::abort();
+      on_action(++count);
+    };
+    executor.run(program, Part::kAll, cells);
+  }
+}
+
+TEST(ExecutorDeathTest, ExitEndsRunsBeforeItDestroysWhatTheyUse) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto on_worker = [](int action) {
+    if (action == 100) std::exit(7);
+  };
+  EXPECT_EXIT(run_until_exit(on_worker), ::testing::ExitedWithCode(7), "");
+  const auto on_other_thread = [](int action) {
+    if (action == 100) std::thread([] { std::exit(7); }).detach();
+  };
+  EXPECT_EXIT(run_until_exit(on_other_thread), ::testing::ExitedWithCode(7), "");
+}
+
 TEST(ExecutorTrace, HasEveryActionOnceInOrder) {
   const auto program = every_kind();
   Executor executor(3);
