@@ -206,18 +206,17 @@ void Job::note_loss(int rank, const std::string& cause) noexcept {
 void Job::leave_together(const Poll& poll) {
   leaving_ = true;
   const auto end = end_after(ranks_.options().timeout());
-  const auto exchange = [&](auto start, int rank, const Poll& while_waiting) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-    start(rank)->wait(left, while_waiting);
+  const auto await = [&](const std::shared_ptr<Transfer>& transfer) {
+    transfer->wait(std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()), poll);
   };
-  const auto send = [&](int rank) { return connections_->send(rank, kEndTag, {}, nullptr); };
-  const auto receive = [&](int rank) { return connections_->receive(rank, kEndTag, {}); };
+  const auto send = [&](int rank) { await(connections_->send(rank, kEndTag, {}, nullptr)); };
+  const auto receive = [&](int rank) { await(connections_->receive(rank, kEndTag, {})); };
   if (rank_ != 0) {
-    exchange(send, 0, poll);
-    exchange(receive, 0, poll);
+    send(0);
+    receive(0);
   } else {
-    for (int r = 1; r < ranks_.size(); ++r) exchange(receive, r, poll);
-    for (int r = 1; r < ranks_.size(); ++r) exchange(send, r, poll);
+    for (int r = 1; r < ranks_.size(); ++r) receive(r);
+    for (int r = 1; r < ranks_.size(); ++r) send(r);
   }
 }
 

@@ -29,8 +29,8 @@ class Ranks:
         with gpipe.Ranks.from_environment() as ranks:
             pipe = gpipe.GPipe(model, [4, 3], chunks=8, group=ranks)
 
-    Traffic is not encrypted, and whoever can read the store can join: use a private network. Make pipelines and ``Ranks`` on one thread at a
-    time, in the same order on all ranks.
+    Traffic is not encrypted, and whoever can read the store can join: use a private network. Make pipelines and
+    ``Ranks`` on one thread at a time, in the same order on all ranks.
 
     Args:
         group: a process group of torch.distributed with any back-end, which may be destroyed afterwards.
