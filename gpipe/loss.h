@@ -21,8 +21,8 @@ struct StepOptions {
   /// mini-batch, for which it keeps all outputs. Compares again when the shares of zeros, of negative numbers or of NaN
   /// in the micro-batches' targets first differ, because losses ignore such targets; looks at a sample of targets on
   /// the CPU only. Make a LossFunction once: one that is made anew is another loss, unless it captures only what is
-  /// trivially copyable and has the same bytes. Throws std::invalid_argument if the losses differ. Does nothing if the reduction is known or given as
-  /// kSum, or for a loss that fails on the whole mini-batch or draws random numbers.
+  /// trivially copyable and has the same bytes. Throws std::invalid_argument if the losses differ. Does nothing if the
+  /// reduction is known or given as kSum, or for a loss that fails on the whole mini-batch or draws random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

@@ -68,7 +68,7 @@ struct LossFunction : std::function<at::Tensor(const Value& output, const Value&
   LossFunction(std::shared_ptr<const LossIdentity> identity, Function function)
       : Function(std::move(function)), identity(std::move(identity)) {}
 
-  /// Equal if StepOptions::check need not compare both losses. Copies share it.
+  /// Losses with equal identities are compared once for StepOptions::check. Copies have the same.
   std::shared_ptr<const LossIdentity> identity;
   /// How the loss of a micro-batch reduces, if that is known, and what its mean is the mean of; empty: the samples.
   std::optional<Reduction> reduction = {};

@@ -60,9 +60,10 @@ struct GPipeOptions {
 
 /// Returns the number of samples in each micro-batch: `chunks` of them, as equal as can be, as torch::tensor_split cuts
 /// (10 in 4 are 3, 3, 2, 2); or, if `split_size` is positive, that many and the rest in the last, as torch::split cuts.
-/// There are fewer, as equal as can be, where one would have less than `least` samples. (A batch norm cannot train on one
-/// sample, so a pipeline that trains one passes 2.) An empty mini-batch has one empty micro-batch. Errors:
-/// std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than kMostCells micro-batches.
+/// There are fewer, as equal as can be, where one would have less than `least` samples, unless `split_size` is less. (A
+/// batch norm cannot train on one sample, so a pipeline that trains one passes 2.) An empty mini-batch has one empty
+/// micro-batch. Errors: std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than
+/// kMostCells micro-batches.
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
                                             std::int64_t least = 1);
 

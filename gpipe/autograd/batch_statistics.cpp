@@ -76,8 +76,7 @@ void register_batch_norm(torch::Library& library) {
 }
 
 BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {
-  if (statistics == nullptr) return;
-  for (auto& entry : statistics->entries_) entry.is_next = true;
+  if (statistics != nullptr) statistics->begin_micro_batch();
 }
 
 BatchStatistics::Scope::~Scope() { current_statistics = previous_; }
@@ -110,6 +109,10 @@ void BatchStatistics::add_instances(std::int64_t instances, const at::Tensor& me
   if (instances == 0) return;
   const auto count = static_cast<double>(instances);
   merge(entry, count, mean.to(at::kDouble), var.to(at::kDouble) * count);
+}
+
+void BatchStatistics::begin_micro_batch() {
+  for (auto& entry : entries_) entry.is_next = true;
 }
 
 BatchStatistics::Entry& BatchStatistics::next_entry(const at::Tensor& running_mean, const at::Tensor& running_var,
@@ -157,7 +160,7 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
   at::NoGradGuard no_grad;
   for (auto& entry : entries_) entry.count = 0;
   for (const auto& tensors : of_others) {
-    const Scope first_calls(this);
+    begin_micro_batch();
     for (std::size_t k = 0; k < tensors.size(); k += 3) {
       const auto number = [&](int i) { return tensors[k][i].item<double>(); };
       const auto& mean = buffers.at(static_cast<std::size_t>(number(0)));

@@ -68,6 +68,7 @@ class BatchStatistics {
     at::Tensor mean = {};        // per channel, double
     at::Tensor deviations = {};  // per channel, double: sum of squared deviations; of an instance norm: of variances
   };
+  void begin_micro_batch();
   /// Returns the entry of the micro-batch's next call.
   Entry& next_entry(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
   static void merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations);

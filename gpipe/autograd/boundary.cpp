@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -41,10 +42,20 @@ at::Tensor unshared(at::Tensor tensor) {
   return shared ? tensor.clone() : std::move(tensor);
 }
 
+void GradientSums::accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator, c10::Device device) {
+  std::optional<c10::Stream> stream;
+  if (accumulator && !device.is_cpu()) stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  accumulators_[index] = {std::move(accumulator), stream};
+}
+
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (!gradient.defined()) return;
-  if (accumulators_[index]) {
-    (*accumulators_[index])({std::move(gradient)});
+  if (const auto& [node, stream] = accumulators_[index]; node) {
+    const auto computed = record_event(gradient.device());
+    const c10::OptionalStreamGuard scope(stream);
+    wait(computed, gradient.device());
+    use_on_current_stream(gradient);
+    (*node)({std::move(gradient)});
     return;
   }
   auto& sum = sums_[index];
@@ -192,18 +203,26 @@ thread_local const GradientCatch::Take* current_catch = nullptr;
 
 class CatchHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit CatchHook(const c10::TensorImpl* leaf) : leaf_(leaf) {}
+  explicit CatchHook(c10::TensorImpl* leaf) : leaf_(leaf) {}
 
   variable_list operator()(const variable_list& gradients) override {
     if (current_catch == nullptr || !gradients.front().defined()) return gradients;
-    const auto* wanted = torch::autograd::get_current_graph_task_exec_info();  // not empty: autograd::grad()
-    const bool is_taken = (wanted == nullptr || wanted->empty()) && (*current_catch)(leaf_, gradients.front());
+    const bool is_taken = !is_captured() && (*current_catch)(leaf_, gradients.front());
     return is_taken ? variable_list(1) : gradients;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
-  const c10::TensorImpl* const leaf_;  // has this hook
+  // Whether autograd::grad() returns the gradient.
+  bool is_captured() const {
+    const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+    if (wanted == nullptr || wanted->empty()) return false;
+    const at::Tensor leaf(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(leaf_));
+    const auto found = wanted->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
+    return found != wanted->end() && found->second.captures_ != nullptr;
+  }
+
+  c10::TensorImpl* const leaf_;  // has this hook
 };
 
 bool is_ours(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {

@@ -62,10 +62,9 @@ class GradientSums {
     accumulators_.resize(count);
   }
 
-  /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`.
-  void accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator) {
-    accumulators_[index] = std::move(accumulator);
-  }
+  /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`. On a device, that
+  /// happens in this thread's current stream, as other threads' writes to `.grad` do.
+  void accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator, c10::Device device);
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
   /// Returns the sums and ends their use.
@@ -76,7 +75,11 @@ class GradientSums {
  private:
   Gradients sums_;
   std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
-  std::vector<NodePtr<torch::autograd::Node>> accumulators_;  // null for those that are summed here
+  struct Accumulator {
+    NodePtr<torch::autograd::Node> node;  // null for a gradient that is summed here
+    std::optional<c10::Stream> stream;
+  };
+  std::vector<Accumulator> accumulators_;
 };
 
 /// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.
@@ -117,6 +120,7 @@ class GradientCatch {
 };
 
 /// Adds a hook to a leaf, once, in front of its other hooks, which are not called for undefined gradients from then on.
+/// REQUIRES: no backward of the leaf runs, if the hook is new.
 void catch_gradients(const at::Tensor& leaf);
 
 /// Returns an input of a cell: shares memory with `tensor`, requires grad, and is neither a leaf nor a view, so that

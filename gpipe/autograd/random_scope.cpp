@@ -154,7 +154,7 @@ void add_kernels(torch::Library& library) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
-    // It compares the addresses of its arguments, which a boxed call copies. addr_, which calls it, is intercepted.
+    // addr.out compares the addresses of its arguments, and a boxed call passes copies. Its caller addr_ is intercepted.
     if (name.name == "aten::addr" && name.overload_name == "out") continue;
     const auto op = dispatcher.findSchema(name);
     if (!op) continue;

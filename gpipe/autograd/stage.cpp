@@ -177,7 +177,7 @@ void ParameterSinks::check_unchanged() const {
     has_changed = has_changed || (!stage_.borrows(i) && others_writes(all_[i]) != versions_[i]);
   }
   for (std::size_t i = 0; i < samples_.size(); ++i) {
-    const bool writes = stage_.own_writes.contains(own_[i].unsafeGetTensorImpl());
+    const bool writes = stage_.own_writes.contains(own_[i].unsafeGetTensorImpl()) || stage_.state.may_change(own_[i]);
     has_changed = has_changed || (!writes && sample_hash({own_[i]}) != samples_[i]);
   }
   if (!has_changed) return;
@@ -217,12 +217,12 @@ NodePtr<Node> accumulator_of(const at::Tensor& parameter) {
 
 void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed) {
   // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.
-  const auto end_of = [&](const torch::autograd::AccumulateGrad* leaf) {
+  const auto end_at = [&](const torch::autograd::AccumulateGrad* leaf) {
     if (leaf == nullptr) return torch::autograd::Edge();
     for (const auto& [parameter, stand_in] : borrowed) {
       if (leaf->variable.is_same(parameter)) return torch::autograd::impl::gradient_edge(stand_in);
     }
-    return this->end_of(leaf->variable.unsafeGetTensorImpl());
+    return end_of(leaf->variable.unsafeGetTensorImpl());
   };
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
@@ -250,8 +250,8 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
         continue;
       }
       auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-      auto end = end_of(leaf);
-      if (!end.is_valid() && leaf != nullptr && !std::exchange(has_looked, true) && adopt_new()) end = end_of(leaf);
+      auto end = end_at(leaf);
+      if (!end.is_valid() && leaf != nullptr && !std::exchange(has_looked, true) && adopt_new()) end = end_at(leaf);
       if (end.is_valid()) {
         edge = end;
         // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.

@@ -109,7 +109,8 @@ class ParameterSinks {
   const std::vector<at::Tensor>& own() const { return own_; }
 
   /// Changes of the stage's own parameters between the two count as writes by its layers. The latter notes samples of
-  /// the values if `recomputes`: LibTorch's SGD writes through Tensor.data(), which advances no version counter.
+  /// the values if `recomputes`: LibTorch's SGD writes through Tensor.data(), which advances no version counter. Only on
+  /// the CPU, because the host would wait for a device.
   void begin_writes();
   void end_writes(bool recomputes);
   /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.

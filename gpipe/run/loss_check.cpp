@@ -211,8 +211,9 @@ bool LossComparison::add(int micro_batch, const Value& output, Parcel target) {
 
 void LossComparison::run(const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
   std::optional<Difference> found;
-  const auto put_back = function_.hold_state ? function_.hold_state() : nullptr;
+  std::function<void()> put_back;
   try {
+    if (function_.hold_state) put_back = function_.hold_state();
     found = difference_of(function_, outputs_, targets_, losses, weights);
   } catch (...) {  // the loss function does not take a whole mini-batch
   }

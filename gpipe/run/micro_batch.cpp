@@ -46,7 +46,7 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
   }
   const auto rest = split_size > 0 ? samples % split_size : 0;
   auto count = split_size > 0 ? samples / split_size + (rest > 0 ? 1 : 0) : std::min(chunks, samples);
-  const bool is_split = split_size >= least && (rest == 0 || rest >= least);
+  const bool is_split = split_size > 0 && samples > 0 && (split_size < least || rest == 0 || rest >= least);
   if (!is_split) count = std::clamp<std::int64_t>(samples / least, 1, std::max<std::int64_t>(count, 1));
   if (count > kMostCells) {
     refuse_argument("a mini-batch of ", samples, " samples would be cut into ", count, " micro-batches, but at most ",
@@ -128,18 +128,19 @@ Gathered gather(const std::vector<Parcel>& parts, const std::vector<std::int64_t
     const auto output = absl::StrCat("output ", k, " of layer '", layer, "'");
     if (undefined > 0) throw_error(output, " is undefined for only some of the micro-batches");
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-      const auto shape = pieces[i].sizes();
-      if (shape.empty()) {
+      if (pieces[i].dim() == 0) {
         throw_error(output,
                     " has no dimensions, so the micro-batches cannot be joined; compute a loss outside the pipeline, "
                     "or use chunks = 1");
       }
-      if (shape.front() != sizes[i]) {
-        throw_error(output, " has the shape ", c10::str(shape), " for a micro-batch of ", sizes[i],
+      if (pieces[i].size(0) != sizes[i]) {
+        throw_error(output, " has the shape ", c10::str(pieces[i].sizes()), " for a micro-batch of ", sizes[i],
                     " samples, but dimension 0 of an output must be its samples; transpose it in the layer, leave it "
                     "out, or use chunks = 1");
       }
-      if (const auto other = pieces.front().sizes(); shape.slice(1) != other.slice(1)) {
+      if (pieces[i].is_nested()) continue;
+      const auto other = pieces.front().sizes();
+      if (const auto shape = pieces[i].sizes(); shape.slice(1) != other.slice(1)) {
         throw_error(output, " has the shape ", c10::str(other), " for one micro-batch and ", c10::str(shape),
                     " for another; pad it to a size that does not depend on the micro-batch, as total_length of "
                     "pad_packed_sequence does, or use chunks = 1");

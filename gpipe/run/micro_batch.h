@@ -44,7 +44,7 @@ struct Gathered {
 
 /// Joins the parts along dimension 0. Copies of a single part only tensors that share memory with another output or
 /// input. Errors: std::runtime_error if the parts differ in form, number of tensors or other dimensions, or if dimension
-/// 0 of one has not the micro-batch's size; its message names the layer that returned them.
+/// 0 of one does not have the micro-batch's size; its message names the layer that returned them.
 Gathered gather(const std::vector<Parcel>& parts, const std::vector<std::int64_t>& sizes, const std::string& layer);
 
 /// The outputs of a mini-batch's model. The last stage's worker adds them, then the caller takes them.

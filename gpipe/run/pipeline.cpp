@@ -80,7 +80,12 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       devices_(1 + std::ranges::max(placement_), c10::kCPU),
       make_schedule_(std::move(schedules.make)),
       executor_(make_executor(*team_, binding_.poll)) {
-  for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
+  for (const auto& stage : stages_) {
+    devices_[worker_of(stage.index)] = stage.device;
+    for (const auto& parameter : stage.parameters()) {
+      if (parameter.is_leaf() && parameter.requires_grad()) catch_gradients(parameter);
+    }
+  }
   for (const auto device : devices_) streams_.push_back(new_stream(device));
   for (const auto& edge : edges_) ends_.push_back({stages_[edge.from].device, stages_[edge.to].device});
   if (team_->has_device_wires()) connect_devices();

@@ -52,7 +52,8 @@ class StepLoss {
   const LossFunction function_;
   const StepOptions options_;
   std::vector<double> weights_;  // per micro-batch; a loss of weight 0 gets no backward
-  // Instead of the weights, if the counts are on a device and no other replica needs them: parts of their sum.
+  // Each micro-batch's share of the sum of counts. Used instead of weights_ when the counts are on a device and no other
+  // replica needs them.
   std::optional<CallerInputs> shares_on_device_;
   std::vector<at::Tensor> shares_;  // on the losses' devices
   CallerInputs targets_;

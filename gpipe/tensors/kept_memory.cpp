@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -161,9 +162,15 @@ bool KeepingAllocator::keep(void* block) {
   const auto size = found->second;
   live_.erase(found);
   live_bytes_ -= size;
+  try {
+    by_size_.emplace(size, next_age_);
+    cached_.emplace(next_age_, std::pair(size, block));
+  } catch (const std::bad_alloc&) {  // which a deleter must not throw
+    by_size_.erase({size, next_age_});
+    return false;
+  }
+  ++next_age_;
   cached_bytes_ += size;
-  by_size_.emplace(size, next_age_);
-  cached_.emplace(next_age_++, std::pair(size, block));
   return true;
 }
 

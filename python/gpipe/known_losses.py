@@ -17,8 +17,8 @@ Known = list[tuple[object, _C.LossIdentity]]
 
 
 def identity_of(loss: object, known: Known) -> _C.LossIdentity:
-    """Returns what tells a loss apart from the last ones that a pipeline has got, and adds it to these. Two functions are the
-    same if they have the same code and capture the same variables, or the same objects and equal numbers."""
+    """Returns the identity of a loss among the pipeline's recent ones, and adds it to these. Two functions are the same if
+    they have the same code and capture the same variables, or the same objects and equal numbers."""
     found = next((each for each in known if _same(loss, each[0])), None) or (loss, _C.LossIdentity())
     known[:] = [*(each for each in known if each is not found), found][-8:]  # which it keeps alive
     return found[1]
@@ -54,7 +54,8 @@ def _parts_of(value: object) -> tuple[object, ...] | None:
 
 def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
     """Notes variables, attributes and buffers of a loss and of what it captures, except ``others``. Returns a function that
-    puts them back. Does not look into lists, nor into attributes of attributes other than modules."""
+    puts them back. Does not look into lists, global variables other than modules, attributes of attributes other than
+    modules, nor the object of a bound method, such as a trainer with its data, unless that is a module."""
     excluded = {id(each) for each in others}
     seen = set(excluded)
     found: list[Any] = [loss]
@@ -64,13 +65,13 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        found += _parts_of(value) or ()
+        is_method = isinstance(value, MethodType) and not isinstance(value.__self__, nn.Module)
+        found += [value.__func__] if is_method else _parts_of(value) or ()
         if isinstance(value, CellType):
             cells.append((value, _parts_of(value) or ()))
         elif isinstance(value, FunctionType):
-            names = [name for name in value.__code__.co_names if name in value.__globals__]
-            spaces.append((value.__globals__, {name: value.__globals__[name] for name in names}))
-            found += [each for each in spaces[-1][1].values() if isinstance(each, nn.Module)]
+            used = map(value.__globals__.get, value.__code__.co_names)
+            found += [each for each in used if isinstance(each, nn.Module)]
         elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, Tensor, partial)):
             own = vars(value)
             of_module = [own.get(name) for name in ("_modules", "_buffers")] if isinstance(value, nn.Module) else []

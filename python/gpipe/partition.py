@@ -38,7 +38,7 @@ class _Kept(torch.autograd.Function):
 
 class Partition(nn.Sequential):
     """The layers of one stage. A pipeline calls it on the stage's worker thread. Layers may have any name that
-    ``nn.Sequential`` allows, so the class's own names begin with two underscores."""
+    ``nn.Sequential`` allows, so the class's own names begin with an underscore."""
 
     __kept: list[tuple[nn.Module, str]] = []  # attributes that hold a differentiable tensor after a forward
 

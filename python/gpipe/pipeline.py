@@ -325,7 +325,7 @@ class GPipe(TeamCalls):
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
         itself in :meth:`forward` only. Backwards do not use autocast. Returns the detached loss of the mini-batch: the
         backward has run, so do not call ``loss.backward()``. With ``return_output``, returns a tuple of it and the detached
-        output.
+        output. After an error, gradients of earlier steps may hold a part of this one.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)

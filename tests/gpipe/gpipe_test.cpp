@@ -231,6 +231,7 @@ TEST(MicroBatch, SizesAreAsEqualAsCanBe) {
   EXPECT_EQ(micro_batch_sizes(33, 32, 0).size(), 32);
   EXPECT_EQ(micro_batch_sizes(2, 5, 0), (Sizes{1, 1}));
   EXPECT_EQ(micro_batch_sizes(0, 5, 0), (Sizes{0}));
+  EXPECT_EQ(micro_batch_sizes(0, 1, 4), (Sizes{0}));
   EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
   EXPECT_EQ(micro_batch_sizes(3, 1, 4), (Sizes{3}));
 }
@@ -238,7 +239,7 @@ TEST(MicroBatch, SizesAreAsEqualAsCanBe) {
 TEST(MicroBatch, SizesAreAtLeastTwoForBatchNorm) {
   for (std::int64_t samples = 2; samples < 12; ++samples) {
     for (std::int64_t number = 1; number < 14; ++number) {
-      for (const bool splits : {false, true}) {
+      for (const bool splits : {false, number > 1}) {
         const auto sizes = micro_batch_sizes(samples, splits ? 1 : number, splits ? number : 0, /*least=*/2);
         EXPECT_EQ(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}), samples);
         EXPECT_GE(std::ranges::min(sizes), 2) << samples << " samples, " << number;
@@ -250,6 +251,7 @@ TEST(MicroBatch, SizesAreAtLeastTwoForBatchNorm) {
   EXPECT_EQ(micro_batch_sizes(5, 8, 0, 2), (Sizes{3, 2}));
   EXPECT_EQ(micro_batch_sizes(1, 8, 0, 2), (Sizes{1}));
   EXPECT_EQ(micro_batch_sizes(0, 8, 0, 2), (Sizes{0}));
+  EXPECT_EQ(micro_batch_sizes(3, 1, 1, 2), (Sizes{1, 1, 1})) << "a size of 1 was asked for";
 }
 
 TEST(MicroBatch, OfOneSampleIsNotMadeForABatchNormInTraining) {

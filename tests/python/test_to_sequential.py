@@ -529,7 +529,7 @@ def masked_encoder():
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"'drop' \(Dropout\) has a hook"),
         (lambda: to_sequential(nn.DataParallel(make_net()), batch()), ValueError, "it is a DataParallel; convert its .module, a"),
-        (lambda: to_sequential(masked_encoder(), torch.randn(2, 5, 4)), ValueError, "its mask; give its call is_causal=True or"),
+        (lambda: to_sequential(masked_encoder(), torch.randn(2, 5, 4)), ValueError, "its mask; pass is_causal=True or"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

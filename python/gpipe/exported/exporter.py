@@ -33,7 +33,7 @@ from gpipe.generators import GeneratorState
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Sets the mode of a module and all its submodules for a block. Calls each ``train()`` that does more than set the mode."""
     named = sorted(module.named_modules(remove_duplicate=False), key=lambda each: len(each[0] and each[0].split(".")))
-    modes = {each: each.training for _, each in reversed(named)}  # a module comes before those that it stands in
+    modes = {each: each.training for _, each in reversed(named)}  # inner modules first
     try:
         module.train(training)
         yield
@@ -164,7 +164,7 @@ def _explanation(module: nn.Module, error: Exception) -> str:
         reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
     is_causal = any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames)
     if is_causal:
-        reason = "it looks at the values of its mask; give its call is_causal=True or False (Transformer: src_is_causal=, ...)"
+        reason = "it looks at the values of its mask; pass is_causal=True or False when calling it (Transformer: src_is_causal=, ...)"
     if inner is None or inner is module:
         return f"cannot convert the model ({type(module).__name__}): {reason}"
     advice = "" if is_causal else f"; to keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
