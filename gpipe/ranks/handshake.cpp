@@ -200,8 +200,14 @@ std::string make_secret() {
 }
 
 std::vector<Socket> connect_ranks(Socket listener, const JobAddresses& job, std::chrono::milliseconds limit,
-                                  const Poll& poll) {
-  return Handshake(std::move(listener), job).run(limit, poll);
+                                  const Poll& poll, const std::function<void(const ConnectionError&)>& report) {
+  Handshake handshake(std::move(listener), job);
+  try {
+    return handshake.run(limit, poll);
+  } catch (const ConnectionError& error) {
+    if (report) report(error);
+    throw;
+  }
 }
 
 }  // namespace gpipe

@@ -29,8 +29,10 @@ std::string make_secret();
 ///
 /// What connects to the listener must say the secret before all else, and soon. Others are closed, the oldest ones if
 /// there are many. Errors: RankLost; ConnectionError; TimeoutError for ranks that have not connected within `limit`,
-/// with their numbers; those of `poll`.
+/// with their numbers; those of `poll`. Calls `report` with a ConnectionError before it closes any socket, which the
+/// other ranks take for the end of this one.
 std::vector<Socket> connect_ranks(Socket listener, const JobAddresses& job, std::chrono::milliseconds limit,
-                                  const Poll& poll);
+                                  const Poll& poll,
+                                  const std::function<void(const ConnectionError&)>& report = nullptr);
 
 }  // namespace gpipe

@@ -179,15 +179,16 @@ void Job::connect(Socket listener, const Poll& poll) {
     return job;
   };
   const auto job = store_->ask<JobAddresses>(read, ranks_.options().join_timeout(), poll);
+  const auto report = [&](const ConnectionError& error) {
+    const auto* lost = dynamic_cast<const RankLost*>(&error);
+    lost != nullptr ? board_->report_loss(lost->rank) : board_->report_no_connection(error.what());
+  };
   std::vector<Socket> sockets;
   try {
-    sockets = connect_ranks(std::move(listener), job, ranks_.options().timeout(), poll);
-  } catch (const RankLost& lost) {
-    board_->report_loss(lost.rank);
+    sockets = connect_ranks(std::move(listener), job, ranks_.options().timeout(), poll, report);
+  } catch (const ConnectionError&) {
     board_->check("no pipeline can be made");
-  } catch (const ConnectionError& error) {
-    board_->report_no_connection(error.what());
-    board_->check("no pipeline can be made");
+    throw;
   }
   auto made = connections_over(std::move(sockets), [this](int r, const std::string& cause) { note_loss(r, cause); });
   {

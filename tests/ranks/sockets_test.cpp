@@ -28,6 +28,13 @@ Socket listen_somewhere() {
   return Socket([] { return listen_at(/*rank=*/0, "127.0.0.1", /*port=*/0); });
 }
 
+/// Connects to an endpoint.
+Socket visit(const Endpoint& to) {
+  Socket made([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); });
+  EXPECT_EQ(connect(made.get(), to.any(), to.size), 0);
+  return made;
+}
+
 /// Ranks that listen.
 struct Listening {
   explicit Listening(int ranks) {
@@ -39,7 +46,9 @@ struct Listening {
     for (int r = 0; r < ranks; ++r) jobs.push_back({r, secret, endpoints});
   }
   std::vector<Socket> connect(int rank, std::chrono::milliseconds limit = kLongLimit, const Poll& poll = nullptr) {
-    return connect_ranks(std::move(listeners[rank]), jobs[rank], limit, poll);
+    return connect_ranks(std::move(listeners[rank]), jobs[rank], limit, poll, [&](const ConnectionError&) {
+      visit(endpoints[rank]);  // which listens until the error is reported
+    });
   }
 
   std::vector<Socket> listeners;
@@ -233,13 +242,6 @@ TEST(SocketsFailure, OtherBytesAreRefused) {
   ASSERT_EQ(::send(pair.descriptors[1], "GET / HTTP/1.1\r\n", 16, 0), 16);
   EXPECT_THAT([&] { receive->wait(kLongLimit, nullptr); }, throws<std::runtime_error>("rank 1 sent bytes that are no"));
   EXPECT_THAT(pair.await_loss(0).at(0).second, HasSubstr("rank 1 sent bytes that are no message"));
-}
-
-/// Connects to an endpoint.
-Socket visit(const Endpoint& to) {
-  Socket made([] { return socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0); });
-  EXPECT_EQ(connect(made.get(), to.any(), to.size), 0);
-  return made;
 }
 
 TEST(Handshake, OutsidersAreClosed) {
