@@ -42,8 +42,14 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
   first_wire_ = job_->join(manifest, count, poll);
   wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, count, ranks_->options().join_timeout(),
                                    parcel_memory(codec_));
-  if (rank() != kLeader) expect(kDecision, kLeader);
-  for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
+  transfer(kNextCall, [&] {  // a rank may have ended since an earlier pipeline
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank() || (rank() != kLeader && r != kLeader)) continue;
+      awaited_ = r;
+      expect(rank() == kLeader ? kWord : kDecision, r);
+    }
+    awaited_ = -1;
+  });
   job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); },
                    [this](int from) { return awaited_call(from); }});
 }

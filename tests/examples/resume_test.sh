@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A training that is stopped and resumed at another balance, checkpoint mode and number of chunks ends with the weights of
-# an uninterrupted one: resume_test.sh PROGRAM FOLDER PYTHON
+# A training that is stopped and resumed at another balance and checkpoint mode ends with the weights of an uninterrupted
+# one: resume_test.sh PROGRAM FOLDER PYTHON
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
-# 28 images for training and 4 for validation. 2 chunks and 3 chunks cut mini-batches of 4 alike, into 2 and 2.
+# 28 images for training and 4 for validation.
 common=(--samples 32 --validation 12.5 --epochs 10 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 1
   --augment --size 96x64)
 run whole
@@ -22,7 +22,7 @@ for signal in TERM ${GPIPE_ALL_EXAMPLES:+INT}; do
   wait $pid || status=$?
   ((status == 128 + $(kill -l $signal))) || fail "exit code $status after SIG$signal"
   says first '--resume halves/latest.snapshot'
-  run halves --stages 3 --chunks 3 --checkpoint always --resume halves/latest.snapshot
+  run halves --stages 3 --checkpoint always --resume halves/latest.snapshot
   [[ $(wc -l <halves/history.csv) == 11 ]] || fail "the history has holes"
   same whole halves
 done

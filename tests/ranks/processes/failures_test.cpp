@@ -338,7 +338,7 @@ RANKS_TEST(RanksFailures, CallsDiffer, kRanks) {
        "of"},
       {0, step, forward, "rank 1 calls forward with gradients of micro-batches"},
       {1, shorter, step,
-       "rank 1 calls step of micro-batches [2, 2, 2], checkpoint never, but rank 0 calls step of micro-batches "
+       "rank 1 calls step of micro-batches [2, 2, 1, 1], checkpoint never, but rank 0 calls step of micro-batches "
        "[2, 2, 2, 2]"},
       {0, without_gradients, forward, "but rank 0 calls forward of micro-batches"},
       {2, with_autocast, forward, "checkpoint never, autocast of cuda to Half, but rank 0"},
