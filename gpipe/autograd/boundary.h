@@ -53,13 +53,12 @@ at::Tensor unshared(at::Tensor tensor);
 /// Sums of gradients, each in the order of add().
 class GradientSums {
  public:
-  explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count), accumulators_(count) {}
+  explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
 
   /// Makes sums for `count` indices.
   void resize(std::size_t count) {
     sums_.resize(count);
     owned_.resize(count);
-    accumulators_.resize(count);
   }
 
   /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`. On a device, that
@@ -79,7 +78,7 @@ class GradientSums {
     NodePtr<torch::autograd::Node> node;  // null for a gradient that is summed here
     std::optional<c10::Stream> stream;
   };
-  std::vector<Accumulator> accumulators_;
+  std::vector<Accumulator> accumulators_;  // empty, or for the first sums
 };
 
 /// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.

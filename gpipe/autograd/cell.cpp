@@ -222,9 +222,9 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
     for (const auto& sink : entry_sinks_[p]) connect(sink, entering[p]);
   }
   for (const auto& sink : sinks_.sinks()) connect(sink, sums);
-  const auto borrowed = sinks_.borrowed();
   const auto take = [&](const c10::TensorImpl* leaf, const at::Tensor& gradient) {
     auto end = sinks_.end_of(leaf);
+    const auto borrowed = sinks_.borrowed();
     for (std::size_t k = 0; k < borrowed.size() && !entry_sinks_.empty(); ++k) {
       if (borrowed[k].unsafeGetTensorImpl() != leaf) continue;
       end = {entry_sinks_[1 + stage_.skips_in.size() + k].front(), 0};

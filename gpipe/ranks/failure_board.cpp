@@ -99,21 +99,20 @@ void FailureBoard::ask_all_ranks() {
   store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
 }
 
-std::string FailureBoard::answer_of(int rank) {
-  for (const auto end = Clock::now() + kGather; Clock::now() < end; std::this_thread::sleep_for(kAskInterval)) {
+std::string FailureBoard::answer_of(int rank, Clock::time_point end) {
+  for (;; std::this_thread::sleep_for(kAskInterval)) {
     const auto answer = ask([key = answer_key(rank)](c10d::Store& store) {
       return store.check({key}) ? store.get_to_str(key) : std::string();
     });
-    if (!answer || !answer->empty()) return answer.value_or("");
+    if (!answer || !answer->empty() || Clock::now() >= end) return answer.value_or("");
   }
-  return "";
 }
 
 void FailureBoard::report_wait(int awaited, const std::string& what) noexcept {
   ask_all_ranks();
   std::string answer;
   std::set<int> seen{rank_, awaited};
-  for (int next = -1; absl::SimpleAtoi(answer = answer_of(awaited), &next); awaited = next) {
+  for (int next = -1; absl::SimpleAtoi(answer = answer_of(awaited, Clock::now() + kGather), &next); awaited = next) {
     if (seen.insert(next).second) continue;
     answer = "waits for rank " + answer;
     break;
@@ -129,8 +128,9 @@ void FailureBoard::report_loss(int lost) noexcept {
 void FailureBoard::report_no_connection(const std::string& error) noexcept {
   ask_all_ranks();
   std::string silent;
+  const auto end = Clock::now() + kGather;
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && answer_of(r).empty()) absl::StrAppend(&silent, silent.empty() ? "rank " : ", rank ", r);
+    if (r != rank_ && answer_of(r, end).empty()) absl::StrAppend(&silent, silent.empty() ? "rank " : ", rank ", r);
   }
   report(absl::StrCat("rank ", rank_,
                       " cannot connect to the others: ", silent.empty() ? error : silent + " does not answer"));

@@ -49,8 +49,8 @@ class FailureBoard {
   using Question = std::function<std::string(c10d::Store&)>;
   /// Returns the answer; std::nullopt if the store fails or does not answer within a second.
   std::optional<std::string> ask(Question question);
-  /// What the rank does; empty if it does not say so soon.
-  std::string answer_of(int rank);
+  /// What the rank does; empty if it does not say so before `end`. Looks once in any case.
+  std::string answer_of(int rank, std::chrono::steady_clock::time_point end);
   void ask_all_ranks();
 
   StoreThread& store_;

@@ -6,6 +6,7 @@
 
 #include "gpipe/base/checks.h"
 #include "gpipe/intraop.h"
+#include "gpipe/runtime/exit.h"
 
 namespace gpipe {
 namespace {
@@ -152,6 +153,7 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
 }
 
 void GradientReduction::run() {
+  const ExitGuard guard;
   set_intraop_threads_of_this_thread(1);
   const at::NoGradGuard no_grad;
   try {

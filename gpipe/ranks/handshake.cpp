@@ -61,7 +61,7 @@ class Handshake {
   }
 
   std::vector<Socket> run(std::chrono::milliseconds limit, const Poll& poll) {
-    for (const auto start = Clock::now();;) {
+    for (const auto end = end_after(limit);;) {
       accept_guests();
       hear_guests();
       std::vector<int> missing;
@@ -69,7 +69,7 @@ class Handshake {
         if (r != job_.rank && !advance(r)) missing.push_back(r);
       }
       if (missing.empty()) break;
-      if (Clock::now() - start >= limit) {
+      if (Clock::now() >= end) {
         throw TimeoutError(absl::StrFormat("%s %s did not connect within %.1f s",
                                            missing.size() == 1 ? "rank" : "ranks", absl::StrJoin(missing, ", "),
                                            static_cast<double>(limit.count()) / 1000));

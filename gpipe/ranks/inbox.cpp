@@ -46,6 +46,7 @@ void Inbox::read(Outbox& outbox) {
   std::exception_ptr error;
   {
     MutexLock lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
     iovec parts[] = {{memory_.data(), memory_.size()}, {buffer_.data() + filled_, buffer_.size() - filled_}};
     msghdr message = {};
     message.msg_iov = parts;

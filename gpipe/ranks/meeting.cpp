@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <map>
+#include <random>
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
@@ -39,7 +40,7 @@ std::string manifest_key(const std::string& prefix, int rank) { return absl::Str
 // Rank 0's decision on all manifests; empty if they agree.
 std::string decide(StoreThread& store, const std::string& prefix, int size, const Manifest& mine,
                    std::chrono::milliseconds limit, const Poll& poll) {
-  const auto end = Clock::now() + limit;
+  const auto end = end_after(limit);
   std::vector<int> missing;
   std::string different;
   for (int r = 1; r < size; ++r) {
@@ -58,7 +59,9 @@ std::string decide(StoreThread& store, const std::string& prefix, int size, cons
 void claim_rank(StoreThread& store, int rank, std::chrono::milliseconds limit, const Poll& poll) {
   char host[256] = {};
   gethostname(host, sizeof host - 1);
-  const auto mine = absl::StrCat("process ", getpid(), " on host '", host, "'");
+  // Containers may share a host's name and the numbers of processes.
+  static const auto number = std::random_device()();
+  const auto mine = absl::StrCat("process ", getpid(), " (", number, ") on host '", host, "'");
   const auto first = store.ask<std::string>(
       [=](c10d::Store& of_job) { return of_job.compareSet(absl::StrCat("rank ", rank), "", mine); }, limit, poll);
   if (first != mine) {
@@ -77,7 +80,7 @@ std::string name_attempt(StoreThread& store, int rank, int size, std::chrono::mi
   const auto add = [&](const std::string& key) {
     return store.ask<std::int64_t>([=](c10d::Store& of_job) { return of_job.add(key, 1); }, limit, poll);
   };
-  const auto end = Clock::now() + limit;
+  const auto end = end_after(limit);
   if (rank != 0) {
     auto name = await_value(store, answer(rank, add(arrivals(rank))), end, limit, poll);
     if (name.empty()) throw_error("rank 0 did not come in time");
@@ -120,7 +123,8 @@ void check_manifests(StoreThread& store, const std::string& prefix, int rank, in
     for (const auto& [name, value] : manifest) text.add(name, value);
     set(manifest_key(prefix, rank), text.take());
     // Rank 0 may have begun to wait later than this rank.
-    decision = await_value(store, key, Clock::now() + 2 * limit, limit, poll);
+    const auto end = end_after(limit);
+    decision = await_value(store, key, end + (end - Clock::now()), limit, poll);
     if (decision.empty()) decision = absence({0}, size, 2 * limit);
   }
   if (decision != agreed) throw_error("the ranks cannot make the pipeline: ", decision);

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kLeader = 0;
 constexpr int kPings = 16;
+constexpr std::chrono::seconds kRestOfWords{2};
 
 constexpr char kNextCall[] = "its next call";
 constexpr char kResult[] = "the result of a call";
@@ -168,7 +169,11 @@ std::string Team::receive_words(int from) {
 std::string Team::awaited_call(int from) {
   if (!early_words_.contains(from)) {
     if (!wires_->receiver(wire_number(kWord, from, rank()), from, {}).has_next()) return "";
-    early_words_[from] = to_words(receive(kWord, from, /*poll=*/nullptr));
+    // The rest of the message is on its way, and the job's lock is held.
+    const auto stop = [end = end_after(kRestOfWords)] {
+      if (std::chrono::steady_clock::now() > end) throw TimeoutError("the rest of a message did not come");
+    };
+    early_words_[from] = to_words(receive(kWord, from, stop));
   }
   return gpipe::awaited_call(early_words_[from]);
 }
