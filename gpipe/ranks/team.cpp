@@ -166,7 +166,7 @@ std::string Team::receive_words(int from) {
   return to_words(receive(kWord, from, poll));
 }
 
-std::string Team::awaited_call(int from) {
+std::string Team::awaited_call(int from) try {
   if (!early_words_.contains(from)) {
     if (!wires_->receiver(wire_number(kWord, from, rank()), from, {}).has_next()) return "";
     // The rest of the message is on its way, and the job's lock is held.
@@ -176,6 +176,8 @@ std::string Team::awaited_call(int from) {
     early_words_[from] = to_words(receive(kWord, from, stop));
   }
   return gpipe::awaited_call(early_words_[from]);
+} catch (const ConnectionError&) {  // who notices the loss reports it
+  return "";
 }
 
 // Returns the leader's decision of what all ranks said.
