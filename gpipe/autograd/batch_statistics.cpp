@@ -158,7 +158,11 @@ std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor
 void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
                            const std::vector<std::vector<at::Tensor>>& of_others) {
   at::NoGradGuard no_grad;
-  for (auto& entry : entries_) entry.count = 0;
+  for (auto& entry : entries_) {
+    const bool is_sent = index_of(entry.running_mean, buffers) != buffers.size() &&
+                         index_of(entry.running_var, buffers) != buffers.size();
+    if (is_sent) entry.count = 0;
+  }
   for (const auto& tensors : of_others) {
     begin_micro_batch();
     for (std::size_t k = 0; k < tensors.size(); k += 3) {

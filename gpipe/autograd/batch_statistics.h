@@ -73,7 +73,7 @@ class BatchStatistics {
   Entry& next_entry(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
   static void merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations);
 
-  std::vector<Entry> entries_;  // those of a batch norm in the order of its calls
+  std::vector<Entry> entries_;  // a batch norm's entries are in the order of its calls
 };
 
 }  // namespace gpipe
