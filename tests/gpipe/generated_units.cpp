@@ -383,7 +383,8 @@ std::vector<Unit> other_units() {
          const auto w = b.variant < 2 ? b.parameter({1, b.width}) : b.parameter({b.width});
          b.add([v, w](Tensor x) { return x + (v + w.view({1, -1})); });
        }},
-      of_vector("parameter alone", [](Tensor x, const Tensor& w) { return w.expand_as(x); }),
+      of_vector(
+          "parameter alone", [](Tensor x, const Tensor& w) { return w.expand_as(x); }, Unit::kDrops),
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
       {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
       {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); }},
@@ -397,7 +398,8 @@ std::vector<Unit> other_units() {
          b.add([w = b.parameter({b.width}), last = b.variant == 0](Tensor x) {
            return last ? (x * w).detach() : x.detach() * w;
          });
-       }},
+       },
+       Unit::kDrops},
       of_vector("no grad inside", [](Tensor x, const Tensor& w) { return x + product_without_graph(x, w); }),
       {"forces", forces},
       {"several tensors", several_tensors},
