@@ -136,7 +136,7 @@ class GPipe(TeamCalls):
         workers = checks.arrange_workers(devices, len(cut), schedule, stages_per_worker, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.chunks, self.checkpoint = chunks, checkpoint
-        self.deferred_batch_norm = deferred_batch_norm
+        self.__dict__["deferred_batch_norm"] = deferred_batch_norm
         self._warned = False
 
     @classmethod
@@ -256,6 +256,7 @@ class GPipe(TeamCalls):
             if not self.balance:
                 take_apart(input)
                 return input
+            self._check_model(input)
             self._warn_of_schedule()
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
@@ -268,7 +269,7 @@ class GPipe(TeamCalls):
         ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
         with self.refusing():
             checks.check_function(loss, "loss", "output and target")
-        with mode(self, False), torch.no_grad():
+        with mode(self.module, False), torch.no_grad():
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
             return explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
@@ -391,6 +392,7 @@ class GPipe(TeamCalls):
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
+            self._check_model(input)
             pipeline = self._pipeline()
             if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
