@@ -102,22 +102,25 @@ class StagedModel(Wrapper):
             return self._made
 
     def _refresh_layers(self) -> None:
-        """Gives the stages the layers and tensors that the model has now. Raises RuntimeError if it has other layers."""
+        """Gives the stages the layers and tensors that the model has now, and the model those that were put into a stage. Raises
+        RuntimeError if the model has other layers."""
         present = layers_in(self._sequence)
-        for index, stage in enumerate(self.partitions):
+        own = {name for stage in self.partitions for name in stage._modules}
+        if other := [name for name in present if name not in own and self._has_all_stages()] + [*(own - present.keys())]:
+            raise RuntimeError(
+                f"layer '{other[0]}' was added to the model of this pipeline or taken from it; make another pipeline of the model"
+            )
+        known = set(self._layers)
+        for stage in self.partitions:
             for name, layer in stage._modules.items():
-                if name not in present:
-                    raise RuntimeError(f"layer '{name}' of the pipeline's model is gone; make another pipeline of the model")
+                if layer is not present[name] and layer not in known and known:
+                    present[name] = layer  # type: ignore[assignment]
                 stage._modules[name] = present[name]
                 if isinstance(layer, ConvertedLayer):
-                    layer.take_tensors()
-        if len(present) != sum(self.balance):
-            added = [name for name in present if all(name not in stage._modules for stage in self.partitions)]
-            if self.ranks is None and added:
-                raise RuntimeError(
-                    f"'{added[0]}' was added to the pipeline, which runs only the layers it was made of: `del pipe.{added[0]}`, "
-                    "change the model, and make another pipeline"
-                )
+                    layer.follow_model()
+
+    def _has_all_stages(self) -> bool:
+        return self.ranks is None or self._made is None
 
     def _check_model(self, input: Any) -> None:
         """Raises RuntimeError if the layers of a converted model would not do what the model does."""
@@ -147,6 +150,7 @@ class StagedModel(Wrapper):
         return len(self.partitions.layers())
 
     def __iter__(self) -> Iterator[nn.Module]:
+        self._refresh_layers()
         return iter(self.partitions.layers().values())
 
     def __getitem__(self, index: int) -> nn.Module:

@@ -20,7 +20,7 @@ from gpipe._C import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.randomness import RandomScope, redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
-from gpipe.wrapper import ConvertedLayer, WrappingSequence, layers_in
+from gpipe.wrapper import ConvertedLayer, Shell, WrappingSequence, layers_in
 
 
 class _Kept(torch.autograd.Function):
@@ -135,18 +135,21 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
 
 def forget_others(module: nn.Module, stages: Sequence[nn.Module]) -> None:
     """Replaces the tensors of a model that none of a rank's stages has by tensors on the ``meta`` device, so that their memory
-    is free."""
-    here = {id(tensor) for stage in stages for tensor in chain(stage.parameters(), stage.buffers())}
+    is free. A tensor that another rank's layer has too stays under the names of the layers here."""
+    here: set[tuple[int, str]] = set()
+    for each in chain.from_iterable(stage.modules() for stage in stages):
+        owner = each.original if isinstance(each, Shell) else each
+        here.update((id(owner), name) for name in (*each._parameters, *each._buffers))
     made: dict[int, Tensor] = {}
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in here or tensor.is_meta:
+                if tensor is None or (id(each), name) in here or tensor.is_meta:
                     continue
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor, device="meta")
-                    parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
@@ -263,9 +266,6 @@ def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set
     layer.apply(initialize)
 
 
-_REGISTRIES = {"_parameters", "_buffers"}
-
-
 def verify_module(module: nn.Sequential) -> None:
     """Raises TypeError or ValueError if a model cannot become a pipeline; see :class:`gpipe.GPipe`."""
     kind = type(module)
@@ -291,10 +291,12 @@ def verify_module(module: nn.Sequential) -> None:
             f"the model itself, not one of its layers, has {', '.join(own)}, which a pipeline would lose; register "
             "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
         )
-    for path, each in vars(module).get("module", module).named_modules():
+    model = vars(module).get("module", module)
+    registered = {id(parameter) for parameter in model.parameters()}
+    for path, each in model.named_modules():
         for name, value in vars(each).items():
             elements = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-            if name not in _REGISTRIES and any(isinstance(element, nn.Parameter) for element in elements):
+            if any(isinstance(element, nn.Parameter) and id(element) not in registered for element in elements):
                 raise ValueError(
                     f"'{name}' of '{path}' ({type(each).__name__}) holds a parameter that no module has registered; use "
                     "nn.ParameterList or nn.ParameterDict"

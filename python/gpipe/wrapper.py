@@ -62,7 +62,7 @@ class WrappingSequence(Wrapper, nn.Sequential):
     def forward(self, input: Any) -> Any:
         self.guards.check(tree_leaves(input))
         for layer in self:
-            layer.take_tensors()  # type: ignore[operator]
+            layer.follow_model()  # type: ignore[operator]
         return super().forward(input)
 
     def __getitem__(self, index: Any) -> Any:
@@ -100,21 +100,31 @@ class ConvertedLayer(nn.Module):
                     own, of_model = getattr(shell, kind), getattr(shell.original, kind)
                     yield from ((path, name, own, of_model) for name in own if name not in shell.own)
 
-    def take_tensors(self) -> None:
-        """Takes the tensors that the model has now. Raises RuntimeError if it has one no more."""
+    def follow_model(self) -> None:
+        """Takes the tensors, and the modules to call, that the model has now. Raises RuntimeError if it has one no more."""
         for path, name, own, of_model in self._shared():
-            if own[name] is not (present := of_model.get(name)):
-                if present is None:
-                    raise RuntimeError(
-                        f"'{path}{path and '.'}{name}' of the model is gone since the conversion; change the model first, then "
-                        "convert it and make the pipeline"
-                    )
-                own[name] = present
+            own[name] = _present(path, name, of_model)
+        for path, shell in self.model.named_modules():
+            for name, child in shell._modules.items() if isinstance(shell, Shell) else ():
+                present = _present(path, name, shell.original._modules)
+                if not isinstance(child, Shell):
+                    shell._modules[name] = present
+                elif child.original is not present:
+                    raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
 
     def return_tensors(self) -> None:
         """Gives the model the tensors of the shells, which may have been moved."""
         for _, name, own, of_model in self._shared():
             of_model[name] = own[name]
+
+
+_GONE = "'{}' of the model was replaced since the conversion; change the model first, then convert it and make the pipeline"
+
+
+def _present(path: str, name: str, of_model: Mapping[str, Any]) -> Any:
+    if (found := of_model.get(name)) is None:
+        raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
+    return found
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:

@@ -3,6 +3,8 @@
 import json
 import os
 import threading
+from contextlib import AbstractContextManager
+from functools import partial
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -79,13 +81,15 @@ def to_sequential(
 def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool) -> ExportedSequential:
     refuse_modules({"": module})
     examples = examples_of(arguments)
-    few = tree_map_only(Tensor, lambda tensor: tensor[:_FEW], examples)
-    try:
-        calls, effects = _plain_runs(module, few)
-    except Exception:  # it may need more samples
-        few = examples
-        calls, effects = _plain_runs(module, few)
-    prove_batch(module, few)
+    for samples in (2, 4, None):  # some code needs more, or treats one sample differently
+        few = tree_map_only(Tensor, lambda tensor, end=samples: tensor[:end], examples)
+        try:
+            calls, effects, output = _plain_runs(module, few)
+            prove_batch(module, few, output)
+            break
+        except ValueError:
+            if samples is None:
+                raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
     any_shape = True
     while True:
@@ -99,10 +103,10 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             model = capture(module, *examples, blocks, calls, any_shape=any_shape)
             sequence = _assemble(model, module)
             may_break = model.graph.sizes.guards_of_one_sample()
-            twins = Twins(module, lambda args, kwargs: nn.Sequential.forward(sequence, input_of(args, kwargs)))
-            if not twins.takes(few):
-                few = examples
-            tested = twins.compared(few)
+            twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)
+            if not twins.take():
+                twins = Twins(module, partial(_run, sequence), _plain_runs(module, examples)[0], blocks.values(), examples)
+            tested = twins.compared()
             break
         except ValueError as error:
             # Where code cannot be exported, its module is kept whole, if it can.
@@ -123,29 +127,36 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
     return sequence
 
 
-def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str]]:
-    """Runs a model in training and in evaluation mode. Returns what it calls, and what forwards change in modules."""
-    calls, effects = Calls(), {}
+def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return nn.Sequential.forward(sequence, input_of(args, kwargs))  # without guards
 
-    def run() -> None:
+
+def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str], Any]:
+    """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, and the output
+    in evaluation mode."""
+    calls, effects, outputs = Calls(), {}, []
+
+    def run(context: AbstractContextManager[None]) -> None:
         args, kwargs = tree_map_only(Tensor, copy_of, arguments)
-        with calls.recorded(module):
-            module(*args, **kwargs)
+        with context:
+            outputs.append(tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs)))
+
+    def again() -> None:
+        run(calls.replayed(calls.blocks(module, ()).values()))
 
     try:
         for training in (True, False):
             with mode(module, training), unchanged(module):
-                effects |= effects_on(module, run)
+                effects |= effects_on(module, lambda: run(calls.recorded(module)), again)
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
         if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
             text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
         raise ValueError(text) from error
-    return calls, effects
+    return calls, effects, outputs[-2]
 
 
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
-_FEW = 4  # samples of the conversion's own runs
 
 
 def _try_one_sample(sequence: nn.Sequential, twins: Twins, may_break: list[bool], arguments: Any) -> None:

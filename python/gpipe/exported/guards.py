@@ -7,7 +7,7 @@ each call compares the model with what it was.
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe import _C
+from gpipe.exported.blocks import Calls, autocast_dtype
 from gpipe.exported.exporter import NotExported, mode, unchanged
 
 _OF_MODULES = vars(nn.Module()).keys()
@@ -37,8 +38,10 @@ class Attributes:
         if type(module) is not self._class:
             return "its class"
         now = vars(module)
-        for name in self._plain.keys() | (now.keys() - _OF_MODULES):
-            if name not in now or name not in self._plain or not _same(self._plain[name], now[name]):
+        # Trainers add attributes to modules, whose code does not know them.
+        added = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if hasattr(self._class, name)}
+        for name in added | self._plain.keys():
+            if name not in now or name in added or not _same(self._plain[name], now[name]):
                 return f"its attribute '{name}'"
         for name, hooks in self._hooks.items():
             if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
@@ -81,11 +84,11 @@ def _same(frozen: Any, now: Any) -> bool:
     return before is now and _frozen(now)[1] == state
 
 
-def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, str]:
+def effects_on(module: nn.Module, run: Callable[[], object], again: Callable[[], object]) -> dict[nn.Module, str]:
     """Returns what a second run changes in a model's modules, except values of tensors. A first run may fill caches."""
     run()
     before = {each: Attributes(each) for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)}
-    run()
+    again()
     changed = {each: attributes.difference(each) for each, attributes in before.items()}
     return {each: text for each, text in changed.items() if text}
 
@@ -111,7 +114,7 @@ class Guards:
             if tensor is not None
         ]
         self._of_inputs, self._tested = dtypes, tested
-        self._autocast = {kind: _autocast_dtype(kind) for kind in device_kinds(module)}
+        self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
 
     def check(self, inputs: Iterable[Any]) -> None:
@@ -141,7 +144,7 @@ class Guards:
         if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
             yield "with another default dtype or device"
         for kind, dtype in self._autocast.items():
-            if (now := _autocast_dtype(kind)) != dtype:
+            if (now := autocast_dtype(kind)) != dtype:
                 yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"
         for number, (tensor, dtype) in enumerate(zip(inputs, self._of_inputs)):
             if tensor.dtype != dtype:
@@ -158,23 +161,24 @@ def device_kinds(module: nn.Module) -> list[str]:
     return sorted({"cpu", *(parameter.device.type for parameter in module.parameters())} - {"meta"})
 
 
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 class Twins:
-    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers."""
+    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers.
+    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little."""
 
-    def __init__(self, module: nn.Module, call: Callable[[Any, Any], Any]) -> None:
-        self._module, self._call = module, call
+    def __init__(
+        self, module: nn.Module, call: Callable[[Any, Any], Any], calls: Calls, blocks: Iterable[nn.Module], arguments: Any
+    ) -> None:
+        self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
 
-    def _difference(self, arguments: Any) -> str:
-        ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs))
-        return _difference(ours, _behaviour(self._module, arguments, self._call))
+    def _difference(self, arguments: Any, calls: int = 1) -> str:
+        with self._calls.replayed(self._blocks):
+            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls)
+            return _difference(ours, _behaviour(self._module, arguments, self._call, calls))
 
-    def takes(self, arguments: Any) -> bool:
-        """Returns whether the sequence takes the sizes of an input."""
-        theirs = _behaviour(self._module, arguments, self._call)
+    def take(self) -> bool:
+        """Returns whether the sequence takes the sizes of the arguments."""
+        with self._calls.replayed(self._blocks):
+            theirs = _behaviour(self._module, self._arguments, self._call, 1)
         return not (isinstance(theirs, ValueError) and "the model was converted for inputs with" in str(theirs))
 
     def agree(self, arguments: Any) -> bool:
@@ -185,17 +189,17 @@ class Twins:
                 reasons.append(self._difference(arguments))
         return not any(reasons)
 
-    def compared(self, arguments: Any) -> dict[str, str]:
+    def compared(self) -> dict[str, str]:
         """Compares both in the present modes, in training and in evaluation mode, and in each mode of torch that calls may
         have. Returns how they differ in modes of torch, as :class:`Guards` takes it. Raises ValueError if they differ as they
         are called now."""
-        module = self._module
+        module, arguments = self._module, self._arguments
         modes: list[Callable[[], AbstractContextManager[None]]] = [lambda: mode(module, True), lambda: mode(module, False)]
         if len({each.training for each in module.modules()}) == 2:
             modes.insert(0, nullcontext)
         for context in modes:
             with context():
-                if reason := self._difference(arguments):
+                if reason := self._difference(arguments, calls=2):
                     raise ValueError(f"cannot convert the model: its layers would not do what it does: {reason}")
         with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
         strided = tree_map_only(Tensor, _strided, arguments)
@@ -205,7 +209,7 @@ class Twins:
             "for inputs that are not contiguous": (nullcontext, strided),
         }
         for kind in device_kinds(module):
-            if now := _autocast_dtype(kind):
+            if now := autocast_dtype(kind):
                 settings[f"without autocast on {kind}"] = partial(torch.autocast, kind, enabled=False), arguments
             for dtype in {torch.bfloat16, *(() if kind == "cpu" else (torch.float16,))} - {now}:
                 settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
@@ -214,9 +218,17 @@ class Twins:
             reasons = []
             for training in (True, False):
                 with setting(), mode(module, training):
+                    if "autocast" in about and self._blocks and training:
+                        self._record()
                     reasons.append(self._difference(given))
             tested[about] = next(filter(None, reasons), "")
         return tested
+
+    def _record(self) -> None:
+        """Records what the blocks return under the present autocast, unless the model raises."""
+        with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
+            args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
+            self._module(*args, **kwargs)
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -227,12 +239,12 @@ def copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
 
 
-def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any]) -> dict[str, Any] | Exception:
-    """Returns what two calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
+def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int) -> dict[str, Any] | Exception:
+    """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
     exception that they raise."""
     found: dict[str, Any] = {}
     with unchanged(module, seed=0):
-        for number in ("", " of a second call"):
+        for number in ("", " of a second call")[:calls]:
             own = tree_map_only(Tensor, copy_of, arguments)  # which the model may change
             try:
                 outputs = tree_leaves(call(*own))
@@ -269,9 +281,9 @@ def _difference(ours: Any, theirs: Any) -> str:
     return ""
 
 
-def prove_batch(module: nn.Module, arguments: Any) -> None:
+def prove_batch(module: nn.Module, arguments: Any, output: Any) -> None:
     """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
-    Batch norm without running statistics is let through, and what draws random numbers in evaluation mode."""
+    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs."""
 
     def outputs(begin: int, end: int, seed: int) -> list[Tensor]:
         args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
@@ -281,18 +293,14 @@ def prove_batch(module: nn.Module, arguments: Any) -> None:
     if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
         return
     samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
+    close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
+    part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
     with mode(module, False), torch.no_grad():
         try:
-            whole, again = outputs(0, samples, 0), outputs(0, samples, 1)
-            part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
             parts = [outputs(0, part, 0), outputs(samples - part, samples, 0)]
         except Exception:  # for so few samples, or the export explains it
             return
-    close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
-    try:
-        close(whole, again)
-    except AssertionError:
-        return
+    whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     for number, (output, first, last) in enumerate(zip(whole, *parts)):
         rows = first.shape[0] if first.dim() else 0
         if rows == 0 or rows * samples != output.shape[0] * part:
@@ -301,6 +309,10 @@ def prove_batch(module: nn.Module, arguments: Any) -> None:
             close(output[:rows], first)
             close(output[-rows:], last)
         except AssertionError:
+            with mode(module, False), torch.no_grad():
+                random = not torch.equal(outputs(0, samples, 1)[number], output)
+            if random:
+                return
             raise ValueError(
                 f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
                 "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), and compute losses "
