@@ -57,6 +57,7 @@ STATEMENTS = {  # arguments, and the code of a model without habits
 }
 EXPRESSIONS = {
     "enter": ("input", "input"),  # what the model does with its input first
+    "converting": ("", "contextlib.nullcontext()"),  # a context of the conversion
     "around": ("", "contextlib.nullcontext()"),  # a context of all calls
     "quiet": ("", "torch.no_grad()"),  # a context of calls without gradients
     "example": ("", "numbers()"),  # the input of the conversion
@@ -67,7 +68,7 @@ EXPRESSIONS = {
 
 class Habit:
     """What is unusual in a model, or in what its user does with it: code as in ``STATEMENTS`` and ``EXPRESSIONS``, and
-    methods of planted modules. ``guard`` is a regular expression of what a refusal may name, besides what the model has."""
+    methods of planted modules. ``guard`` is a regular expression of what a refusal may name, beside the model."""
 
     def __init__(self, use="", init="", *, methods="", guard="$^", **code):
         self.methods, self.guard, self.has_interface = {}, guard, bool(code.keys() & {"call", "forward"})
@@ -86,7 +87,7 @@ LINEAR, NORM = "self.inner = nn.Linear(4, 4)", "self.norm = nn.BatchNorm1d(4)"
 USE_NORM = "return self.norm(x.transpose(1, 2)).transpose(1, 2)"
 CAST = "F.linear(x.float(), self.dense.weight.float()).double()"
 WITH_INPUT = {"call": "return block(x, input)"}
-LONGER = {"batch": "numbers(5, 4, 4)"}
+LONGER = {"batch": "numbers(5, 4, 4)", "guard": "shape|size"}
 AUTOCAST = {"around": "torch.autocast('cpu', torch.bfloat16)", "guard": "autocast"}
 FLOAT = {"example": "numbers().float()", "guard": "dtype|float"}
 STRIDES = WITH_INPUT | {"batch": "numbers(4, 3, 5).transpose(0, 2)", "guard": "contiguous|stride"}
@@ -115,6 +116,10 @@ CHANGES = {  # before the conversion, or afterwards
 HABITS = {
     "": H(),
     **{f"{name}, {when}": H(guard="hook", **{when: code}) for name, code in CHANGES.items() for when in WHEN},
+    "global hook": H(
+        around="nn.modules.module.register_module_forward_hook(lambda m, args, y: y * (1 + isinstance(m, nn.Linear)))",
+        guard="hook",
+    ),
     "another layer": H(after="self.dense = nn.Linear(4, 4).double()"),
     "another parameter": H(after="self.dense.weight = nn.Parameter(self.dense.weight.detach() * 2)"),
     ".data": H(after="self.dense.weight.data = self.dense.weight.data * 2"),
@@ -305,6 +310,22 @@ def _load_from_state_dict(self, state, prefix, *others):
     "part of a block": H(call="return x + block.dense(x).sin()"),
     "shared block": H(before="model.blocks[2] = model.blocks[0]"),
     "shared child": H(before="self.dense = model.blocks[0].dense"),
+    "default tensor": H(
+        methods="def forward(self, x, scale=torch.full((4,), 2.0)): return x + self.dense(x).sin() * scale",
+        call="return block(x)",
+    ),
+    # Conversions.
+    "converted under no_grad()": H(
+        "with torch.no_grad(): y = self.inner(x)\nreturn x * y", LINEAR, converting="torch.no_grad()"
+    ),
+    "converted in inference mode": H("return x * self.inner(x)", LINEAR, converting="torch.inference_mode()"),
+    "converted under autocast": H(f"return {CAST}", converting="torch.autocast('cpu', torch.bfloat16)"),
+    "converted with a default dtype": H("return x + torch.ones(4) / 3", converting="default_dtype(torch.double)"),
+    "converted in evaluation mode": H(USE_NORM, NORM, before="model.eval()", whole="called.train()"),
+    "called before": H(
+        "n = x.shape[1]; return x + self.cache.setdefault(n, torch.ones(n, 1) * n)", "self.cache = {}",
+        before="model(numbers(2, 3, 4))", **LONGER,
+    ),
     # Kinds of modules.
     "ModuleDict": H(
         "for key in reversed(list(self.table)): x = self.table[key](x)\nreturn x",
