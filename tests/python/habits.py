@@ -1,7 +1,8 @@
-"""Habits of models and of their users, as code that test_habits.py plants in a model."""
+"""Habits of models and of their users, as code that test_habits.py plants in a model. It uses all imports."""
 
 import contextlib
 import copy
+import linecache
 import pickle
 import random
 import textwrap
@@ -16,9 +17,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
-# What the code uses.
-MODULES = (contextlib, copy, pickle, random, numpy, F, parametrizations, parametrize, prune)
-FUNCTIONS = (AveragedModel, update_bn, checkpoint)
 GLOBAL = SimpleNamespace(scale=1.0)
 Pair = namedtuple("Pair", "first second")
 
@@ -37,8 +35,10 @@ def numbers(*shape, seed=1):
 @contextlib.contextmanager
 def default_dtype(dtype):
     torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(torch.float)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float)
 
 
 def double_backward(module, grad_input, grad_output):
@@ -66,18 +66,25 @@ EXPRESSIONS = {
 }
 
 
+def run(code, space):
+    """Runs code. Tracebacks and ``inspect`` know its lines."""
+    file = f"<habit {len(linecache.cache)}>"
+    linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file
+    exec(compile(code, file, "exec"), globals(), space)
+
+
 class Habit:
     """What is unusual in a model, or in what its user does with it: code as in ``STATEMENTS`` and ``EXPRESSIONS``, and
     methods of planted modules. ``guard`` is a regular expression of what a refusal may name, beside the model."""
 
     def __init__(self, use="", init="", *, methods="", guard="$^", **code):
         self.methods, self.guard, self.has_interface = {}, guard, bool(code.keys() & {"call", "forward"})
-        exec(methods, globals(), self.methods)
+        run(methods, self.methods)
         code |= {"use": use, "init": init}
         for name, (arguments, usual) in (STATEMENTS | EXPRESSIONS).items():
             text, space = code.pop(name, "") or usual, {}
             text = f"return {text}" if name in EXPRESSIONS else text
-            exec(f"def made({arguments}):\n" + textwrap.indent(text, " "), globals(), space)
+            run(f"def made({arguments}):\n" + textwrap.indent(text, " "), space)
             setattr(self, name, space["made"])
         assert not code, code.keys()
 
@@ -92,7 +99,6 @@ AUTOCAST = {"around": "torch.autocast('cpu', torch.bfloat16)", "guard": "autocas
 FLOAT = {"example": "numbers().float()", "guard": "dtype|float"}
 STRIDES = WITH_INPUT | {"batch": "numbers(4, 3, 5).transpose(0, 2)", "guard": "contiguous|stride"}
 SEED, GRAD = {"guard": "seed|random"}, {"guard": "grad"}
-WHEN = ("before", "after")
 CHANGES = {  # before the conversion, or afterwards
     "weight_norm": "parametrizations.weight_norm(self.dense)",
     "spectral_norm": "parametrizations.spectral_norm(self.dense)",
@@ -115,7 +121,7 @@ CHANGES = {  # before the conversion, or afterwards
 }
 HABITS = {
     "": H(),
-    **{f"{name}, {when}": H(guard="hook", **{when: code}) for name, code in CHANGES.items() for when in WHEN},
+    **{f"{name}, {w}": H(guard="hook", **{w: code}) for name, code in CHANGES.items() for w in ("before", "after")},
     "global hook": H(
         around="nn.modules.module.register_module_forward_hook(lambda m, args, y: y * (1 + isinstance(m, nn.Linear)))",
         guard="hook",
