@@ -25,7 +25,7 @@ from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, 
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.checks import Checkpoint
 from gpipe.exported.conversion import as_sequential
-from gpipe.exported.exporter import mode
+from gpipe.exported.exporter import mode, unchanged
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
 
@@ -267,19 +267,14 @@ def _device(device: Device | None) -> torch.device:
 @contextmanager
 def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterator[tuple[list[Any], Any]]:
     """Gives a block the layers of a model in training mode, and a sample with its tensors on a device. Restores modes, and
-    parameters and buffers that layers replaced."""
+    attributes, parameters and buffers that layers replaced."""
     model = as_sequential(module, sample)
     verify_module(model)
     tensors, structure = take_apart(sample)
-    states = [(each, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
-    try:
+    with unchanged(vars(model).get("module", model)):
         moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
         with mode(model, True):
             yield layers_of(model), structure.build(moved)
-    finally:
-        for each, parameters, buffers in states:
-            if not isinstance(each, torch.jit.ScriptModule):  # a scripted module cannot replace them
-                each._parameters.update(parameters)
-                each._buffers.update(buffers)
-            if isinstance(each, DeferredBatchNorm):
-                each.reset()
+    for each in model.modules():
+        if isinstance(each, DeferredBatchNorm):
+            each.reset()

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpipe import _C
@@ -63,6 +64,12 @@ class GeneratorState:
         GeneratorState.restores += 1
 
 
+def is_generator(value: object) -> bool:
+    """Returns whether a value is a generator of Python, NumPy or PyTorch, whose state :class:`GeneratorState` can hold."""
+    numpy = sys.modules.get("numpy.random")
+    return isinstance(value, (random.Random, torch.Generator, *((numpy.Generator, numpy.RandomState) if numpy else ())))
+
+
 def _without_arrays(state: Any) -> Any:
     """Replaces NumPy's arrays in a state by their bytes, which can be compared."""
     if isinstance(state, dict):
@@ -76,11 +83,9 @@ class Draws:
     """Repeats a stage's draws in its recomputes. Used by one thread at a time."""
 
     def __init__(self, stage: nn.Module) -> None:
-        classes: tuple[type, ...] = (random.Random,)
-        if numpy := sys.modules.get("numpy.random"):
-            classes += (numpy.Generator, numpy.RandomState)
         values = (value for each in stage.modules() for value in vars(each).values())
-        self._generators = [value for value in values if isinstance(value, classes)]  # attributes of layers
+        # Attributes of layers. A RandomScope repeats PyTorch's default generators.
+        self._generators = [value for value in values if is_generator(value) and not isinstance(value, torch.Generator)]
         self._draws = False  # whether the stage was seen to draw
         self._may_draw = True  # whether the next forward takes the lock
 

@@ -73,13 +73,15 @@ class Calls:
             yield
 
     @contextmanager
-    def replayed(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
-        """Makes calls of some modules cheap for a block: they return what they returned in a recorded run in the present mode,
-        plus a number that depends on all that they get."""
+    def replayed(self, blocks: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+        """Makes calls of some modules cheap for a block of code: they return what they returned in a recorded run in the present
+        mode, plus a number that depends on all that they get. Gives the block a tensor per module that trains, to which its
+        outputs' gradients flow."""
+        trained = {each: torch.zeros((), requires_grad=True) for each in blocks if any(p.requires_grad for p in each.parameters())}
 
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) / 64
+            number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
 
             def recalled(recorded: Tensor) -> Tensor:
                 if tensors[0].dim() and recorded.shape[:1] == (self.samples[each],):
@@ -91,7 +93,7 @@ class Calls:
         with ExitStack() as stack:
             for each in blocks:
                 stack.enter_context(patch.object(each, "_compiled_call_impl", functools.partial(call, each)))
-            yield
+            yield list(trained.values())
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -141,9 +143,11 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Returns a number that depends on a sample of a tensor's elements."""
-    elements = tensor.reshape(-1)[:: max(1, tensor.numel() // 1000)] if tensor.is_contiguous() else tensor[..., :8]
-    return (elements.abs() if elements.is_complex() else elements).to(torch.get_default_dtype()).sum().tanh()
+    """Returns a number that depends on a sample of a tensor's elements, and on their order."""
+    elements = (tensor if tensor.is_contiguous() else tensor[..., :8]).reshape(-1)
+    elements = elements[:: max(1, len(elements) // 1000)]
+    elements = (elements.abs() if elements.is_complex() else elements).to(torch.get_default_dtype())
+    return (elements * torch.linspace(1, 2, len(elements), device=elements.device)).mean() / 16
 
 
 def _version(tensor: Tensor) -> int:
@@ -155,6 +159,7 @@ class _Tracing(threading.local):
 
     blocks: Mapping[str, nn.Module]
     calls: Calls
+    runs: bool  # whether blocks run on fake tensors
     output: tuple[list[bool], TreeSpec]  # of the last call: which leaves are tensors
 
 
@@ -162,10 +167,10 @@ _tracing = _Tracing()
 
 
 @contextmanager
-def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls) -> Iterator[None]:
+def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, runs: bool) -> Iterator[None]:
     """Makes each call of some modules, by path, one operator while this thread runs a block of code. ``calls`` are those of a
-    plain run."""
-    _tracing.blocks, _tracing.calls = blocks, calls
+    plain run. ``runs``: whether blocks run on fake tensors to learn sizes, else only dimension 0 may have any size."""
+    _tracing.blocks, _tracing.calls, _tracing.runs = blocks, calls, runs
     with ExitStack() as stack:
         for path, block in blocks.items():
             call = functools.partial(_call, path, calls.changed.get(block, []))
@@ -203,6 +208,8 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
     args, kwargs = _parsed(call).arguments(inputs, sizes)
     environment = next((each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor)), None)
     try:
+        if not _tracing.runs:
+            raise ValueError("blocks do not run")
         # Without torch functions, because nothing inside is recorded.
         quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
         with torch.random.fork_rng([]), quietly, torch._C.DisableTorchFunction():

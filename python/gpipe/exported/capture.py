@@ -40,13 +40,14 @@ def capture(
     calls: Calls,
     *,
     any_shape: bool,
+    runs: bool,
 ) -> Captured:
     """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
     where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
     converted."""
     programs, called = [], []
     for training in (True, False):
-        with mode(module, training), kept_whole(blocks, calls), _calls_of(module) as paths:
+        with mode(module, training), kept_whole(blocks, calls, runs=runs), _calls_of(module) as paths:
             programs.append(exported(module, args, kwargs, any_shape=any_shape))
         called.append(paths)
     own = _tensors_of_module(module)
@@ -121,7 +122,8 @@ def _calls_of(module: nn.Module) -> Iterator[set[str]]:
     """Collects the paths of the modules that are called in a block."""
     paths: dict[nn.Module, list[str]] = {}
     for path, each in module.named_modules(remove_duplicate=False):
-        paths.setdefault(each, []).append(path)
+        if not isinstance(each, torch.jit.ScriptModule):
+            paths.setdefault(each, []).append(path)
     called: set[str] = set()
     with ExitStack() as hooks:
         for each, own in paths.items():

@@ -3,9 +3,8 @@
 import json
 import os
 import threading
-from contextlib import AbstractContextManager
-from functools import partial
 from collections.abc import Container, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, inference_mode, enable_grad, nn
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import Captured, Owned, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
-from gpipe.exported.graph import Value
+from gpipe.exported.graph import Value, needs_default_dtype
 from gpipe.exported.guards import Guards, Twins, copy_of, effects_on, prove_batch
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
@@ -91,7 +90,8 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             if samples is None:
                 raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
-    any_shape = True
+    ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
+    way = next(ways)
     while True:
         try:
             exported = {path: each for path, each in module.named_modules() if not is_inside(path, blocks)}
@@ -100,7 +100,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                 if each in effects:
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            model = capture(module, *examples, blocks, calls, any_shape=any_shape)
+            model = capture(module, *examples, blocks, calls, **way)
             sequence = _assemble(model, module)
             may_break = model.graph.sizes.guards_of_one_sample()
             twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)
@@ -113,16 +113,14 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             path = getattr(error, "path", "")
             if path and not native and calls.can_be_block(inner := module.get_submodule(path)):
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])} | {path: inner}
-            elif any_shape:
-                any_shape = False
+            elif (other := next(ways, None)) is not None:
+                way = other
             else:
                 if few is not examples:
                     _plain_runs(module, examples)  # which may tell more
                 raise
-    called = {each for run in calls.counts for each in run} | {module}
-    code = {path: each for path, each in exported.items() if each in called}
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
-    sequence.guards = Guards(module, code, dtypes, tested)
+    sequence.guards = Guards(module, exported, dtypes, needs_default_dtype(model.graph), tested)
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
@@ -136,24 +134,21 @@ def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Modul
     in evaluation mode."""
     calls, effects, outputs = Calls(), {}, []
 
-    def run(context: AbstractContextManager[None]) -> None:
+    def run() -> None:
         args, kwargs = tree_map_only(Tensor, copy_of, arguments)
-        with context:
+        with calls.recorded(module):
             outputs.append(tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs)))
-
-    def again() -> None:
-        run(calls.replayed(calls.blocks(module, ()).values()))
 
     try:
         for training in (True, False):
             with mode(module, training), unchanged(module):
-                effects |= effects_on(module, lambda: run(calls.recorded(module)), again)
+                effects |= effects_on(module, run)
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
         if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
             text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
         raise ValueError(text) from error
-    return calls, effects, outputs[-2]
+    return calls, effects, outputs[-1]
 
 
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"

@@ -21,6 +21,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._pytree import tree_leaves
 
+from gpipe.generators import GeneratorState, is_generator
+
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
@@ -40,18 +42,46 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
                 each.train(was)
 
 
+def _held(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Adds an object and the containers, tensors and generators in it, each with a copy of what can change in it."""
+    if type(value) in (list, dict, set):
+        found.append((value, value.copy()))
+    if type(value) in (list, tuple, set, dict):
+        for each in value.values() if type(value) is dict else value:
+            _held(each, found)
+    elif type(value) is Tensor and not value.is_inference():
+        found.append((value, value.detach().clone()))
+    return found
+
+
 @contextmanager
 def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Gives a module and its submodules the attributes that they had before a block, except what was registered since. A
+    """Gives a module and its submodules the attributes that they had before a block, with their elements, values and states. A
     forward may set some, an export to fake tensors and sizes."""
-    before = [(each, dict(vars(each))) for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
+    inner = [each for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
+    before = [(each, dict(vars(each))) for each in inner]
+    values = [value for _, attributes in before for name, value in attributes.items() if name not in _OF_MODULES]
+    held = [each for value in values for each in _held(value, [])]
+    generators = GeneratorState(value for value in values if is_generator(value))
     try:
         yield
     finally:
-        for each, values in before:
-            registered = {*each._parameters, *each._buffers, *each._modules}
+        for each, attributes in before:
             vars(each).clear()
-            vars(each).update({name: value for name, value in values.items() if name not in registered})
+            vars(each).update(attributes)
+        for value, copy in held:
+            if isinstance(value, Tensor):
+                with torch.no_grad():
+                    value.copy_(copy)
+            elif type(value) is list:
+                value[:] = copy
+            elif value != copy or len(value) != len(copy):
+                value.clear()
+                value.update(copy)
+        generators.restore()
+
+
+_OF_MODULES = vars(nn.Module()).keys()
 
 
 @contextmanager

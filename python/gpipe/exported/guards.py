@@ -4,8 +4,6 @@ An export sees one run. So the conversion compares the model with its sequence i
 each call compares the model with what it was.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -18,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe import _C
 from gpipe.exported.blocks import Calls, autocast_dtype
-from gpipe.exported.exporter import NotExported, mode, unchanged
+from gpipe.exported.exporter import mode, unchanged
+from gpipe.generators import GeneratorState, is_generator
 
 _OF_MODULES = vars(nn.Module()).keys()
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
@@ -33,15 +32,15 @@ class Attributes:
         self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks")}
         self._names = {kind: list(getattr(module, kind)) for kind in ("_parameters", "_buffers", "_modules")}
 
-    def difference(self, module: nn.Module) -> str:
-        """Returns what is another than it was, such as ``"its attribute 'p'"``; an empty text if nothing is."""
+    def difference(self, module: nn.Module, *, added: bool = False) -> str:
+        """Returns what is another than it was, such as ``"its attribute 'p'"``; an empty text if nothing is. With ``added``, all
+        new attributes count: trainers add some, which the code of modules does not know."""
         if type(module) is not self._class:
             return "its class"
         now = vars(module)
-        # Trainers add attributes to modules, whose code does not know them.
-        added = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if hasattr(self._class, name)}
-        for name in added | self._plain.keys():
-            if name not in now or name in added or not _same(self._plain[name], now[name]):
+        new = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if added or hasattr(self._class, name)}
+        for name in new | self._plain.keys():
+            if name not in now or name in new or not _same(self._plain[name], now[name]):
                 return f"its attribute '{name}'"
         for name, hooks in self._hooks.items():
             if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
@@ -52,24 +51,15 @@ class Attributes:
         return ""
 
 
-def _generator_state(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState)):
-        return str(value.bit_generator.state if isinstance(value, numpy.Generator) else value.get_state())
-    return None
-
-
 def _frozen(value: Any) -> Any:
     """Returns a value with what can change in it: elements, versions and states."""
     if type(value) in (list, tuple, set, frozenset, torch.Size):
         return value, [*map(_frozen, value)]
     if type(value) is dict:
         return value, [*map(_frozen, value.items())]
-    return value, value._version if isinstance(value, Tensor) and not value.is_inference() else _generator_state(value)
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value, value._version
+    return value, GeneratorState([value]) if is_generator(value) else None
 
 
 def _same(frozen: Any, now: Any) -> bool:
@@ -84,12 +74,11 @@ def _same(frozen: Any, now: Any) -> bool:
     return before is now and _frozen(now)[1] == state
 
 
-def effects_on(module: nn.Module, run: Callable[[], object], again: Callable[[], object]) -> dict[nn.Module, str]:
-    """Returns what a second run changes in a model's modules, except values of tensors. A first run may fill caches."""
-    run()
+def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, str]:
+    """Returns what a run changes in a model's modules, except values of tensors."""
     before = {each: Attributes(each) for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)}
-    again()
-    changed = {each: attributes.difference(each) for each, attributes in before.items()}
+    run()
+    changed = {each: attributes.difference(each, added=True) for each, attributes in before.items()}
     return {each: text for each, text in changed.items() if text}
 
 
@@ -100,11 +89,17 @@ class Guards:
         module: the model.
         exported: the modules whose code was exported, by path.
         dtypes: of the model's input tensors.
+        needs_default_dtype: whether exported code makes numbers of the default dtype.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
     """
 
     def __init__(
-        self, module: nn.Module, exported: Mapping[str, nn.Module], dtypes: list[torch.dtype], tested: Mapping[str, str]
+        self,
+        module: nn.Module,
+        exported: Mapping[str, nn.Module],
+        dtypes: list[torch.dtype],
+        needs_default_dtype: bool,
+        tested: Mapping[str, str],
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
         self._dtypes = [
@@ -115,6 +110,7 @@ class Guards:
         ]
         self._of_inputs, self._tested = dtypes, tested
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
+        self._needs_default_dtype = needs_default_dtype
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
 
     def check(self, inputs: Iterable[Any]) -> None:
@@ -141,15 +137,18 @@ class Guards:
 
     def _differing(self, inputs: list[Tensor]) -> Iterator[str]:
         """Yields in what a call differs from the conversion."""
-        if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
+        dtype, device = self._defaults
+        if torch.get_default_device() != device or (self._needs_default_dtype and torch.get_default_dtype() != dtype):
             yield "with another default dtype or device"
         for kind, dtype in self._autocast.items():
             if (now := autocast_dtype(kind)) != dtype:
                 yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"
-        for number, (tensor, dtype) in enumerate(zip(inputs, self._of_inputs)):
+        for tensor, dtype in zip(inputs, self._of_inputs):
             if tensor.dtype != dtype:
-                yield f"for input {number} of {tensor.dtype}, not {dtype},"
-        if not torch.is_grad_enabled():
+                yield f"for inputs of {tensor.dtype}"
+        if torch.is_inference_mode_enabled():
+            yield "in inference mode"
+        elif not torch.is_grad_enabled():
             yield "without grad mode"
         elif any(each.requires_grad for each in inputs):
             yield "for inputs that require grad"
@@ -171,14 +170,14 @@ class Twins:
         self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
 
     def _difference(self, arguments: Any, calls: int = 1) -> str:
-        with self._calls.replayed(self._blocks):
-            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls)
-            return _difference(ours, _behaviour(self._module, arguments, self._call, calls))
+        with self._calls.replayed(self._blocks) as probes:
+            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls, probes)
+            return _difference(ours, _behaviour(self._module, arguments, self._call, calls, probes))
 
     def take(self) -> bool:
         """Returns whether the sequence takes the sizes of the arguments."""
-        with self._calls.replayed(self._blocks):
-            theirs = _behaviour(self._module, self._arguments, self._call, 1)
+        with self._calls.replayed(self._blocks) as probes:
+            theirs = _behaviour(self._module, self._arguments, self._call, 1, probes)
         return not (isinstance(theirs, ValueError) and "the model was converted for inputs with" in str(theirs))
 
     def agree(self, arguments: Any) -> bool:
@@ -200,11 +199,13 @@ class Twins:
         for context in modes:
             with context():
                 if reason := self._difference(arguments, calls=2):
-                    raise ValueError(f"cannot convert the model: its layers would not do what it does: {reason}")
+                    name = type(module).__name__
+                    raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
         with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
         strided = tree_map_only(Tensor, _strided, arguments)
         settings: dict[str, tuple[Callable[[], AbstractContextManager[object]], Any]] = {
             "without grad mode": (torch.no_grad, arguments),
+            "in inference mode": (torch.inference_mode, arguments),
             "for inputs that require grad": (nullcontext, with_grad),
             "for inputs that are not contiguous": (nullcontext, strided),
         }
@@ -213,6 +214,9 @@ class Twins:
                 settings[f"without autocast on {kind}"] = partial(torch.autocast, kind, enabled=False), arguments
             for dtype in {torch.bfloat16, *(() if kind == "cpu" else (torch.float16,))} - {now}:
                 settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
+        for dtype in _FLOATS | _INTEGERS:
+            others = tree_map_only(Tensor, partial(_of_dtype, dtype), arguments)
+            settings[f"for inputs of {dtype}"] = nullcontext, others
         tested = {}
         for about, (setting, given) in settings.items():
             reasons = []
@@ -231,6 +235,16 @@ class Twins:
             self._module(*args, **kwargs)
 
 
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
+_INTEGERS = {torch.uint8, torch.int32, torch.int64}
+
+
+def _of_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Returns a tensor with a dtype, if a user may give it with that too."""
+    kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
+    return tensor.detach().to(dtype) if dtype in kinds and tensor.dtype in kinds else tensor
+
+
 def _strided(tensor: Tensor) -> Tensor:
     return tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_(tensor.requires_grad)
 
@@ -239,7 +253,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
 
 
-def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int) -> dict[str, Any] | Exception:
+def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int, probes: list[Tensor]) -> dict[str, Any] | Exception:
     """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
     exception that they raise."""
     found: dict[str, Any] = {}
@@ -252,6 +266,7 @@ def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any
                 return error
             found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
             wanted = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
+            wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
             wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
             roots = [each for each in outputs if _needs_grad(each)]
             if roots and wanted and not number:
