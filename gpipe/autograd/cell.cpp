@@ -48,7 +48,8 @@ std::vector<at::Tensor> Cell::enter_parcel(const Parcel& parcel, bool graph, Ali
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     auto& tensor = tensors[i];
     if (!tensor.defined()) continue;
-    tensor = graph && parcel.wants_gradient[i] ? enter(tensor) : tensor.detach();
+    const bool wants_gradient = parcel.wants_gradient[i];
+    tensor = graph && wants_gradient ? enter(tensor) : tensor.detach().requires_grad_(wants_gradient);
     sinks[i] = node_cast<GradientSink>(tensor.grad_fn());
     if (sinks[i]) sinks[i]->indices = {i};
     aliases.enters(tensor, parcel.alias_groups[i]);

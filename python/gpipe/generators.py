@@ -71,7 +71,9 @@ def is_generator(value: object) -> bool:
 
 
 def _without_arrays(state: Any) -> Any:
-    """Replaces NumPy's arrays in a state by their bytes, which can be compared."""
+    """Replaces arrays and tensors in a state by their bytes, which can be compared."""
+    if isinstance(state, torch.Tensor):
+        return bytes(state.tolist())
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     if isinstance(state, tuple) and isinstance(state[0], str):  # of numpy.random

@@ -73,10 +73,10 @@ class Calls:
             yield
 
     @contextmanager
-    def replayed(self, blocks: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    def replayed(self, blocks: Iterable[nn.Module], dtype: torch.dtype | None = None) -> Iterator[list[Tensor]]:
         """Makes calls of some modules cheap for a block of code: they return what they returned in a recorded run in the present
-        mode, plus a number that depends on all that they get. Gives the block a tensor per module that trains, to which its
-        outputs' gradients flow."""
+        mode, plus a number that depends on all that they get. Floating-point outputs are of a ``dtype``, if one is given. Gives
+        the block a tensor per module that trains, to which its outputs' gradients flow."""
         trained = {each: torch.zeros((), requires_grad=True) for each in blocks if any(p.requires_grad for p in each.parameters())}
 
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Calls:
             def recalled(recorded: Tensor) -> Tensor:
                 if tensors[0].dim() and recorded.shape[:1] == (self.samples[each],):
                     recorded = recorded[: len(tensors[0])]
-                return (recorded + number).to(recorded.dtype) if recorded.is_floating_point() else recorded.clone()
+                return (recorded + number).to(dtype or recorded.dtype) if recorded.is_floating_point() else recorded.clone()
 
             return tree_map_only(Tensor, recalled, self.outputs.get(_key(each), self.outputs[each]))
 
@@ -142,12 +142,15 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+_KINDS = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
+
+
 def _sum(tensor: Tensor) -> Tensor:
-    """Returns a number that depends on a sample of a tensor's elements, and on their order."""
+    """Returns a number that depends on a tensor's type, and on a sample of its elements and their order."""
     elements = (tensor if tensor.is_contiguous() else tensor[..., :8]).reshape(-1)
     elements = elements[:: max(1, len(elements) // 1000)]
     elements = (elements.abs() if elements.is_complex() else elements).to(torch.get_default_dtype())
-    return (elements * torch.linspace(1, 2, len(elements), device=elements.device)).mean() / 16
+    return (elements * torch.linspace(1, 2, len(elements), device=elements.device)).mean() / 16 + _KINDS.index(tensor.dtype)
 
 
 def _version(tensor: Tensor) -> int:
@@ -247,6 +250,11 @@ class _Parsed(NamedTuple):
 def _parsed(call: str) -> _Parsed:
     path, spec, kinds, changed = json.loads(call)
     return _Parsed(path, treespec_loads(spec), kinds, changed)
+
+
+def path_of(call: str) -> str:
+    """Returns the path of the module that a call of the operator calls."""
+    return _parsed(call).path
 
 
 def changed_by(call: str) -> list[int]:

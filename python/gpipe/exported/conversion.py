@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import Captured, Owned, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
-from gpipe.exported.graph import Value, needs_default_dtype
+from gpipe.exported.graph import Value
 from gpipe.exported.guards import Guards, Twins, copy_of, effects_on, prove_batch
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
@@ -120,7 +120,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                     _plain_runs(module, examples)  # which may tell more
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
-    sequence.guards = Guards(module, exported, dtypes, needs_default_dtype(model.graph), tested)
+    sequence.guards = Guards(module, exported, dtypes, tested)
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 

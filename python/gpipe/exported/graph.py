@@ -133,16 +133,6 @@ def inputs_of(arguments: Any) -> Iterator[Value]:
     return (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value))
 
 
-def needs_default_dtype(graph: Graph) -> bool:
-    """Returns whether an operation makes floating-point numbers of none."""
-
-    def is_floating(value: Any) -> bool:
-        return any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(value))
-
-    made = (each for each in graph.operations if is_floating(each.result.example))
-    return any(not any(is_floating(value.example) for value in each.inputs()) for each in made)
-
-
 def name_of(constant: object) -> str:
     """Returns the name of a dtype, a layout or a memory format of torch."""
     return str(constant).removeprefix("torch.")

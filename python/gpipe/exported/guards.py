@@ -7,6 +7,7 @@ each call compares the model with what it was.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Attributes:
         self._class = type(module)
         self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in _OF_MODULES}
         self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks")}
+        self._globals = _globals_of(module)
         self._names = {kind: list(getattr(module, kind)) for kind in ("_parameters", "_buffers", "_modules")}
 
     def difference(self, module: nn.Module, *, added: bool = False) -> str:
@@ -42,6 +44,8 @@ class Attributes:
         for name in new | self._plain.keys():
             if name not in now or name in new or not _same(self._plain[name], now[name]):
                 return f"its attribute '{name}'"
+        if self._globals != _globals_of(module):
+            return "a global that its forward() reads"
         for name, hooks in self._hooks.items():
             if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
                 return f"its {name.strip('_').replace('_', ' ')}"
@@ -49,6 +53,15 @@ class Attributes:
             if list(getattr(module, kind)) != names:
                 return f"its {kind.strip('_')}"
         return ""
+
+
+def _globals_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the plain values that a module's forward() reads from its file, by name, also those of objects there."""
+    code, space = getattr(module.forward, "__code__", None), getattr(module.forward, "__globals__", {})
+    used = {name: space[name] for name in code.co_names if name in space} if code else {}
+    objects = {name: value for name, value in used.items() if not callable(value) and not isinstance(value, ModuleType)}
+    inner = {f"{name}.{each}": it for name, value in objects.items() for each, it in getattr(value, "__dict__", {}).items()}
+    return {name: value for name, value in (objects | inner).items() if isinstance(value, _VALUES)}
 
 
 def _frozen(value: Any) -> Any:
@@ -89,7 +102,6 @@ class Guards:
         module: the model.
         exported: the modules whose code was exported, by path.
         dtypes: of the model's input tensors.
-        needs_default_dtype: whether exported code makes numbers of the default dtype.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
     """
 
@@ -98,19 +110,19 @@ class Guards:
         module: nn.Module,
         exported: Mapping[str, nn.Module],
         dtypes: list[torch.dtype],
-        needs_default_dtype: bool,
         tested: Mapping[str, str],
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
+        self._name = type(module).__name__
         self._dtypes = [
-            (f"{path}.{name}".lstrip("."), each._parameters, name, tensor.dtype)
-            for path, each in module.named_modules()
+            (each._parameters, name, tensor.dtype)
+            for each in module.modules()
+            if not isinstance(each, torch.jit.ScriptModule)
             for name, tensor in each._parameters.items()
             if tensor is not None
         ]
         self._of_inputs, self._tested = dtypes, tested
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
-        self._needs_default_dtype = needs_default_dtype
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
 
     def check(self, inputs: Iterable[Any]) -> None:
@@ -121,25 +133,21 @@ class Guards:
                     f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "
                     f"{difference}, which its exported code may read; change the model first, then convert it"
                 )
-        for shown, parameters, name, dtype in self._dtypes:
-            tensor = parameters.get(name)
-            if tensor is not None and tensor.dtype != dtype:
-                raise RuntimeError(
-                    f"parameter '{shown}' is of {tensor.dtype}, but was of {dtype} at the conversion, which exported code may "
-                    "read; change the dtype of the model first, then convert it"
-                )
         for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
-                    f"the converted model may not compute {about} what the model does: {reason}; convert the model "
-                    "in the mode and with an input as it is used, or keep the part whole: opaque=[...]"
+                    f"the layers of the model ({self._name}) may not compute {about} what it does: {reason}; convert the model as "
+                    "it is used, or move the code to a submodule that the model calls once, which is kept whole"
                 )
 
     def _differing(self, inputs: list[Tensor]) -> Iterator[str]:
         """Yields in what a call differs from the conversion."""
-        dtype, device = self._defaults
-        if torch.get_default_device() != device or (self._needs_default_dtype and torch.get_default_dtype() != dtype):
+        if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
             yield "with another default dtype or device"
+        for parameters, name, dtype in self._dtypes:
+            tensor = parameters.get(name)
+            if tensor is not None and tensor.dtype != dtype:
+                yield f"with parameters of {tensor.dtype}"
         for kind, dtype in self._autocast.items():
             if (now := autocast_dtype(kind)) != dtype:
                 yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"
@@ -168,9 +176,12 @@ class Twins:
         self, module: nn.Module, call: Callable[[Any, Any], Any], calls: Calls, blocks: Iterable[nn.Module], arguments: Any
     ) -> None:
         self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
+        inside = {id(tensor) for block in self._blocks for tensor in (*block.parameters(), *block.buffers())}
+        tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in inside)
+        self._has_own_floats = any(tensor.is_floating_point() for tensor in tensors)
 
-    def _difference(self, arguments: Any, calls: int = 1) -> str:
-        with self._calls.replayed(self._blocks) as probes:
+    def _difference(self, arguments: Any, calls: int = 1, dtype: torch.dtype | None = None) -> str:
+        with self._calls.replayed(self._blocks, dtype) as probes:
             ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls, probes)
             return _difference(ours, _behaviour(self._module, arguments, self._call, calls, probes))
 
@@ -226,6 +237,10 @@ class Twins:
                         self._record()
                     reasons.append(self._difference(given))
             tested[about] = next(filter(None, reasons), "")
+        if not self._has_own_floats:
+            for dtype in _FLOATS - {torch.uint8}:
+                cast = tree_map_only(Tensor, lambda each, to=dtype: each.to(to) if each.is_floating_point() else each, arguments)
+                tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
         return tested
 
     def _record(self) -> None:

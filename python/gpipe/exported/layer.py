@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from gpipe import _C
-from gpipe.exported.blocks import OPERATOR, run_whole
+from gpipe.exported.blocks import OPERATOR, path_of, run_whole
 from gpipe.exported.graph import Choice, Number, Operation, Value, name_of
 from gpipe.exported.layers import Route
 from gpipe.exported.sizes import Size, Sizes, described, text_of
@@ -70,9 +70,10 @@ class Description:
             call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
         elif operation.schema.name == OPERATOR:
             call["python"] = _RUN_WHOLE
-            self._place(operation.call.path)
-            self.called.add(operation.call.path)
-            args = (operation.call.path, args[2], args[0], args[1])
+            path = path_of(args[2].training if isinstance(args[2], Choice) else args[2])
+            self._place(path)
+            self.called.add(path)
+            args = (path, args[2], args[0], args[1])
         else:
             call["operator"] = ".".join(filter(None, (operation.schema.name, operation.schema.overload_name)))
         call["args"] = [self._argument(arg) for arg in args]
