@@ -24,6 +24,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.balance import Candidate, Profile, Suggestion, predict, suggest
 
+sys.path.append(str(Path(__file__).parents[1] / "examples/python"))
+
+import networks  # noqa: E402
+
 HOSTS = 2
 WIRE = "wire"  # the name of both ends
 PROBE = 1 << 24  # bytes
@@ -31,7 +35,7 @@ WARM_UP = 2
 
 
 def unet(samples: int) -> tuple[nn.Module, Tensor]:
-    return gpipe.models.unet(base_channels=16), torch.randn(samples, 3, 96, 96)
+    return networks.unet(base_channels=16), torch.randn(samples, 3, 96, 96)
 
 
 def unet2d(samples: int) -> tuple[nn.Module, Tensor]:

@@ -27,6 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import gpipe
+import networks
 from gpipe import snapshot
 
 CLASSES = 10
@@ -140,7 +141,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         if saved and saved.options.get(flag) != text:
             raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
 
-    model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
+    model = networks.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
     micro_batch = images[: max(2, args.batch_size // args.chunks)]
     balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)
     if ranks:  # all take what the first process has measured

@@ -33,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import gpipe
+import networks
 from gpipe import snapshot
 from gpipe.data import PartSampler, collate_part
 
@@ -299,11 +300,11 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         if saved and saved.options.get(flag) != text:
             raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
 
-    model = gpipe.models.unet(
+    model = networks.unet(
         out_channels=args.classes if args.classes > 2 else 1,
         depth=args.depth,
         base_channels=args.channels,
-        upsampling="linear" if args.bilinear else "transposed",
+        bilinear=args.bilinear,
     )
     micro_batch = torch.rand(max(2, args.batch_size // args.replicas // args.chunks), 3, *training.size[::-1])
     balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)

@@ -156,11 +156,6 @@ def _add_commands(commands: Any) -> None:
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="such as model.gpipe")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run.export)
-    command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
-    command.add_argument("source", help="the file to read")
-    command.add_argument("target", help="the safetensors file to write")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run.convert)
 
 
 def _check(options: argparse.Namespace) -> None:

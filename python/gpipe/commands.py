@@ -14,7 +14,6 @@ from torch import nn
 
 from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
-from gpipe.convert import convert as write_safetensors
 from gpipe.exported.conversion import ExportedSequential, as_sequential, converted
 from gpipe.exported.model_file import export_model
 from gpipe.plan import progress_line, show
@@ -334,8 +333,3 @@ def export(options: argparse.Namespace) -> Output:
     export_model(sequence, options.output)
     layers = len(sequence)
     return Output(f"{options.output} has {layers} layers\n", lambda: {"target": options.output, "layers": layers})
-
-
-def convert(options: argparse.Namespace) -> Output:
-    tensors = write_safetensors(options.source, options.target)
-    return Output(f"{options.target} has {tensors} tensors\n", lambda: {"target": options.target, "tensors": tensors})

@@ -20,7 +20,6 @@ from gpipe.known_losses import Known
 from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
-from gpipe.renamed import NEW_NAMES, renamed
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
@@ -138,8 +137,6 @@ class StagedModel(OriginalNames):
     def __getattr__(self, name: str) -> Any:
         if (stage := self._stage_with(name)) is not None:
             return stage._modules[name]
-        if f"gpipe.GPipe.{name}" in NEW_NAMES:
-            return renamed(f"gpipe.GPipe.{name}", self)
         try:
             return super().__getattr__(name)
         except AttributeError as error:

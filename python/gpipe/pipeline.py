@@ -32,15 +32,10 @@ from gpipe.team import TeamCalls
 
 _Result = TypeVar("_Result")
 
-__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition", "reuse_cpu_memory"]
+__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
 SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
-
-
-def reuse_cpu_memory(on: bool = True) -> None:
-    """Deprecated. Does nothing: pipelines keep freed memory; see ``keep_memory`` of :class:`GPipe`."""
-    warnings.warn("pipelines keep freed memory; leave out reuse_cpu_memory()", FutureWarning, stacklevel=2)
 
 
 class GPipe(TeamCalls):

@@ -173,13 +173,6 @@ def test_suggest_plans_for_a_cluster(run, tmp_path, monkeypatch):
     assert "nothing fits into 1.00 KiB per device" in run(*planned, code=1)
 
 
-def test_weights_are_converted(run, tmp_path):
-    torch.save(model().state_dict(), tmp_path / "weights.pth")
-    files = str(tmp_path / "weights.pth"), str(tmp_path / "weights.safetensors")
-    assert run("convert", *files) == f"{files[1]} has 4 tensors\n"
-    assert json.loads(run("convert", *files, "--json")) == {"target": files[1], "tensors": 4}
-
-
 def test_help_is_printed_without_arguments(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from gpipe import balance, models
+from gpipe import balance
 from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Fail, cluster_text, make_linears, notes
 
@@ -139,9 +139,6 @@ MISTAKES = [
     (lambda: from_module(balance=[1, 1]).second, AttributeError, r"the model, or pipe.get_parameter\('second.weight'\)$"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
-    (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
-    (lambda: models.unet(upsampling="nearest"), ValueError, "upsampling"),
-    (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
     (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
@@ -198,11 +195,10 @@ CALLS = [
     (method("gather_timeline"), {"timeline": gpipe.Timeline()}),
     (method("sum_over_replicas"), {"numbers": [1.0]}),
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
-    (gpipe.check_loss, LOSS | {"output": X, "chunks": 2}),
-    (gpipe.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
-    (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
+    (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),
+    (gpipe.randomness.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
+    (lambda **arguments: gpipe.randomness.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
-    (models.unet, {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0}),
     (balance.profile, MEASURING | {"device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
+from gpipe.randomness import RandomScope
 from helpers import random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
@@ -264,7 +265,7 @@ def pipeline(spec, model):
 
 def plain_loop(spec, model):
     def call(x, gradient):
-        seed = gpipe.RandomScope.draw_seed()
+        seed = RandomScope.draw_seed()
         has_norm = any(name.endswith("num_batches_tracked") for name in model.state_dict())
         count = max(1, min(spec.chunks, len(x) // 2 if has_norm else len(x)))
         parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().tensor_split(count)]
@@ -272,7 +273,7 @@ def plain_loop(spec, model):
         for number, part in enumerate(parts):
             value = part
             for index, layer in enumerate(model):
-                with gpipe.RandomScope(seed, index, number):
+                with RandomScope(seed, index, number):
                     value = layer(value)
             outputs.append(value)
         gradients = gradient.split([len(part) for part in parts])

@@ -113,7 +113,7 @@ def test_losses_have_the_gradients_of_the_whole_mini_batch(loss, count):
     expected_gradients = torch.autograd.grad(expected, list(pipe.parameters()))
     torch.testing.assert_close(pipe.step(x, y, loss, count=count), expected)
     torch.testing.assert_close(gradients(pipe), list(expected_gradients))
-    assert gpipe.check_loss(loss, pipe(x), y, 3, count=count) == pytest.approx((expected.item(), expected.item()))
+    assert gpipe.losses.check_loss(loss, pipe(x), y, 3, count=count) == pytest.approx((expected.item(), expected.item()))
 
 
 def test_another_loss_is_compared_once_with_the_whole_mini_batch():

@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 
 import gpipe
 from gpipe import balance, snapshot
+from gpipe.plan import Plan
 from gpipe.skip import Namespace, Skippable, peek, pop, skippable, stash
 
 
@@ -80,7 +81,7 @@ def main(folder: Path) -> None:
     pipe.chunks = 2
     train(pipe, x, y, folder / "latest.snapshot")
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
-    plan: gpipe.Plan = chosen.plan
+    plan: Plan = chosen.plan
     train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()

@@ -149,7 +149,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
         # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
-        theirs = state_after(model, lambda: on(functools.partial(gpipe.run_unpartitioned, chunks=chunks), sequence, input))
+        theirs = state_after(model, lambda: on(functools.partial(gpipe.randomness.run_unpartitioned, chunks=chunks), sequence, input))
     yield {"pipeline": difference(ours, theirs)}
 
 
