@@ -32,6 +32,7 @@ from gpipe import balance, checkpoint, data, skip, snapshot
 from gpipe._C import Timeline, is_checkpointing, is_recomputing
 from gpipe.exported.conversion import to_sequential
 from gpipe.exported.model_file import export_model
+from gpipe.losses import Loss
 from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.ranks import Ranks
 from gpipe.team import PipelineGradScaler
@@ -39,7 +40,7 @@ from gpipe.team import PipelineGradScaler
 __all__ = [
     "SCHEDULES",
     "GPipe",
-    "PipelineGradScaler",
+    "Loss",
     "Ranks",
     "Timeline",
     "__version__",

@@ -16,7 +16,7 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers, check_checkpoint, check_chunks
-from gpipe.known_losses import Known
+from gpipe.losses import Losses
 from gpipe.names import ConvertedLayer, OriginalNames, StateNames
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
 from gpipe.ranks import Ranks
@@ -70,7 +70,7 @@ class StagedModel(OriginalNames):
         self._made: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the C++ pipeline
         self._norms: list[DeferredBatchNorm] = []  # of these layers
-        self._losses: Known = []
+        self._losses = Losses()
 
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
-from gpipe.checks import BalanceError, Checkpoint, Reduction
+from gpipe.checks import BalanceError, Checkpoint
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
-from gpipe.known_losses import hold_state, identity_of
-from gpipe.losses import check_scale, checked, explained, native_loss, step_options, trains
+from gpipe.loss_state import hold_state
+from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
@@ -283,11 +283,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[False] = False,
-        check: bool = True,
     ) -> Tensor: ...
 
     @overload
@@ -297,11 +294,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[True],
-        check: bool = True,
     ) -> tuple[Tensor, Any]: ...
 
     def step(
@@ -310,11 +304,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: bool = False,
-        check: bool = True,
     ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
@@ -330,23 +321,13 @@ class GPipe(TeamCalls):
             input: as for :meth:`forward`.
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
             loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar that decomposes over
-                samples; see ``check``. Called on the last stage's worker. Draw its random numbers with torch. Tensors of
-                its own that require grad get gradients, but not with replicas.
-            count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored. A tensor on a device is not waited for, except with replicas. Default:
-                that of torch's cross entropy and NLL losses, else the number of samples.
-            reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
-                adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``. A loss of
-                torch with hooks or replaced code is compared as others; see ``check``.
+                samples; or a :class:`gpipe.Loss`, which has options. A mean is weighted by samples, one of torch by its
+                targets that are not ignored. The first step with a loss compares it with the whole mini-batch; see
+                :class:`gpipe.Loss`. Called on the last stage's worker. Draw its random numbers with torch. Tensors of its
+                own that require grad get gradients, but not with replicas.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` and its ``count`` compares it and its gradients with those of the
-                whole mini-batch, as does the first one whose micro-batches have unequal shares of zeros, of negative numbers
-                or of NaN as targets (a sample of those on the CPU). A function made anew is the same loss if its code is,
-                and if it captures the same variables, or the same objects and equal numbers. Attributes and buffers of the
-                loss stay as they are. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no
-                whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
@@ -358,7 +339,7 @@ class GPipe(TeamCalls):
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        result = self._run_step("step", input, target, loss, scale, count, reduction, return_output, check)
+        result = self._run_step("step", input, target, loss, scale, return_output)
         return result if return_output else result[0]
 
     def compute_loss(
@@ -367,19 +348,16 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
-        check: bool = True,
     ) -> Tensor:
         """Computes the loss and all gradients as :meth:`step`, with its arguments. Adds nothing to ``.grad``, but returns the
         loss with its graph: a backward of it hands out the gradients, times its incoming gradient. For a module that returns
         the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``."""
-        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, count, reduction, False, check)[0]
+        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, False)[0]
         return result
 
     def _run_step(
-        self, method: str, input: Any, target: Any, loss: Any, scale: object, *options: Any
+        self, method: str, input: Any, target: Any, loss: Any, scale: object, return_output: object
     ) -> tuple[Any, Any]:
         with self.refusing():
             refuse_tracing()
@@ -387,25 +365,26 @@ class GPipe(TeamCalls):
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             pipeline = self._pipeline()
+            chosen = self._losses.loss_of(loss, self.chunks)
+            function = chosen.function
             if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
-            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
+            if self.ranks is not None and self.ranks.replicas > 1 and trains(function):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            chosen = step_options(loss, factor, self.chunks, self.checkpoint, *options)
-            native = native_loss(loss)
-            if native is not None and self.ranks is None and not trains(loss):
+            options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
+            native = native_loss(function)
+            if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
                     raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
-            hold = partial(hold_state, loss, chain(self.modules(), self.parameters(), self.buffers()))
-            identity = identity_of((loss, options[0]), self._losses)  # with its count
-            arguments = checked(loss), native, identity, hold, chosen, self.training, keeps_graph
+            hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
+            arguments = checked(function), native, chosen._record, hold, options, self.training, keeps_graph
             return pipeline.train(input, target, *arguments)
 
     def trace(self, timeline: _C.Timeline | None) -> None:

@@ -112,11 +112,11 @@ MISTAKES = [
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
     (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
     (lambda: step(X, [Y], nn.CrossEntropyLoss()), TypeError, "argument 'target' .* must be Tensor, not list"),
-    (lambda: step(count=len, reduction="sum"), ValueError, "count weights a mean"),
-    (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
-    (lambda: step(count=lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
-    (lambda: step(count=lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
-    (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
+    (lambda: step(X, Y, gpipe.Loss(loss, count=len, reduction="sum")), ValueError, "count weights a mean"),
+    (lambda: gpipe.Loss(loss, count=8), TypeError, "count must be a function of a target, but is 8"),
+    (lambda: step(X, Y, gpipe.Loss(loss, count=lambda y: y > 0)), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
+    (lambda: step(X, Y, gpipe.Loss(loss, count=lambda y: -1)), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
+    (lambda: gpipe.Loss(loss, reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
     (
@@ -175,7 +175,7 @@ SCHEDULING = {"schedule": "gpipe", "stages_per_worker": 1, "placement": "looped"
 MEASURING = {"module": make_linears(), "sample": X, "intraop_threads": 1, "seconds": 0, "param_scale": 2.0, "progress": None}
 RANKS = {"timeout": 1.0, "join_timeout": 1.0, "interface": "", "replicas": 1, "nccl": False}
 CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "copies": False}
-LOSS = {"loss": loss, "target": Y, "count": len, "reduction": "mean"}
+LOSS = {"loss": loss, "target": Y}
 PROFILE = balance.profile(make_linears(), X, seconds=0)
 SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
 CLUSTER = balance.Cluster.from_json(cluster_text())
@@ -195,6 +195,7 @@ CALLS = [
     (method("gather_timeline"), {"timeline": gpipe.Timeline()}),
     (method("sum_over_replicas"), {"numbers": [1.0]}),
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
+    (gpipe.Loss, {"function": loss, "count": len, "reduction": "mean", "check": True}),
     (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),
     (gpipe.randomness.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.randomness.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),

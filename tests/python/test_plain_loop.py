@@ -250,10 +250,11 @@ def pipeline(spec, model):
     balance = random_balance(random.Random(spec.seed), len(model), stages)
     options = {name: getattr(spec, name) for name in ("chunks", "checkpoint", "stages_per_worker")}
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
+    product = gpipe.Loss(lambda out, of: (out * of).sum(), reduction="sum")
 
     def call(x, gradient):
         if spec.schedule and any(tensor.requires_grad for tensor in (x, *pipe.parameters())):
-            return pipe.step(x, gradient, lambda out, of: (out * of).sum(), reduction="sum", return_output=True)[1]
+            return pipe.step(x, gradient, product, return_output=True)[1]
         output = pipe(x)
         torch.manual_seed(0)  # does not change what a recompute draws
         if output.requires_grad:

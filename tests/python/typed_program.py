@@ -55,7 +55,7 @@ def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
     for _ in range(2):
         optimizer.zero_grad()
         assert_type(pipe.step(x, y, criterion), Tensor)
-        loss, output = pipe.step(x, y, criterion, reduction="mean", return_output=True)
+        loss, output = pipe.step(x, y, gpipe.Loss(criterion, reduction="mean"), return_output=True)
         assert_type(loss, Tensor)
         assert isinstance(output, Tensor)
         torch.autograd.backward(assert_type(pipe.compute_loss(x, y, nn.CrossEntropyLoss()), Tensor))

@@ -144,7 +144,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
         return backward(map(weighted_sum, outputs), [torch.cat(each) for each in leaves])
 
     def by_pipeline():
-        return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), weighted_sum, reduction="sum", return_output=True))
+        return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), gpipe.Loss(weighted_sum, reduction="sum"), return_output=True))
 
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
