@@ -105,10 +105,10 @@ def train(args: argparse.Namespace, plans: list[dict[str, object]]) -> None:
         for turn in range(WARM_UP + args.repeats):
             for pipe, result in zip(pipes, results):
                 pipe.zero_grad(set_to_none=True)
-                pipe.largest(0)  # all ranks start together
+                pipe.team.largest(0)  # all ranks start together
                 sent, start = sent_bytes(), time.monotonic()
                 pipe.step(x, x, loss)
-                microseconds = pipe.largest(round((time.monotonic() - start) * 1e6))
+                microseconds = pipe.team.largest(round((time.monotonic() - start) * 1e6))
                 if turn >= WARM_UP:
                     result["seconds"].append(microseconds / 1e6)
                     result["sent"].append(sent_bytes() - sent)

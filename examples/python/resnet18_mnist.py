@@ -215,7 +215,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             bar.set_postfix(loss=f"{loss:.4f}")
             if events:
                 events.add_scalar("loss/train_step", loss, epoch * steps + batch)
-            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            stopped = pipe.team.largest(signals[0])  # all processes stop after the same step
             if stopped:
                 break
         else:
@@ -238,7 +238,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                     print(" " if label == 0 else label - 1, "".join(f"{count:6}" for count in row), flush=True)
             if scores["accuracy"] == max(history["accuracy"]):
                 save("best.snapshot")
-            stopped = pipe.largest(signals[0])
+            stopped = pipe.team.largest(signals[0])
         save(latest.name)
     if first:
         print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")

@@ -253,7 +253,7 @@ def evaluate(pipe: gpipe.GPipe, loader: DataLoader[Any], count: int, args: argpa
             loss += segmentation_loss(output, labels).item() * len(images)
             classes = with_background(output).argmax(1) * args.classes + labels
             pairs += torch.bincount(classes.flatten(), minlength=args.classes**2).view_as(pairs)
-    loss, *sums = pipe.sum_over_replicas([loss, *pairs.flatten().tolist()])
+    loss, *sums = pipe.team.sum_over_replicas([loss, *pairs.flatten().tolist()])
     pairs = torch.tensor(sums).view_as(pairs)
     both, total = pairs.diagonal()[1:], (pairs.sum(0) + pairs.sum(1))[1:]
     dice = torch.where(total > 0, 2 * both / total, 1.0)  # 1 for a class that is nowhere
@@ -393,7 +393,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             bar.set_postfix(loss=f"{loss:.4f}")
             if events:
                 events.add_scalar("loss/train_step", loss, epoch * steps + batch)
-            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            stopped = pipe.team.largest(signals[0])  # all processes stop after the same step
             if stopped:
                 break
             if args.snapshot_every and batch % args.snapshot_every == 0:
@@ -420,7 +420,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
             if scores["val_dice"] == max(history["val_dice"]):
                 save("best.snapshot")
-            stopped = pipe.largest(signals[0])
+            stopped = pipe.team.largest(signals[0])
         save(latest.name)
     if first:
         print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")

@@ -35,7 +35,6 @@ from gpipe.exported.model_file import export_model
 from gpipe.losses import Loss
 from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.ranks import Ranks
-from gpipe.team import PipelineGradScaler
 
 __all__ = [
     "SCHEDULES",

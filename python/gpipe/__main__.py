@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import gpipe
 from gpipe import _C, balance, commands as run
-from gpipe.plan import show
+from gpipe.commands import show
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _EXCLUDED = {

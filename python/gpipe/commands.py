@@ -5,6 +5,7 @@ import ast
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.exported.conversion import ExportedSequential, as_sequential, converted
 from gpipe.exported.model_file import export_model
-from gpipe.plan import progress_line, show
 from gpipe.structure import first_micro_batch, take_apart
 
 _V_SCHEDULES = [name for name, _, is_v in _C.schedule_rules() if is_v]
@@ -29,6 +29,25 @@ class Output(NamedTuple):
     text: str
     fields: Callable[[], object] = lambda: None  # returns what --json prints instead
     status: int = 0
+
+
+def progress_line(work: str = "measuring") -> Callable[[float], None] | None:
+    """Returns a function that shows the completed share of work that takes over two seconds; ``None`` without a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    start = time.monotonic()
+
+    def tell(part: float) -> None:
+        if time.monotonic() - start > 2:
+            show(f"{work} {part:4.0%}" if part < 1 else "")
+
+    return tell
+
+
+def show(text: str) -> None:
+    """Shows a line on the terminal, in place of the previous one."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 # Schedules: as text, as a picture, and simulated.

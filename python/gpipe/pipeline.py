@@ -19,6 +19,7 @@ from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError, Checkpoint
+from gpipe.core import StagedModel
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
@@ -28,7 +29,7 @@ from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.structure import take_apart
-from gpipe.team import TeamCalls
+from gpipe.team import Team
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +39,7 @@ SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
-class GPipe(TeamCalls):
+class GPipe(StagedModel):
     """Trains a model over several devices.
 
         pipe = gpipe.GPipe.from_module(model, input)  # any module, cut where it is fastest
@@ -60,7 +61,7 @@ class GPipe(TeamCalls):
     Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
     returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
     :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
-    timeline. Ranks call ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas`` together.
+    timeline. :attr:`team` has the calls that ranks make together.
 
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
@@ -132,6 +133,7 @@ class GPipe(TeamCalls):
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.deferred_batch_norm = deferred_batch_norm
+        self._takes_arguments = getattr(next(iter(module), None), "_input", None) is not None  # it was converted
         self._warned = False
 
     @classmethod
@@ -215,6 +217,11 @@ class GPipe(TeamCalls):
         }
 
     @property
+    def team(self) -> Team:
+        """The calls that the ranks make together, such as ``pipe.team.largest(number)``."""
+        return Team(self)
+
+    @property
     def schedule(self) -> str:
         """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file. ``'auto'`` becomes the name of the
         schedule that the first step chooses."""
@@ -230,9 +237,9 @@ class GPipe(TeamCalls):
 
     # Training.
 
-    def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
-        all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
+        all. A converted model takes the arguments that its module takes, except those without tensors. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
         trains with a ``schedule`` that only :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
@@ -241,11 +248,8 @@ class GPipe(TeamCalls):
             RuntimeError: if dimension 0 of an output is not the batch.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
-        with self.refusing():
-            if others or named:
-                by_name = f"{{{', '.join(f'{name!r}: ...' for name in named)}}}"
-                one = "(a, b)" if not named else by_name if input is None else f"((...,), {by_name})"
-                raise TypeError(f"a pipeline takes one input, which its first layer gets; call pipe({one}) instead")
+        with self.team.refusing():
+            input = self._one_input(args, kwargs)
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
@@ -257,11 +261,23 @@ class GPipe(TeamCalls):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self.chunks, checkpoint, self.training)
 
+    def _one_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the input of the first layer. That of a converted model takes all arguments in one."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        if self._takes_arguments:
+            named = {name: each for name, each in kwargs.items() if each is not None}
+            return args if not named else (args, named) if args else named
+        if not args and kwargs.keys() == {"input"}:
+            return kwargs["input"]
+        given = len(args) + len(kwargs)
+        raise TypeError(f"the first layer takes one input, but got {given} arguments; call pipe((a, b)), or pipe({{'name': a}})")
+
     def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], _Result]) -> _Result:
         """Returns ``loss(output, target)`` of a mini-batch in evaluation mode, without gradients, on the output and the target
         of all samples. ``loss`` is any function: a loss, or one that returns scores. The target may be on any device. Over
         ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
-        with self.refusing():
+        with self.team.refusing():
             checks.check_function(loss, "loss", "output and target")
         with mode(self, False), torch.no_grad():
             output = self(input)
@@ -325,8 +341,9 @@ class GPipe(TeamCalls):
                 targets that are not ignored. The first step with a loss compares it with the whole mini-batch; see
                 :class:`gpipe.Loss`. Called on the last stage's worker. Draw its random numbers with torch. Tensors of its
                 own that require grad get gradients, but not with replicas.
-            scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
-                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
+            scale: multiplies all gradients, but not the returned loss. A ``torch.amp.GradScaler`` gives its scale: call its
+                ``step(optimizer)`` and ``update()`` afterwards, over ranks on each one that has parameters. If a gradient
+                of any rank is not finite, all ranks' become infinite, so that all skip the optimizer's step.
             return_output: whether to return the model's output too, as the loss leaves it.
 
         Raises:
@@ -356,10 +373,21 @@ class GPipe(TeamCalls):
         result: Tensor = self._run_step("compute_loss", input, target, loss, scale, False)[0]
         return result
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients of the whole model as ``torch.nn.utils.clip_grad_norm_`` does in one process, with the same
+        bits. Over ranks, all call it, and ``max_norm`` and ``norm_type`` are positive. Returns the total norm before
+        clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
+        with self.team.refusing():
+            checked = checks.check_number(max_norm, "max_norm"), checks.check_number(norm_type, "norm_type")
+            if self.ranks is None:
+                return torch.nn.utils.clip_grad_norm_(self.parameters(), *checked, error_if_nonfinite)
+            pipeline = self._pipeline()
+        return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
+
     def _run_step(
         self, method: str, input: Any, target: Any, loss: Any, scale: object, return_output: object
     ) -> tuple[Any, Any]:
-        with self.refusing():
+        with self.team.refusing():
             refuse_tracing()
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
@@ -367,14 +395,18 @@ class GPipe(TeamCalls):
             pipeline = self._pipeline()
             chosen = self._losses.loss_of(loss, self.chunks)
             function = chosen.function
-            if self.ranks is not None and type(scale) is GradScaler:
-                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
+            scales = self.ranks is not None and isinstance(scale, GradScaler) and scale.is_enabled()
+            if scales and method != "step":
+                raise TypeError(f"over ranks, give a GradScaler to step(), but {method}() got it: backward() comes later")
             if self.ranks is not None and self.ranks.replicas > 1 and trains(function):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
+        if scales:
+            factor = self.team.common_scale(factor)
+        with self.team.refusing():
             options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
             native = native_loss(function)
             if native is not None and self.ranks is None and not trains(function):
@@ -385,7 +417,10 @@ class GPipe(TeamCalls):
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
             arguments = checked(function), native, chosen._record, hold, options, self.training, keeps_graph
-            return pipeline.train(input, target, *arguments)
+            result = pipeline.train(input, target, *arguments)
+        if scales:
+            self.team.spread_overflow()
+        return result
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

@@ -1,9 +1,7 @@
 """Chooses how a pipeline runs a model."""
 
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -70,7 +68,6 @@ def choose_plan(
         schedule="auto" if schedule is None else schedule,
         seconds=seconds,
         param_scale=4.0,
-        progress=progress_line(),
     )
     candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
     if not candidates:
@@ -109,22 +106,3 @@ def _order(candidate: Candidate) -> tuple[int, ...]:
     names = [name for name, _, _ in _C.schedule_rules()]
     place = names.index(candidate.schedule) if candidate.schedule in names else -1  # a file
     return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
-
-
-def progress_line(work: str = "measuring") -> Callable[[float], None] | None:
-    """Returns a function that shows the completed share of work that takes over two seconds; ``None`` without a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    start = time.monotonic()
-
-    def tell(part: float) -> None:
-        if time.monotonic() - start > 2:
-            show(f"{work} {part:4.0%}" if part < 1 else "")
-
-    return tell
-
-
-def show(text: str) -> None:
-    """Shows a line on the terminal, in place of the previous one."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

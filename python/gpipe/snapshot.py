@@ -193,7 +193,7 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     """
     if pipe.ranks is None:
         return mine
-    with pipe.refusing():
+    with pipe.team.refusing():
         file, core, names = _to_file(mine), pipe._pipeline(), _state_names(pipe)
     whole = _from_file(*_C.gather_snapshot(core, *file, *names))
     kind = _Part if pipe.ranks.rank > 0 else dict
