@@ -125,9 +125,7 @@ def main() -> None:
         steps.report(args, name, seconds=[steps.seconds(plain_step) for _ in range(args.repeats)])
         return
     library = importlib.import_module(args.library)
-    scheduling = {}
-    if args.schedule:
-        scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
+    scheduling = {"schedule": args.schedule} if args.schedule else {}
     settings = {"devices": ["cpu"] * steps.workers(args), "chunks": args.chunks, "checkpoint": args.checkpoint}
     if args.library == "gpipe" and args.model in models.PUBLISHED:
         pipe = library.GPipe.from_module(torch.nn.Sequential(*layers), x, schedule=args.schedule, **settings)

@@ -24,7 +24,7 @@ from gpipe.ranks import Ranks
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
 # The settings whose assignment is refused, because it would have no effect.
-_FIXED = "balance", "deferred_batch_norm", "devices", "placement", "schedule"
+_FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "placement", "schedule"
 
 
 class StagedModel(OriginalNames):

@@ -28,6 +28,7 @@ from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
+from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
 
@@ -70,7 +71,7 @@ class GPipe(StagedModel):
         devices: one per worker, which may repeat. Surplus devices are ignored if each worker has one stage. Default: the
             GPUs, or the CPU for each worker.
         chunks: the number of micro-batches that a mini-batch is cut into along dimension 0, as equal as can be
-            (``torch.tensor_split``). A model that trains a batch norm gets fewer where one would have a single sample.
+            (``torch.tensor_split``). Default: 1, with a warning. A model that trains a batch norm gets fewer where one would have a single sample.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
@@ -81,10 +82,9 @@ class GPipe(StagedModel):
             ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with
             the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
             ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
-        stages_per_worker: stage ``s`` of ``n`` is on worker ``s % (n / stages_per_worker)``. Default: 1; for interleaved
-            schedules and ``'auto'``, what makes a worker of each of ``devices``.
-        placement: the worker of each stage; ``'v'`` where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, as
-            ``stages_per_worker`` says. A schedule from a file has its own.
+        placement: the worker of each stage; or ``'v'``, where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, one
+            per stage, and for interleaved schedules and ``'auto'`` one per given device: stage ``s`` of ``p`` workers is on
+            worker ``s % p``. A schedule from a file, and one that needs a V, has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
             Each has an equal share of the workers, in order, with their ``devices``, and keeps only its layers. All make
             the same pipeline and calls. Default: this process has all workers.
@@ -115,24 +115,29 @@ class GPipe(StagedModel):
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[torch.device | int | str] | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         schedule: str = "gpipe",
-        stages_per_worker: int = 1,
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
         """Cuts a model into stages; see the class."""
         verify_module(module)
         cut = checks.check_balance(balance, len(module))
+        if chunks is None and len(cut) > 1:
+            warnings.warn(
+                "a pipeline with one micro-batch runs one stage at a time; give chunks, such as chunks=8, to run them together, "
+                "or chunks=1 if you want that",
+                stacklevel=3,
+            )
         ranks = ranks_of(group)
         native_ranks = None if ranks is None else ranks._core
-        workers = checks.arrange_workers(devices, len(cut), schedule, stages_per_worker, placement, native_ranks)
+        workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
-        self.chunks, self.checkpoint = chunks, checkpoint
-        self.deferred_batch_norm = deferred_batch_norm
+        self.chunks, self.checkpoint = chunks or 1, checkpoint
+        self.deferred_batch_norm, self.keep_memory = deferred_batch_norm, keep_memory
         self._takes_arguments = getattr(next(iter(module), None), "_input", None) is not None  # it was converted
         self._warned = False
 
@@ -151,53 +156,50 @@ class GPipe(StagedModel):
         chunks: int | None = None,
         checkpoint: Checkpoint | None = None,
         schedule: str | None = None,
-        placement: Iterable[int] | str = "looped",
+        placement: Iterable[int] | str | None = None,
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         group: ProcessGroup | Ranks | None = None,
         seconds: float = 5.0,
     ) -> GPipe:
-        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input. Unless
-        ``balance`` is given, measures the layers for about ``seconds`` and chooses the fastest cut, schedule, number of
-        micro-batches and checkpoint mode that fit the devices' memory, with what is given. Over ranks, rank 0 chooses.
+        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
+        the constructor takes. Measures the layers for about ``seconds``, and chooses the fastest cut, schedule, placement,
+        number of micro-batches and checkpoint mode that fit the devices' memory, except what is given. Measures nothing if
+        all but the placement is given. Over ranks, rank 0 chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
         The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
-        worker; with a ``balance``, for any model, two per stage.
+        worker.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
             opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
             stages: the number of stages. Default: one per worker, or two, whichever is faster; then a warning tells if plain
                 PyTorch is predicted to be faster.
-            devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
-            placement: only with a ``balance``; see the constructor, also for the other arguments.
+            balance: the number of layers of each stage, instead of ``stages``.
+            devices: one per worker. Default: the GPUs, or two CPU workers; with ``stages`` or a ``balance``, one per stage;
+                over ranks, one per rank. See the constructor for the other arguments.
 
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
         if kwargs is not None and not isinstance(kwargs, Mapping):
             what = f"kwargs must be a dict of the module's arguments, but is {checks.shown(kwargs)}"
             raise TypeError(f"{what}; give stages by name, stages=2")
-        if balance is None and placement != "looped":
-            raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
         if balance is not None and stages is not None:
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
-        model = to_sequential(module, *args, opaque=opaque, **(kwargs or {}))
+        model = _as_layers(module, args, kwargs or {}, opaque)
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
-        batch = input_of(args, kwargs or {})
-        plan: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
-        if balance is None:
-            options = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **plan}
+        cut = None if balance is None else checks.check_balance(balance, len(model))
+        plan: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        if None in plan.values():
+            options = {"devices": placed, "stages": stages, "placement": placement, "ranks": ranks, "seconds": seconds, **plan}
+            batch = args[0] if model is module else input_of(args, kwargs or {})
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
-            cut = checks.check_list(balance, "balance", "numbers of layers")
-            plan = {name: value for name, value in plan.items() if value is not None}
-            if chunks is None:
-                plan["chunks"] = min(2 * len(cut), len(take_apart(batch)[0][0]))
-            plan |= {"balance": cut, "placement": placement}
+            plan["placement"] = "looped" if placement is None else placement
         plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
         pipe = cls(model, devices=placed, group=ranks, **plan)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
@@ -214,6 +216,8 @@ class GPipe(StagedModel):
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
             "placement": list(self.placement),
+            "deferred_batch_norm": self.deferred_batch_norm,
+            "keep_memory": self.keep_memory,
         }
 
     @property
@@ -429,3 +433,19 @@ class GPipe(StagedModel):
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._pipeline().trace(timeline)
+
+
+def _as_layers(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
+) -> nn.Sequential:
+    """Returns a sequence that a pipeline takes as it is, or that a module was converted to."""
+    opaque = tuple(opaque)
+    if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque:
+        try:
+            verify_module(module)
+        except (TypeError, ValueError):
+            if any(isinstance(each, Skippable) for each in module):  # which cannot be converted
+                raise
+        else:
+            return module
+    return to_sequential(module, *args, opaque=opaque, **kwargs)

@@ -133,7 +133,7 @@ MISTAKES = [
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
-    (lambda: from_module(placement="v"), ValueError, "placement is 'v', but is chosen without a balance; give a balance too"),
+    (lambda: from_module(placement="w", seconds=0), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
     (lambda: from_module(balance=[1, 1]).second, AttributeError, r"the model, or pipe.get_parameter\('second.weight'\)$"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
@@ -170,7 +170,7 @@ def test_a_mistake_is_answered_in_words(call, error, words):
         call()
 
 
-SCHEDULING = {"schedule": "gpipe", "stages_per_worker": 1, "placement": "looped"}
+SCHEDULING = {"schedule": "gpipe", "placement": "looped"}
 MEASURING = {"module": make_linears(), "sample": X, "intraop_threads": 1, "seconds": 0, "param_scale": 2.0, "progress": None}
 RANKS = {"timeout": 1.0, "join_timeout": 1.0, "interface": "", "replicas": 1, "nccl": False}
 CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "copies": False}
@@ -208,7 +208,7 @@ CALLS = [
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
     (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
     (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
-    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "stages_per_worker": 1}),
+    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "placement": "looped"}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"]}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
     (PROFILE.balance_by_time, CUT),

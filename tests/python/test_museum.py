@@ -115,7 +115,7 @@ def train_in_ddp(ranks):
 
 
 def run_all(ranks):
-    interleaved = {"schedule": "interleaved_1f1b", "stages_per_worker": 2}
+    interleaved = {"schedule": "interleaved_1f1b", "placement": [0, 1, 0, 1]}
     return {
         "small": step_over(ranks, make_layers(2), [1, 1], batch()),
         "few": step_over(ranks, make_layers(), [1] * 4, batch(), chunks=1, schedule="zb_v", placement="v"),

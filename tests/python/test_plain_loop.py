@@ -248,7 +248,9 @@ def pipeline(spec, model):
     """Returns a function that runs a forward and a backward, and returns the output."""
     stages = min(spec.stages, len(model) // spec.stages_per_worker * spec.stages_per_worker)
     balance = random_balance(random.Random(spec.seed), len(model), stages)
-    options = {name: getattr(spec, name) for name in ("chunks", "checkpoint", "stages_per_worker")}
+    loops = spec.stages_per_worker == 2 and spec.schedule in (*LOOPED, "interleaved_1f1b", "interleaved_zb")
+    options = {name: getattr(spec, name) for name in ("chunks", "checkpoint")}
+    options["placement"] = [*range(len(balance) // 2)] * 2 if loops else "looped"
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
     product = gpipe.Loss(lambda out, of: (out * of).sum(), reduction="sum")
 
