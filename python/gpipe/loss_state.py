@@ -12,24 +12,38 @@ from torch import Tensor, nn
 
 from gpipe import _C
 
-_LARGE = 2**24  # elements of a tensor that is rather data than state
 _HELD = (nn.Module, Tensor, dict, list, set, deque)
+# Limits, nearest first: what is larger is rather data than state.
+_MOST_VALUES = 10_000
+_MOST_ELEMENTS = 2**26  # of tensors, together
 
 
 def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
     """Notes variables, attributes, containers and tensors of a loss and of what it captures, except ``others``. Returns a
-    function that puts them back. Does not look into attributes of attributes other than modules and containers."""
-    seen = {id(each) for each in others}
+    function that puts them back. Does not look into attributes of attributes other than modules, containers, and objects of
+    classes that stand beside the loss."""
+    excluded = {id(each) for each in others}
+    seen: set[int] = set()
     found: list[Any] = [loss]
+    beside = {type(loss).__module__}  # modules of the loss's code
     tensors: list[Tensor] = []
+    elements = 0
     steps: list[Callable[[], object]] = []
+
+    def held(values: Iterable[object]) -> list[object]:
+        return [each for each in values if isinstance(each, _HELD) or type(each).__module__ in beside]
+
     for value in found:  # which grows
-        if id(value) in seen or isinstance(value, (type, ModuleType, nn.Parameter)):
+        if id(value) in seen or id(value) in excluded or isinstance(value, (type, ModuleType, nn.Parameter)):
             continue
+        if len(seen) == _MOST_VALUES:
+            break
         seen.add(id(value))
         if isinstance(value, Tensor):
-            tensors += [value] if value.numel() <= _LARGE else []
+            elements += value.numel()
+            tensors += [value] if elements <= _MOST_ELEMENTS else []
         elif isinstance(value, MethodType):
+            beside.add(type(value.__self__).__module__)
             found += [value.__func__, value.__self__]
         elif isinstance(value, partial):
             found += [value.func, *value.args, *value.keywords.values()]
@@ -38,14 +52,14 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
                 found.append(value.cell_contents)
                 steps.append(partial(setattr, value, "cell_contents", value.cell_contents))
         elif isinstance(value, FunctionType):
+            beside.add(value.__module__)
             variables = value.__globals__
             used = {name: variables[name] for name in value.__code__.co_names if name in variables}
             found += [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            found += [each for each in used.values() if isinstance(each, _HELD) or _is_beside(value, each)]
+            found += [*held(used.values()), *(each for each in used.values() if _is_beside(value, each))]
             steps.append(partial(variables.update, used))
         elif isinstance(value, (dict, list, set, deque)):
-            items = list(value.values() if isinstance(value, dict) else value)
-            found += [each for each in items if isinstance(each, _HELD)]
+            found += held(value.values() if isinstance(value, dict) else value)
             steps.append(partial(_put_back, value, value.copy()))
         elif hasattr(value, "__dict__"):
             found.append(vars(value))

@@ -225,6 +225,10 @@ def test_losses_made_anew_are_told_and_not_kept():
 TOTALS = {}
 
 
+class Meter:
+    total = 0
+
+
 def test_the_comparison_leaves_the_state_of_a_loss():
     class Centered(nn.Module):
         def __init__(self):
@@ -232,13 +236,14 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             self.scale = nn.Parameter(torch.ones(()))
             self.register_buffer("center", torch.zeros(3))
             self.register_buffer("mean", torch.zeros(3))
-            self.calls, self.means, self.of_sizes = 0, [], {}
+            self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, Meter()
 
         def forward(self, output, target):
             self.calls += 1
             self.mean = output.detach().mean(0)
             self.center.lerp_(self.mean, 0.1)
             self.means.append(self.mean.clone())
+            self.meter.total += 1
             self.of_sizes[len(output)] = self.of_sizes.get(len(output), 0) + 1
             return (output * self.scale).square().mean()
 
@@ -265,11 +270,11 @@ def test_the_comparison_leaves_the_state_of_a_loss():
         for loss in (module, function, functools.partial(function), module.forward, Trainer(module).loss):
             module.load_state_dict(Centered().double().state_dict())
             module.scale.grad, module.calls, calls = None, 0, 0
-            module.means, module.of_sizes, TOTALS["calls"] = [], {}, 0
+            module.means, module.of_sizes, module.meter.total, TOTALS["calls"] = [], {}, 0, 0
             kept.zero_()
             make_pipe().step(x, x, gpipe.Loss(loss, check=check))
             tensors = [module.center.clone(), module.mean.clone(), kept.clone(), module.scale.grad]
-            states.append([module.calls, calls, TOTALS["calls"], module.of_sizes, *module.means, *tensors])
+            states.append([module.calls, calls, module.meter.total, TOTALS["calls"], module.of_sizes, *module.means, *tensors])
     assert [state[0] for state in states] == [3] * 10
     torch.testing.assert_close(states[:5], states[5:], rtol=0, atol=0)
     make_pipe().step(x, x[:, :3], torch.jit.script(nn.MSELoss()))  # whose buffers are not in a dict
