@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar, overload
@@ -163,9 +164,9 @@ class GPipe(StagedModel):
         seconds: float = 5.0,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
-        the constructor takes. Measures the layers for about ``seconds``, and chooses the fastest cut, schedule, placement,
-        number of micro-batches and checkpoint mode that fit the devices' memory, except what is given. Measures nothing if
-        all but the placement is given. Over ranks, rank 0 chooses.
+        the constructor takes, with enough layers. Measures the layers for about ``seconds``, and chooses the fastest cut,
+        schedule, placement, number of micro-batches and checkpoint mode that fit the devices' memory, except what is given.
+        Measures nothing if all but the placement is given. Over ranks, rank 0 chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
@@ -189,7 +190,8 @@ class GPipe(StagedModel):
         if balance is not None and stages is not None:
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
-        model = _as_layers(module, args, kwargs or {}, opaque)
+        balance = None if balance is None else checks.check_list(balance, "balance", "numbers of layers")
+        model = _as_layers(module, args, kwargs or {}, opaque, max(2, stages or len(balance or ())))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
@@ -436,16 +438,15 @@ class GPipe(StagedModel):
 
 
 def _as_layers(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], stages: int
 ) -> nn.Sequential:
-    """Returns a sequence that a pipeline takes as it is, or that a module was converted to."""
+    """Returns a sequence that a pipeline of so many stages takes as it is, or that a module was converted to."""
     opaque = tuple(opaque)
     if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque:
-        try:
-            verify_module(module)
-        except (TypeError, ValueError):
-            if any(isinstance(each, Skippable) for each in module):  # which cannot be converted
-                raise
-        else:
+        if any(isinstance(each, Skippable) for each in module.modules()):  # which cannot be converted
             return module
+        with suppress(TypeError, ValueError):
+            verify_module(module)
+            if len(module) >= stages:
+                return module
     return to_sequential(module, *args, opaque=opaque, **kwargs)

@@ -75,6 +75,8 @@ def test_a_sequence_is_not_converted_if_a_pipeline_takes_it():
     twice = nn.Sequential(nn.Linear(8, 8), shared, nn.Linear(8, 8), shared)
     pipe = gpipe.GPipe.from_module(twice, x, **plan)
     torch.testing.assert_close(pipe(x), twice(x))
+    pipe = gpipe.GPipe.from_module(nn.Sequential(perceptron()), x, stages=2, seconds=0.1)
+    assert len(pipe) == 9
 
 
 @pytest.mark.filterwarnings("error")
