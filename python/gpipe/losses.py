@@ -20,7 +20,7 @@ from torch.nn._reduction import get_enum
 from torch.nn.modules.module import _has_any_global_hook
 
 from gpipe import _C
-from gpipe.checks import Reduction, check_function, check_number, checks_arguments, shown
+from gpipe.checks import Reduction, check_flag, check_function, check_number, checks_arguments, shown
 
 _Result = TypeVar("_Result")
 
@@ -50,7 +50,6 @@ class Loss:
     Raises TypeError and ValueError for wrong options.
     """
 
-    @checks_arguments
     def __init__(
         self,
         function: Callable[[Any, Any], Tensor],
@@ -64,7 +63,7 @@ class Loss:
         self.function = check_function(function, "loss", "output and target")
         self.count = None if count is None else check_function(count, "count", "a target")
         self.reduction = reduction
-        self.check = check
+        self.check: bool = check_flag(check, "check")
         self._record = _C.LossRecord()
         _C.StepOptions(None, reduction, 1.0, False, 1, "never", check)  # refuses another reduction
 
