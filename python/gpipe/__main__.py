@@ -67,11 +67,10 @@ def _simulate(made: _C.Schedule, options: Options) -> _C.Simulation:
 def profile(options: Options) -> Output:
     with _file(options.output) as path:
         model, batch, _ = _loaded(options)
-        devices = _devices(options)
-        sample, _ = first_micro_batch(batch, options.chunks)
-        cpus = devices.count("cpu") if devices[0] == "cpu" else 1
+        (first, *_), cpus = _devices(options), _devices(options).count("cpu")
         limits = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _show}
-        measured = balance.profile(model, sample, device=devices[0], workers=cpus, **limits)
+        sample = first_micro_batch(batch, options.chunks)[0]
+        measured = balance.profile(model, sample, device=first, workers=cpus if first == "cpu" else 1, **limits)
         if path:
             path.write_text(measured.to_json())
     return str(measured), json.loads(measured.to_json()), 0
@@ -85,7 +84,8 @@ def suggest(options: Options) -> Output:
         code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
     limits = {name: getattr(options, name) for name in ("chunks", "memory_limit", "seconds", "param_scale")}
     limits |= {"bandwidth": options.bandwidth * 1e9, "progress": _show}
-    found = balance.suggest(layers, batch, devices, schedule=None if options.schedule == "forward" else options.schedule, **limits)
+    schedule = None if options.schedule == "forward" else options.schedule
+    found = balance.suggest(layers, batch, devices, schedule=schedule, **limits)
     best = found.candidates[0]
     pipe = f"gpipe.GPipe(model, {best.balance}, devices={devices}, chunks={best.chunks}, checkpoint={best.checkpoint!r}"
     pipe += f", schedule={best.schedule!r}" if best.schedule else ""

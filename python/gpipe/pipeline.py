@@ -72,7 +72,8 @@ class GPipe(StagedModel):
         devices: one per worker, which may repeat. Surplus devices are ignored if each worker has one stage. Default: the
             GPUs, or the CPU for each worker.
         chunks: the number of micro-batches that a mini-batch is cut into along dimension 0, as equal as can be
-            (``torch.tensor_split``). Default: 1, with a warning. A model that trains a batch norm gets fewer where one would have a single sample.
+            (``torch.tensor_split``). Default: 1, with a warning. A model that trains a batch norm gets fewer where one would
+            have a single sample.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
@@ -129,8 +130,8 @@ class GPipe(StagedModel):
         cut = checks.check_balance(balance, len(module))
         if chunks is None and len(cut) > 1:
             warnings.warn(
-                "a pipeline with one micro-batch runs one stage at a time; give chunks, such as chunks=8, to run them together, "
-                "or chunks=1 if you want that",
+                "a pipeline with one micro-batch runs one stage at a time; give chunks, such as chunks=8, to run them "
+                "together, or chunks=1 if you want that",
                 stacklevel=3,
             )
         ranks = ranks_of(group)
@@ -245,8 +246,9 @@ class GPipe(StagedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
-        all. A converted model takes the arguments that its module takes, except those without tensors. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains with a ``schedule`` that only :meth:`step` runs. An exception of a layer gets a note with its place.
+        all. A converted model takes its module's arguments, except those without tensors. Returns the output of the last
+        layer for the whole mini-batch, on the last stage's device. Warns once if it trains with a ``schedule`` that only
+        :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
@@ -276,8 +278,8 @@ class GPipe(StagedModel):
             return args if not named else (args, named) if args else named
         if not args and kwargs.keys() == {"input"}:
             return kwargs["input"]
-        given = len(args) + len(kwargs)
-        raise TypeError(f"the first layer takes one input, but got {given} arguments; call pipe((a, b)), or pipe({{'name': a}})")
+        given = f"{len(args) + len(kwargs)} arguments"
+        raise TypeError(f"the first layer takes one input, but got {given}; call pipe((a, b)), or pipe({{'name': a}})")
 
     def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], _Result]) -> _Result:
         """Returns ``loss(output, target)`` of a mini-batch in evaluation mode, without gradients, on the output and the target

@@ -117,7 +117,8 @@ def test_suggest_prints_a_table_or_json(run):
     assert all(re.search(rf"^{name} ", printed, re.MULTILINE) for name in ("gpipe", "1f1b", "zb_h1", "greedy"))
     rows = re.findall(" (?:never|except_last|always) ", run(*flags, "--chunks", "2"))
     assert len(rows) == 5 + 1  # and one device
-    candidates = json.loads(run("suggest", "test_main:model_and_batch()", "--chunks", "2", "--seconds", "0", "--json"))["candidates"]
+    flags_of_batch = ["test_main:model_and_batch()", "--chunks", "2", "--seconds", "0"]
+    candidates = json.loads(run("suggest", *flags_of_batch, "--json"))["candidates"]
     assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
     assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
     assert "nothing fits into" in run(*flags, "--memory-limit", "1KB", code=1)
@@ -162,7 +163,8 @@ def test_output_that_cannot_be_written():
     os.close(reader)
     with open("/dev/full", "w") as full:
         for output, code, line in ((closed, 0, ""), (full, 2, "error: .*No space left.*\n")):
-            ended = subprocess.run([sys.executable, "-m", "gpipe", "draw", "gpipe"], stdout=output, stderr=subprocess.PIPE, text=True)
+            command = [sys.executable, "-m", "gpipe", "draw", "gpipe"]
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
             assert ended.returncode == code and re.fullmatch(line, ended.stderr)
     os.close(closed)
 

@@ -33,6 +33,10 @@ def step(*arguments, **options):
     return pipe().step(*(arguments or (X, Y, loss)), **options)
 
 
+def counted(count, **options):
+    return step(X, Y, gpipe.Loss(loss, count=count, **options))
+
+
 class Whole(nn.Module):
     def __init__(self):
         super().__init__()
@@ -112,10 +116,10 @@ MISTAKES = [
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
     (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
     (lambda: step(X, [Y], nn.CrossEntropyLoss()), TypeError, "argument 'target' .* must be Tensor, not list"),
-    (lambda: step(X, Y, gpipe.Loss(loss, count=len, reduction="sum")), ValueError, "count weights a mean"),
+    (lambda: counted(len, reduction="sum"), ValueError, "count weights a mean"),
     (lambda: gpipe.Loss(loss, count=8), TypeError, "count must be a function of a target, but is 8"),
-    (lambda: step(X, Y, gpipe.Loss(loss, count=lambda y: y > 0)), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
-    (lambda: step(X, Y, gpipe.Loss(loss, count=lambda y: -1)), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
+    (lambda: counted(lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
+    (lambda: counted(lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
     (lambda: gpipe.Loss(loss, reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
