@@ -102,7 +102,7 @@ def suggest(options: Options) -> Output:
 def export(options: Options) -> Output:
     with _file(options.output) as path:
         model, batch, _ = _loaded(options)
-        sequence = converted(model, batch)
+        sequence = converted(model, batch, native=True)
         gpipe.export_model(sequence, path)
     return f"{options.output} has {len(sequence)} layers\n", None, 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import Self  # comes with torch
 
 from gpipe import _C
@@ -17,26 +19,27 @@ from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers, check_checkpoint, check_chunks
 from gpipe.losses import Losses
-from gpipe.names import ConvertedLayer, OriginalNames, StateNames
-from gpipe.partition import Partition, Stages, borrowed_across_ranks, layers_of, split
+from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_others, layers_of, split
 from gpipe.ranks import Ranks
+from gpipe.skip import Skippable
+from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
 # The settings whose assignment is refused, because it would have no effect.
-_FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "placement", "schedule"
+_FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "module", "partitions", "placement", "schedule"
 
 
-class StagedModel(OriginalNames):
-    """A model that is cut into stages. It is a sequence of layers, and its state has the names of the model without
-    stages. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
-    layers."""
+class StagedModel(Wrapper):
+    """A model that is cut into stages. It has the model's own children, so names and state are the model's. It is a sequence
+    of layers. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
+    layers, and the tensors of these are on the ``meta`` device."""
 
     partitions: Stages
 
     def __init__(
         self,
-        module: nn.Sequential,
+        sequence: nn.Sequential,
         balance: list[int],
         workers: Workers,
         schedule: str,
@@ -44,23 +47,22 @@ class StagedModel(OriginalNames):
         keep_memory: bool,
         ranks: Ranks | None,
     ) -> None:
-        super().__init__()
+        super().__init__(sequence.__dict__.get("module", sequence))
         rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
-        self.balance, self.ranks = balance, ranks
-        self.devices, self.placement = workers.devices, workers.placement
+        self.__dict__.update(balance=balance, ranks=ranks, devices=workers.devices, placement=workers.placement)
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         self._schedule = schedule
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         of_stages = [self.devices[worker] for worker in self.placement]
-        self.partitions = Stages(split(module, balance, of_stages, self._is_here))
+        self.__dict__["_sequence"] = sequence
+        self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here))
+        state = {} if ranks is None else self.module.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
+        self.__dict__["whole_state"] = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         places = {id(each): place for place, (_, each) in enumerate(super().named_parameters())}
         of_layers = [places[id(each)] for each in self.partitions.parameters()]
         self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks, of_layers
         self._borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
-        self.training = module.training
-        state = {} if ranks is None else self.state_dict(keep_vars=True)
-        first_names: dict[int, str] = {}
-        self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._forget()
         if balance:
             self._pipeline()  # raises what it refuses
@@ -75,15 +77,7 @@ class StagedModel(OriginalNames):
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
         prepare_compilation()
-        for name in (*self._modules, *self._parameters):
-            if name != "partitions":
-                raise RuntimeError(
-                    f"'{name}' was added to the pipeline, which runs only the layers it was made of: `del pipe.{name}`, "
-                    "change the model, and make another pipeline"
-                )
-        for layer in self:
-            if isinstance(layer, ConvertedLayer):
-                layer.check_original()
+        self._refresh_layers()
         with self._lock:
             replaced = any(a is not b for a, b in zip_longest(self, self._layers))
             if self._made is not None and not replaced and self._made.refresh():
@@ -100,9 +94,37 @@ class StagedModel(OriginalNames):
                 for index, stage in enumerate(self.partitions):
                     if not self._is_here[index]:
                         self.partitions[index] = Partition().train(stage.training)
+                if self.ranks.size > self.ranks.replicas:
+                    forget_others(self.module, list(self.partitions))
             self._layers = list(self)
             self._norms = [module for module in self.partitions.modules() if isinstance(module, DeferredBatchNorm)]
             return self._made
+
+    def _refresh_layers(self) -> None:
+        """Gives the stages the layers and tensors that the model has now, and the model those that were put into a stage. Raises
+        RuntimeError if the model has other layers."""
+        present = layers_in(self._sequence)
+        own = {name for stage in self.partitions for name in stage._modules}
+        if other := [name for name in present if name not in own and self._has_all_stages()] + [*(own - present.keys())]:
+            raise RuntimeError(
+                f"layer '{other[0]}' was added to the model of this pipeline or taken from it; make another pipeline of the model"
+            )
+        known = set(self._layers)
+        for stage in self.partitions:
+            for name, layer in stage._modules.items():
+                if layer is not present[name] and layer not in known and known:
+                    present[name] = layer  # type: ignore[assignment]
+                stage._modules[name] = present[name]
+                if isinstance(layer, ConvertedLayer):
+                    layer.follow_model()
+
+    def _has_all_stages(self) -> bool:
+        return self.ranks is None or self._made is None
+
+    def _check_model(self, input: Any) -> None:
+        """Raises RuntimeError if the layers of a converted model would not do what the model does."""
+        if isinstance(self._sequence, WrappingSequence):
+            self._sequence.guards.check(tree_leaves(input) if self._is_here[0] else [])
 
     def _present_schedule(self) -> str:
         """Returns the schedule of steps, which ``'auto'`` becomes in the first one."""
@@ -127,6 +149,7 @@ class StagedModel(OriginalNames):
         return len(self.partitions.layers())
 
     def __iter__(self) -> Iterator[nn.Module]:
+        self._refresh_layers()
         return iter(self.partitions.layers().values())
 
     def __getitem__(self, index: int) -> nn.Module:
@@ -134,48 +157,18 @@ class StagedModel(OriginalNames):
             raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
         return list(self)[index]
 
-    def __getattr__(self, name: str) -> Any:
-        if (stage := self._stage_with(name)) is not None:
-            return stage._modules[name]
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            # With the name and the object, Python proposes a similar name.
-            raise AttributeError(f"{error}{self._place_in_original(name)}", name=name, obj=self) from None
-
-    def _place_in_original(self, name: str) -> str:
-        """Returns where to find an attribute that only the original of a converted model has; an empty text for others."""
-        layers = self.partitions.layers() if "partitions" in self.__dict__.get("_modules", ()) else {}
-        converted = [(key, layer) for key, layer in layers.items() if isinstance(layer, ConvertedLayer)]
-        orders = {id(layer.order): layer.order for _, layer in converted}  # layers of one model share theirs
-        parameters = [each for order in orders.values() for each in order if each.partition(".")[0] == name]
-        if not parameters and all(layer.name_in_messages(key).partition(".")[0] != name for key, layer in converted):
-            return ""
-        other = f", or pipe.get_parameter('{parameters[0]}')" if parameters else ""
-        return f": the model that was converted has it, and the pipeline trains that model's parameters; use the model{other}"
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and (name in self.__dict__ or isinstance(getattr(type(self), name, None), property)):
             raise AttributeError(f"'{name}' of a pipeline is fixed; make another one by gpipe.GPipe(model, ..., {name}=...)")
         if not name.startswith("_") and name not in _SETTINGS and not hasattr(self, name):
             for near in get_close_matches(name, _SETTINGS, 1, 0.8):
                 raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
-        stage = self._stage_with(name) if isinstance(value, nn.Module) else None
-        if stage is None:
-            super().__setattr__(name, _SETTINGS[name](value) if name in _SETTINGS else value)
+        if name in _SETTINGS or (name.startswith("_") and name in self._modules):  # the model may have a child with the name
+            self.__dict__[name] = _SETTINGS.get(name, lambda given: given)(value)
         else:
-            stage._modules[name] = value
+            super().__setattr__(name, value)
 
-    def _stage_with(self, name: str) -> nn.Module | None:
-        if name == "partitions":  # the stages, also if a layer has this name
-            return None
-        stages = self.__dict__.get("_modules", {}).get("partitions", ())
-        return next((stage for stage in stages if name in stage._modules), None)
-
-    # Names are the unpartitioned model's.
-
-    def _state_names(self) -> StateNames:
-        return StateNames({f"partitions.{path}": layer for path, layer in self.partitions.layers().items()})
+    # Over ranks, what another rank has is left out.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -183,11 +176,31 @@ class StagedModel(OriginalNames):
         # A parameter that another rank owns counts as a duplicate.
         hidden = {id(each) for each in self._borrowed if remove_duplicate}
         named = super().named_parameters(prefix, recurse, remove_duplicate)
-        return ((name, parameter) for name, parameter in named if id(parameter) not in hidden)
+        return ((name, each) for name, each in named if id(each) not in hidden and not self._is_elsewhere(each))
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Returns a dict whose values torch.distributed.checkpoint leaves out of names."""
-        return {"": "partitions"}
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        named = super().named_buffers(prefix, recurse, remove_duplicate)
+        return ((name, each) for name, each in named if not self._is_elsewhere(each))
+
+    def _is_elsewhere(self, tensor: object) -> bool:
+        return self.ranks is not None and isinstance(tensor, Tensor) and tensor.is_meta
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        for name in [name for name, value in state.items() if self._is_elsewhere(value)]:
+            del state[name]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the state of the unpartitioned model, or one that torchgpipe saved for any balance. Over ranks, the state of
+        other ranks' layers may be there or not. Arguments and result as for ``nn.Module.load_state_dict``."""
+        state = of_torchgpipe(state_dict, layers_in(self._sequence))
+        others = {name: each for name, each in super().state_dict(keep_vars=True).items() if self._is_elsewhere(each)}
+        if others:
+            state = OrderedDict({name: each for name, each in state.items() if name not in others} | others)
+        return super().load_state_dict(state, strict, assign)
 
     # Layers stay on the devices of their stages.
 
@@ -212,3 +225,32 @@ def refuse_to_move() -> NoReturn:
         "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
         "GPipe(..., devices=[...]) instead"
     )
+
+
+def of_torchgpipe(state: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> Mapping[str, Any]:
+    """Returns a state with the model's keys, if torchgpipe saved it, maybe with another balance; else the state itself."""
+    if "partitions" in layers or not any(key.startswith("partitions.") for key in state):
+        return state
+    found = OrderedDict()
+    for key, value in state.items():
+        name, _, rest = key.split(".", 2)[2].partition(".") if key.startswith("partitions.") else (key, "", "")
+        rest = _without_wrappers(layers.get(name), rest)
+        if not _is_deferred_sum(layers.get(name), rest):
+            found[f"{name}.{rest}" if rest else name] = value
+    return found
+
+
+def _without_wrappers(layer: nn.Module | None, key: str) -> str:
+    """Removes from a key of a layer's state the ``module.`` that torchgpipe adds for each skippable module."""
+    if isinstance(layer, Skippable) and "module" not in layer._modules:
+        key = key.removeprefix("module.")
+    name, dot, rest = key.partition(".")
+    child = layer._modules.get(name) if layer is not None else None
+    return key if child is None else name + dot + _without_wrappers(child, rest)
+
+
+def _is_deferred_sum(layer: nn.Module | None, key: str) -> bool:
+    """Returns whether a key of a layer's state is one that only torchgpipe's deferred batch norm has."""
+    owner, _, name = key.rpartition(".")
+    owners = dict(layer.named_modules()) if layer is not None and name in ("sum", "sum_squares") else {}
+    return isinstance(owners.get(owner), nn.modules.batchnorm._BatchNorm)

@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 from gpipe import _C
 from gpipe._C import is_checkpointing
 from gpipe.generators import Draws
-from gpipe.names import rename_missing
 from gpipe.randomness import RandomScope, redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
+from gpipe.wrapper import ConvertedLayer, Shell, WrappingSequence, layers_in
 
 
 class _Kept(torch.autograd.Function):
@@ -102,7 +102,7 @@ def split(
 ) -> list[Partition]:
     """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Raises ValueError as
     :func:`materialize`, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
-    layers = module.named_children()
+    layers = iter(layers_in(module).items())
     stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
     for stage in stages:
         stage.training = module.training
@@ -112,6 +112,10 @@ def split(
     # From last to first, so that a parameter of several stages ends on the device of the first one here.
     for stage, device in reversed(own):
         stage.to(device)
+    for stage in stages:
+        for layer in stage:
+            if isinstance(layer, ConvertedLayer):
+                layer.return_tensors()
     return stages
 
 
@@ -125,8 +129,28 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
             layer,
             [(skip, *skip.declared()) for _, skip in skippables_in(layer, name)],
         )
-        for name, layer in module.named_children()
+        for name, layer in layers_in(module).items()
     ]
+
+
+def forget_others(module: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Replaces the tensors of a model that none of a rank's stages has by tensors on the ``meta`` device, so that their memory
+    is free. A tensor that another rank's layer has too stays under the names of the layers here."""
+    here: set[tuple[int, str]] = set()
+    for each in chain.from_iterable(stage.modules() for stage in stages):
+        owner = each.original if isinstance(each, Shell) else each
+        here.update((id(owner), name) for name in (*each._parameters, *each._buffers))
+    made: dict[int, Tensor] = {}
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or (id(each), name) in here or tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
 def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
@@ -250,28 +274,38 @@ def verify_module(module: nn.Sequential) -> None:
             f"module must be nn.Sequential to be partitioned, but is {kind}; use "
             "gpipe.GPipe.from_module(module, input, stages=2) for another module, nn.Sequential(*layers) for layers"
         )
-    plain = kind.forward in (nn.Sequential.forward, Partition.forward) and kind.__call__ is nn.Module.__call__
+    plain = kind.forward in (nn.Sequential.forward, Partition.forward, WrappingSequence.forward) and kind.__call__ is nn.Module.__call__
     if not plain or "forward" in vars(module) or module._compiled_call_impl is not None:
         raise TypeError(
             f"the model ({kind.__name__}) has a forward of its own, or is compiled as a whole, but a pipeline calls "
             "only its layers; move the code of the forward into layers, compile the layers, or pass "
             "nn.Sequential(*model) if that computes the same"
         )
-    hooks = {name: table for name, table in vars(module).items() if name.endswith("_hooks")}
-    used = [name for name, table in hooks.items() if set(table.values()) - {rename_missing}]
+    used = [name for name, table in vars(module).items() if name.endswith("_hooks") and table]
     own = [f"a{name[:-1].replace('_', ' ')}" for name in used]  # such as "a forward hook"
-    own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
-    own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
+    if layers_in(module) is module._modules:
+        own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
+        own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
     if own:
         raise ValueError(
             f"the model itself, not one of its layers, has {', '.join(own)}, which a pipeline would lose; register "
             "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
         )
+    model = vars(module).get("module", module)
+    registered = {id(parameter) for parameter in model.parameters()}
+    for path, each in model.named_modules():
+        for name, value in vars(each).items():
+            elements = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+            if any(isinstance(element, nn.Parameter) and id(element) not in registered for element in elements):
+                raise ValueError(
+                    f"'{name}' of '{path}' ({type(each).__name__}) holds a parameter that no module has registered; use "
+                    "nn.ParameterList or nn.ParameterDict"
+                )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise ValueError(f"'{name}' of a lazy layer is not initialized; run the model once on a sample first")
     first: dict[nn.Module | None, str] = {}
-    for name, layer in module._modules.items():
+    for name, layer in layers_in(module).items():
         if (other := first.setdefault(layer, name)) != name:
             raise ValueError(
                 f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one place"

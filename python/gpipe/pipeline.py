@@ -32,6 +32,7 @@ from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
+from gpipe.wrapper import WrappingSequence
 
 _Result = TypeVar("_Result")
 
@@ -139,8 +140,7 @@ class GPipe(StagedModel):
         workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.chunks, self.checkpoint = chunks or 1, checkpoint
-        self.deferred_batch_norm, self.keep_memory = deferred_batch_norm, keep_memory
-        self._takes_arguments = getattr(next(iter(module), None), "_input", None) is not None  # it was converted
+        self.__dict__ |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
         self._warned = False
 
     @classmethod
@@ -263,6 +263,7 @@ class GPipe(StagedModel):
             if not self.balance:
                 take_apart(input)
                 return input
+            self._check_model(input)
             self._warn_of_schedule()
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
@@ -273,7 +274,7 @@ class GPipe(StagedModel):
         """Returns the input of the first layer. That of a converted model takes all arguments in one."""
         if len(args) == 1 and not kwargs:
             return args[0]
-        if self._takes_arguments:
+        if isinstance(self._sequence, WrappingSequence):
             named = {name: each for name, each in kwargs.items() if each is not None}
             return args if not named else (args, named) if args else named
         if not args and kwargs.keys() == {"input"}:
@@ -287,7 +288,7 @@ class GPipe(StagedModel):
         ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
         with self.team.refusing():
             checks.check_function(loss, "loss", "output and target")
-        with mode(self, False), torch.no_grad():
+        with mode(self.module, False), torch.no_grad():
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
             return explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
@@ -400,6 +401,7 @@ class GPipe(StagedModel):
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
+            self._check_model(input)
             pipeline = self._pipeline()
             chosen = self._losses.loss_of(loss, self.chunks)
             function = chosen.function

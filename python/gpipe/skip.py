@@ -31,6 +31,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from gpipe import _C
+from gpipe.wrapper import layers_in
 
 __all__ = ["Namespace", "Skippable", "peek", "pop", "skippable", "stash", "verify_skippables"]
 
@@ -248,7 +249,7 @@ def verify_skippables(module: nn.Sequential) -> None:
     they read was stashed earlier and not popped. Skippable modules nested in layers count."""
     declarations = [
         (index, path, *skip.declared())
-        for index, (name, layer) in enumerate(module.named_children())
+        for index, (name, layer) in enumerate(layers_in(module).items())
         for path, skip in skippables_in(layer, name)
     ]
     try:

@@ -1,6 +1,7 @@
 """Values that many later layers read, in converted models: attention residuals, DenseNet, U-Net++."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -61,7 +62,8 @@ def step(schedule, placement, checkpoint, group=None):
     """Returns the output and the gradients of a step."""
     sequence, input, target = make_sequence()
     options = {"checkpoint": checkpoint, "schedule": schedule, "placement": placement, "group": group}
-    pipe = gpipe.GPipe(sequence, equal_parts(len(sequence), len(placement)), chunks=len(SIZES), **options)
+    model = sequence if group is None else copy.deepcopy(sequence)  # a rank keeps its own layers only
+    pipe = gpipe.GPipe(model, equal_parts(len(sequence), len(placement)), chunks=len(SIZES), **options)
     pipe.zero_grad()
     _, output = pipe.step(input, target, cross_entropy, return_output=True)
     return output, gradients_of(pipe)

@@ -91,17 +91,17 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
         monkeypatch.chdir(folder)
         monkeypatch.setattr(snapshot, "write", write)
         plan = {"chunks": 4, "checkpoint": "never", "schedule": "1f1b", "placement": [0, 1]}
-        plan["balance"] = [first_stage, 60 - first_stage]  # of a ResNet-18
+        plan["balance"] = [first_stage, 14 - first_stage]  # of a ResNet-18
         monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
         exec(compile(program, "docs/training_loop.md", "exec"), {})
         return folder / "run/latest.snapshot"
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "stopped", 20, write_and_stop)
-    continued = run(tmp_path / "stopped", 40)
+        run(tmp_path / "stopped", 4, write_and_stop)
+    continued = run(tmp_path / "stopped", 9)
     plan = snapshot.read(continued).options["plan"]
-    assert json.loads(plan)["balance"] == [20, 40]
-    saved = snapshot.read(run(tmp_path / "whole", 30))
+    assert json.loads(plan)["balance"] == [4, 10]
+    saved = snapshot.read(run(tmp_path / "whole", 7))
     saved.options["plan"] = plan
     write(tmp_path / "with another plan", saved)
     assert continued.read_bytes() == (tmp_path / "with another plan").read_bytes()

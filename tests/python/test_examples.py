@@ -35,7 +35,7 @@ FLAGS = {
     "resnet18_mnist": "--samples 30 --batch-size 10 --chunks 2",
     "diffusion": "--samples 48 --batch-size 16 --size 8 --depth 1 --channels 4",
 }
-BALANCES = {"unet_train": ("5,18", "11,12"), "resnet18_mnist": ("40,31", "60,11"), "diffusion": ("30,58", "50,38")}
+BALANCES = {"unet_train": ("5,18", "11,12"), "resnet18_mnist": ("40,31", "60,11"), "diffusion": ("8,10", "12,6")}
 BALANCED = {name: [*FLAGS[name].split(), "--balance", balances[0]] for name, balances in BALANCES.items()}
 
 

@@ -95,6 +95,11 @@ def test_a_profile_is_measured_and_written(run, tmp_path):
     assert os.listdir(tmp_path) == ["profile.json"]
 
 
+def test_a_model_is_exported(run, tmp_path):
+    assert run("export", "test_main:model_and_batch", "-o", str(tmp_path / "model.gpipe")).endswith("has 3 layers\n")
+    assert os.listdir(tmp_path) == ["model.gpipe"]
+
+
 @pytest.mark.parametrize("command", ["profile", "export"])
 def test_what_fails_leaves_no_file_and_an_earlier_one(command, tmp_path, capsys):
     (tmp_path / "old").write_text("old")

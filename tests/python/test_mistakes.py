@@ -67,9 +67,9 @@ def batched_gradients():
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
 
 
-def replaced_layer():
-    pipeline = from_module(balance=[1, 1])
-    pipeline.first = LAYER  # of the model that was converted
+def added_layer():
+    pipeline = pipe()
+    pipeline.more = LAYER
     pipeline(X)
 
 
@@ -128,7 +128,7 @@ MISTAKES = [
         RuntimeError,
         r"no parameter and no input requires grad: unfreeze a parameter, or use evaluate\(\)",
     ),
-    (replaced_layer, RuntimeError, "'first' was added to the pipeline, .*: `del pipe.first`, change the model, and make"),
+    (added_layer, RuntimeError, "'more' was added to the model of this pipeline or taken from it; make another pipeline"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
@@ -139,7 +139,6 @@ MISTAKES = [
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
     (lambda: from_module(placement="w", seconds=0), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
-    (lambda: from_module(balance=[1, 1]).second, AttributeError, r"the model, or pipe.get_parameter\('second.weight'\)$"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),

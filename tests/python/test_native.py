@@ -32,7 +32,7 @@ class Net(nn.Module):
 def make_pipe(checkpoint="except_last", schedule="1f1b"):
     torch.manual_seed(0)
     net, x, y = Net().double(), torch.randn(9, 6).double(), torch.randint(4, (9,))
-    sequence = gpipe.to_sequential(net, x)
+    sequence = gpipe.to_sequential(net, x, native=True)
     cut = [len(sequence) // 2, len(sequence) - len(sequence) // 2]
     return gpipe.GPipe(sequence, cut, chunks=CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y
 
@@ -71,13 +71,16 @@ def test_a_step_enters_no_python_function(checkpoint):
     assert entered_in(pipe, lambda: pipe.step(x, y, loss)).count("loss") == CHUNKS
 
 
-def test_numbers_that_only_checks_use_need_no_python():
+def test_checks_of_data_are_not_lost():
     class Checked(nn.Linear):
         def forward(self, x):
             torch._check(x.argmax(1).max().item() <= 3)
             return super().forward(x)
 
-    assert gpipe.to_sequential(Checked(4, 4), torch.rand(6, 4)).report() == "1 of 1 layers run without Python"
+    model = nn.Sequential(Checked(4, 4))
+    assert "0 of 1 layers run without Python" in gpipe.to_sequential(model, torch.rand(6, 4)).report()
+    with pytest.raises(ValueError, match="'0' checks its data, which an export would lose .*u0 <= 3"):
+        gpipe.to_sequential(model, torch.rand(6, 4), native=True)
 
 
 def results_of(pipe, x, y):
@@ -120,8 +123,7 @@ def test_a_replaced_parameter_is_used():
     pipe, x, _ = make_pipe()
     pipe.eval()
     before = pipe(x)
-    head = next(layer for layer in pipe if layer.name == "head").model.head
-    head.bias = nn.Parameter(head.bias.detach() + 1)
+    pipe.head.bias = nn.Parameter(pipe.head.bias.detach() + 1)
     assert torch.equal(pipe(x), before + 1)
 
 

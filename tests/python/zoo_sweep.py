@@ -133,9 +133,8 @@ def compare(model, args, kwargs, sequence, chunks, **options):
     yield {"difference": difference(state_after(model, lambda: on(sequence, input)), theirs)}
 
     norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
-    for tree in (model, *(layer.model for layer in sequence)):
-        for path, module in tree.named_modules():
-            module.training = path in norms
+    for path, module in model.named_modules():
+        module.training = path in norms or not path  # a pipeline trains if the model does
     pipe = gpipe.GPipe(sequence, chunks=chunks, **options)
 
     def by_micro_batch():

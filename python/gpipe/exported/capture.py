@@ -1,6 +1,5 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
-import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -11,9 +10,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.exporter import exported, is_inside, kept_whole, mode, whole_modules
+from gpipe.exported.blocks import Calls, kept_whole
+from gpipe.exported.exporter import NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
-from gpipe.exported.modes import Combination, evaluation_of
+from gpipe.exported.modes import Combination
 
 
 class Owned(NamedTuple):
@@ -36,49 +36,27 @@ def capture(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    opaque: Iterable[type[nn.Module]],
+    blocks: Mapping[str, nn.Module],
+    calls: Calls,
     *,
     any_shape: bool,
 ) -> Captured:
     """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
-    where its code allows them, unless it has modules that are kept whole. Raises ValueError if that fails."""
-    whole = whole_modules(module, opaque)
-    refuse_modules(module, whole)
-    args, kwargs = examples_of((args, dict(kwargs)))
-    programs, calls = [], []
+    where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
+    converted."""
+    programs, called = [], []
     for training in (True, False):
-        with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
-            programs.append(exported(module, args, kwargs, any_shape=any_shape and not whole, runs=bool(whole)))
-        calls.append(called)
+        with mode(module, training), kept_whole(blocks, calls), _calls_of(module) as paths:
+            programs.append(exported(module, args, kwargs, any_shape=any_shape))
+        called.append(paths)
     own = _tensors_of_module(module)
     tensors = dict(own)
     graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
     check_outputs(graph)
     check_outputs(evaluation)
-    combined = Combination(graph, evaluation, calls[0] & calls[1]).graph
+    combined = Combination(graph, evaluation, called[0] & called[1]).graph
     modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-    return Captured(combined, tensors, modes, whole)
-
-
-def capture_program(program: ExportedProgram) -> Captured:
-    """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
-    cannot be converted, or was not exported in training mode with a dynamic batch."""
-    tensors: dict[str, Owned] = {}
-    graph = Reader(program, _names_in(program, (), tensors)).graph
-    if conditions := graph.sizes.has_no_guards() and getattr(program, "_guards_code", None):
-        raise ValueError(
-            f"the program's file does not keep its conditions for sizes, such as {conditions[0]}; convert the module, or the "
-            "program before it is saved"
-        )
-    for number, value in enumerate(graph.inputs):
-        if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
-            raise ValueError(
-                f"the program was exported for inputs with a fixed dimension 0 (input {number} has the shape "
-                f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} per tensor"
-            )
-    check_outputs(graph)
-    called = {call.path for operation in graph.operations for call in operation.call.around()}
-    return Captured(Combination(graph, evaluation_of(graph), called).graph, tensors, {}, {})
+    return Captured(combined, tensors, modes, dict(blocks))
 
 
 def _tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
@@ -152,31 +130,26 @@ def _calls_of(module: nn.Module) -> Iterator[set[str]]:
         yield called
 
 
-def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
-    """Raises ValueError for a module that TorchScript or ``torch.compile`` has made, and for one with a hook, except inside
-    the modules at some paths. A hook runs while the model is exported, but would not run later."""
+def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
+    """Raises NotExported if one of the modules that are exported was compiled or has hooks, and ValueError if it distributes
+    a model. A hook would run during the export, but not later."""
     from torch._dynamo.eval_frame import OptimizedModule  # takes a second, so only here
 
-    for path, each in module.named_modules():
-        if isinstance(each, (torch.jit.ScriptModule, OptimizedModule)):
-            compiler = "TorchScript" if isinstance(each, torch.jit.ScriptModule) else "torch.compile()"
-            raise ValueError(
-                f"cannot convert the model: '{path}' is compiled by {compiler}; use the module that it was compiled from. "
-                "A submodule on which compile() was called stays compiled, as one layer"
-            )
+    for path, each in exported.items():
+        name = f"'{path}'" if path else "it"
         if isinstance(each, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ValueError(
-                f"cannot convert the model: {repr(path) if path else 'it'} is a {type(each).__name__}; convert its .module, "
+                f"cannot convert the model: {name} is a {type(each).__name__}; convert its .module, "
                 "and give the ranks replicas, gpipe.Ranks(replicas=2), or wrap the pipeline"
             )
+        if isinstance(each, (torch.jit.ScriptModule, OptimizedModule)):
+            compiler = "TorchScript" if isinstance(each, torch.jit.ScriptModule) else "torch.compile()"
+            reason = f"is compiled by {compiler}; use the module that it was compiled from, or call its compile()"
+            raise NotExported(f"cannot convert the model: {name} {reason}", path)
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
-        for hook in () if is_inside(path, whole) else itertools.chain(*(table.values() for table in tables)):
-            # The hooks of weight_norm and spectral_norm compute weights, which the export records.
-            if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
-                raise ValueError(
-                    f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "
-                    "run; remove it, or register it on a layer of the sequence"
-                )
+        if any(map(len, tables)):
+            text = f"cannot convert the model: {name} ({type(each).__name__}) has a hook, which the layers would not run"
+            raise NotExported(f"{text}; remove it, or keep the module whole: opaque=[{type(each).__name__}]", path)
 
 
 def check_outputs(graph: Graph) -> None:

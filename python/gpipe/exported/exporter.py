@@ -1,32 +1,25 @@
-"""Calls torch.export for any number of samples or any sizes, without its output, with an error that tells the module.
-
-A module that is kept whole becomes an operator per call, which only tells the shapes of the outputs. The layer calls
-the module.
-"""
+"""Calls torch.export for any number of samples or any sizes, without its output, with an error that tells the module."""
 
 import functools
 import importlib
 import inspect
 import itertools
-import json
 import logging
 import re
 import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
-
-from gpipe.generators import GeneratorState
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -51,7 +44,7 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
 def _same_attributes(module: nn.Module) -> Iterator[None]:
     """Gives a module and its submodules the attributes that they had before a block, except what was registered since. A
     forward may set some, an export to fake tensors and sizes."""
-    before = [(each, dict(vars(each))) for each in module.modules() if not isinstance(each, LazyModuleMixin)]
+    before = [(each, dict(vars(each))) for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
     try:
         yield
     finally:
@@ -62,49 +55,46 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(module: nn.Module, seed: int | None = None) -> Iterator[None]:
-    """Restores buffers, attributes and random numbers after a block, which runs without grad mode, and from a seed if one is
-    given."""
-    owners = {id(each._buffers): each._buffers for each in module.modules()}.values()
-    held = [(owner, *item) for owner in owners for item in owner.items()]
-    saved = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in held if buffer is not None]
+def unchanged(module: nn.Module, seed: int | None = None, *, values: bool = False) -> Iterator[None]:
+    """Restores tensors, buffers' values, attributes and random numbers after a block, which runs from a seed if one is given.
+    With ``values``, restores those of parameters too."""
+    modules = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
+    owners = {id(each): each for inner in modules for each in (inner._parameters, inner._buffers)}.values()
+    held = [(owner, dict(owner)) for owner in owners]
+    kept = [*module.buffers(), *(module.parameters() if values else ())]
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept if not isinstance(tensor, UninitializedTensorMixin)]
     devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
-    with _same_attributes(module), torch.no_grad(), torch.random.fork_rng(devices):
+    with _same_attributes(module), torch.random.fork_rng(devices):
         if seed is not None:  # torch.manual_seed() would seed devices that are not restored
             for generator in (torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)):
                 generator.manual_seed(seed)
         try:
             yield
         finally:
-            for owner, name, buffer, value in saved:
-                buffer.copy_(value)
-                owner[name] = buffer
+            for owner, tensors in held:
+                owner.clear()
+                owner.update(tensors)  # type: ignore[arg-type]
+            with torch.no_grad():
+                for tensor, value in saved:
+                    if not torch.equal(tensor, value):
+                        tensor.copy_(value)
 
 
 def exported(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool, runs: bool
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_shape: bool
 ) -> ExportedProgram:
     """Exports a module in its present mode, for any number of samples. With ``any_shape``, also for other sizes where its code
-    allows them. ``runs``: whether it has run with the arguments. Raises ValueError, with its submodule."""
+    allows them. Raises NotExported."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
         few_guards = _few_guards() if any_shape else nullcontext()
-        with _silence(), nothing_lost(), _same_attributes(module), _named_arguments(module, kwargs), few_guards:
+        with _silence(), unchanged(module), _named_arguments(module, kwargs), few_guards:
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        text = _explanation(module, error)
-        try:
-            if not runs:
-                with unchanged(module), torch.enable_grad():
-                    module(*args, **kwargs)
-        except Exception as own:  # the module fails without an export, too
-            text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(own)}"
-            if any(isinstance(arg, Mapping) for arg in args) and not kwargs:
-                text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
-        raise ValueError(text) from error
+        raise _explained(module, error) from error
 
 
 def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -140,17 +130,27 @@ def _silence() -> Iterator[None]:
             handler.removeFilter(is_kept)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
-def _explanation(module: nn.Module, error: Exception) -> str:
+class NotExported(ValueError):
+    """The code of the module at a path, or of the model itself, cannot be exported."""
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(text)
+        self.path = path
+
+
+def _explained(module: nn.Module, error: Exception) -> NotExported:
     """Tells which module cannot be captured, and why."""
+    if isinstance(error, NotExported):
+        return error
     paths = {id(each): path for path, each in module.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     owners = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "forward"]
-    inner = next((owner for owner in reversed(owners) if id(owner) in paths), None)
-    reason = _first_line(error)
+    inner: Any = next((owner for owner in reversed(owners) if id(owner) in paths), None)
+    reason = first_line(error)
     if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
         reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
         kept = ((name, getattr(value, "shape", value)) for each in module.modules() for name, value in vars(each).items())
@@ -166,38 +166,11 @@ def _explanation(module: nn.Module, error: Exception) -> str:
     if is_causal:
         reason = "it looks at the values of its mask; pass is_causal=True or False when calling it (Transformer: src_is_causal=, ...)"
     if inner is None or inner is module:
-        return f"cannot convert the model ({type(module).__name__}): {reason}"
+        return NotExported(f"cannot convert the model ({type(module).__name__}): {reason}")
+    path = paths[id(inner)]
     advice = "" if is_causal else f"; to keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
-    return f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}{advice}"
-
-
-@contextmanager
-def nothing_lost() -> Iterator[None]:
-    """Raises ValueError if the calling thread does in a block what an export does not record: backwards of its own, hooks of
-    tensors, and draws from Python or NumPy."""
-    thread = threading.get_ident()
-    register_hook: Any = Tensor.register_hook
-
-    # Function.apply() reads this attribute of its class. It may be bound to names elsewhere, so replacing it would not do.
-    def checked_attribute(kind: Any, name: str) -> Any:
-        if name == "_backward_cls" and threading.get_ident() == thread:
-            if not kind.__module__.startswith("torch.") or kind.__name__ == "CheckpointFunction":
-                raise ValueError(f"it calls {kind.__name__}, whose backward would be lost")
-        return type.__getattribute__(kind, name)
-
-    def checked_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            raise ValueError("it registers a hook of a tensor, which would be lost")
-        return register_hook(tensor, *args, **kwargs)
-
-    with suppress(ImportError):
-        importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
-    before = GeneratorState()
-    checked = patch.object(function.FunctionMeta, "__getattribute__", checked_attribute)
-    with checked, patch.object(Tensor, "register_hook", checked_hook):
-        yield
-    if GeneratorState() != before:
-        raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
+    text = f"cannot convert the model: '{path}' ({type(inner).__name__}) cannot be exported: {reason}{advice}"
+    return NotExported(text, path)
 
 
 @contextmanager
@@ -217,20 +190,6 @@ def _few_guards() -> Iterator[None]:
 
 
 _MOST_GUARDS = 64
-OPERATOR = "gpipe_export::whole"
-
-
-@functools.cache
-def _operator() -> Any:
-    def fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
-        first, batch = inputs[0], inputs[0].shape[0]
-        return [first.new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)]
-
-    torch.library.define(OPERATOR, "(Tensor[] inputs, str arguments, str outputs) -> Tensor[]")
-    torch.library.register_fake(OPERATOR, fake)
-    return torch.ops.gpipe_export.whole.default
-
-
 def is_inside(name: str, paths: Iterable[str]) -> bool:
     """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
@@ -254,56 +213,3 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
     return found
 
 
-@contextmanager
-def kept_whole(
-    module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[None]:
-    """Makes each call of some modules one operator for a block. Runs the model once before, to learn their outputs."""
-    found: dict[nn.Module, list[Any]] = {each: [] for each in whole}  # the outputs of each module, call by call
-
-    def record(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-        for leaf in tree_leaves(output):
-            if not batch or not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch[0]:
-                what = "an opaque module must get and return tensors with the batch as dimension 0"
-                raise ValueError(f"{what}, but {type(each).__name__} does not")
-        found[each].append(output)
-
-    with ExitStack() as stack:
-        if found:
-            with ExitStack() as hooks, unchanged(module):
-                for each in found:
-                    hooks.enter_context(each.register_forward_hook(record, with_kwargs=True))
-                module(*args, **kwargs)
-        for each, outputs in found.items():
-            call = functools.partial(_call, iter(outputs), type(each).__name__)
-            stack.enter_context(patch.object(each, "forward", call))
-        yield
-
-
-def _call(outputs: Iterator[Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
-    results, result_spec = tree_flatten(next(outputs))
-    shapes = [(str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])) for leaf in results]
-    try:
-        arguments = json.dumps([treespec_dumps(spec), constants])
-    except (TypeError, NotImplementedError):
-        raise ValueError(f"an opaque module must get tensors, numbers, texts and None, but {name} does not") from None
-    return tree_unflatten(_operator()(tensors, arguments, json.dumps(shapes)), result_spec)
-
-
-@functools.cache
-def _parsed(arguments: str) -> tuple[TreeSpec, list[Any]]:
-    spec, constants = json.loads(arguments)
-    return treespec_loads(spec), constants
-
-
-def run_whole(module: nn.Module, arguments: str, inputs: list[Tensor]) -> list[Any]:
-    """Calls a module as the operator was called. Returns its flattened output."""
-    spec, constants = _parsed(arguments)
-    tensors = iter(inputs)
-    leaves = [next(tensors) if constant is None else constant[0] for constant in constants]
-    args, kwargs = tree_unflatten(leaves, spec)
-    return tree_flatten(module(*args, **kwargs))[0]

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from gpipe.exported.exporter import NotExported
 from gpipe.exported.sizes import Sizes
 
 
@@ -137,8 +138,9 @@ def name_of(constant: object) -> str:
     return str(constant).removeprefix("torch.")
 
 
-# Checks of sizes, which the operations do again, and of the export's own devices and types.
-_CHECKS = re.compile(r"\w+::(_assert|sym_constrain_range)")
+# Checks that an export adds: of its own devices and types, and that numbers which it cannot know may be sizes.
+_CHECKS = re.compile(r"aten::(_assert_tensor_metadata|sym_constrain_range)")
+_OF_SIZES = re.compile(r"expression (u\d+ >= [01]|((?!\bu\d).)*) on node")
 
 
 class Reader:
@@ -210,11 +212,23 @@ class Reader:
             elif self.graph.sizes.knows(number := node.meta.get("val")):
                 named = self.graph.sizes.named(number)
                 self._values[node] = named if isinstance(named, int) else Number(named)
-            elif not (isinstance(node.target, torch._ops.OpOverload) and _CHECKS.match(node.target._schema.name)):
+            elif not self._is_own_check(node):
                 args, kwargs = self._arguments((node.args, node.kwargs))
                 place = _innermost(node), contexts, _line_of(node)
                 self.graph.operations.append(Operation(self._value(node), node.target, tuple(args), dict(kwargs), *place))
         raise AssertionError("a graph without output")
+
+    def _is_own_check(self, node: fx.Node) -> bool:
+        """Returns whether a node is a check that the export added, or of sizes only, which are guards. Raises NotExported for
+        one of the model's data, which would be lost."""
+        name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+        if name == "aten::_assert_scalar" and _OF_SIZES.search(str(node.args[1:])):
+            return True
+        if name in ("aten::_assert_async", "aten::_assert_scalar"):
+            path = _innermost(node).path
+            where = f"'{path}'" if path else "it"
+            raise NotExported(f"cannot convert the model: {where} checks its data, which an export would lose ({node.args[1:]})", path)
+        return bool(_CHECKS.match(name))
 
     def _read_nested(self, module: fx.GraphModule, node: fx.Node, contexts: tuple[Context, ...]) -> None:
         """Adds the operations under ``torch.no_grad`` or ``torch.autocast``."""

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from gpipe import _C
-from gpipe.exported.exporter import OPERATOR, run_whole
+from gpipe.exported.blocks import OPERATOR, run_whole
 from gpipe.exported.graph import Choice, Number, Operation, Value, name_of
 from gpipe.exported.layers import Route
 from gpipe.exported.sizes import Size, Sizes, described, text_of
-from gpipe.names import ConvertedLayer
+from gpipe.skip import Skippable
+from gpipe.wrapper import ConvertedLayer
 
 
 def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
@@ -39,6 +40,7 @@ class Description:
     ) -> None:
         self._numbers: dict[Value, int] = {}
         self.places: dict[str, int] = {}  # by path
+        self.called: set[str] = set()  # paths of modules that are kept whole
         self._blocks: dict[str, int] = {}
         entering = route.arriving if inputs is None else inputs
         leaving = route.leaving if outputs is None else outputs
@@ -69,7 +71,8 @@ class Description:
         elif operation.schema.name == OPERATOR:
             call["python"] = _RUN_WHOLE
             self._place(operation.call.path)
-            args = (operation.call.path, args[1], args[0])
+            self.called.add(operation.call.path)
+            args = (operation.call.path, args[2], args[0], args[1])
         else:
             call["operator"] = ".".join(filter(None, (operation.schema.name, operation.schema.overload_name)))
         call["args"] = [self._argument(arg) for arg in args]
@@ -132,41 +135,23 @@ def _constant(size: Any) -> int | None:
 _resolved = cache(pkgutil.resolve_name)
 
 
-class ExportedLayer(ConvertedLayer):
+class ExportedLayer(ConvertedLayer, Skippable):
     """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it.
 
     Args:
         model: a tree of modules that has the layer's tensors.
-        order: the names of the original model's tensors.
         description: what the layer computes, for ``gpipe::Graph``.
         input: of the first layer: an object of the input's structure.
         output: of the last layer: objects of the output's structure, in training and in evaluation mode.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, order: list[str], description: str, input: Any = None, output: Any = None
+        self, name: str, model: nn.Module, description: str, input: Any = None, output: Any = None
     ) -> None:
         super().__init__()
-        self.name, self.model, self.order = name, model, order
+        self.name, self.model = name, model
         self._input, self._output = input, output
-        self._originals: list[tuple[dict[str, Any], str, nn.Parameter, str]] = []
         self.describe(description)
-
-    def watch(self, original: nn.Module) -> None:
-        """Makes :meth:`check_original` compare the parameters of a model with those that it has now."""
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            path, _, own = name.rpartition(".")
-            place = original.get_submodule(path)
-            if place is not self.model.get_submodule(path):  # else it is kept whole, and runs as it is
-                self._originals.append((place._parameters, own, parameter, name))
-
-    def check_original(self) -> None:
-        for parameters, own, parameter, name in self._originals:
-            if parameters.get(own) is not parameter:
-                raise RuntimeError(
-                    f"'{name}' of the model was replaced after the conversion, so the layers have another parameter; tie "
-                    "weights and change the model first, then convert it and make the pipeline"
-                )
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
@@ -185,7 +170,7 @@ class ExportedLayer(ConvertedLayer):
     def python_functions(self) -> list[str]:
         """The Python functions that the layer calls, and the paths of the modules that are kept whole."""
         functions = dict.fromkeys(self._graph.python_functions)
-        return [f"the module '{self.name}', which is opaque" if each == _RUN_WHOLE else each for each in functions]
+        return [f"the module '{self.name}', which is kept whole" if each == _RUN_WHOLE else each for each in functions]
 
     def name_in_messages(self, key: str) -> str:
         return self.name
@@ -236,7 +221,7 @@ class ExportedLayer(ConvertedLayer):
         return f"ExportedLayer({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_graph"} | {"_originals": []}
+        return {key: value for key, value in self.__dict__.items() if key != "_graph"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from gpipe.exported.blocks import OPERATOR, changed_by
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of
 from gpipe.exported.sizes import Size, described
 
@@ -113,6 +114,10 @@ def _viewed_by(operation: Operation) -> Iterable[Value]:
 
 def _changed_by(operation: Operation) -> Iterator[Value]:
     """Yields the values that an operation writes to."""
+    if operation.schema is not None and operation.schema.name == OPERATOR:
+        call = operation.args[2]
+        for text in (call.training, call.evaluation) if isinstance(call, Choice) else (call,):
+            yield from (operation.args[0][number] for number in changed_by(text))
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gpipe import _C
 from gpipe.exported.conversion import ExportedSequential
 from gpipe.exported.layer import ExportedLayer
+from gpipe.wrapper import layers_in
 
 
 def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
@@ -18,21 +19,25 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
     if not isinstance(sequence, ExportedSequential):
         raise TypeError(f"sequence must be a model of gpipe.to_sequential, but is {type(sequence).__name__}")
     tensors: dict[str, Tensor] = {}
+    state = sequence.state_dict(keep_vars=True)
     layers = []
     first_names: dict[int, str] = {}  # of tensors, by id
-    for key, layer in sequence.named_children():
+    for key, layer in layers_in(sequence).items():
         if not isinstance(layer, ExportedLayer):
             raise TypeError(f"layer '{key}' is a {type(layer).__name__}; add it to the module before the conversion")
         if layer.python_functions:
             raise ValueError(f"layer '{layer.name}' calls {', '.join(layer.python_functions)}, which C++ cannot run")
         listed, model = [], layer.model
-        state = model.state_dict(keep_vars=True)
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             in_file = name if name in state else f".{name}"
             kind = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen"
             listed.append([in_file, kind, first_names.get(id(tensor))])
             first_names.setdefault(id(tensor), in_file)
             tensors[in_file] = tensor
+        for name, tensor in state.items():
+            if first_names.get(id(tensor), name) != name and name not in tensors and any(tensor is each for each in model.parameters()):
+                listed.append([name, "parameter" if tensor.requires_grad else "frozen", first_names[id(tensor)]])
+                tensors[name] = tensor
         frozen = [path for path, each in model.named_modules() if model.training and not each.training]
         layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
     _refuse_views(tensors)

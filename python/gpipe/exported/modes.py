@@ -2,53 +2,14 @@
 
 import math
 from collections.abc import Container, Iterator
-from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of
 from gpipe.exported.layer import check_modes
-
-
-def evaluation_of(graph: Graph) -> Graph:
-    """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: those that are given the
-    mode, such as dropout and batch norm, and the counter of batch norm. Raises ValueError if the graph is of evaluation
-    mode, or draws random numbers in another way."""
-    operations = []
-    flags = []
-    for each in graph.operations:
-        if any(value.tensor.endswith("num_batches_tracked") for value in inputs_of(each.args[:1])):
-            continue
-        args, kwargs = list(each.args), dict(each.kwargs)
-        arguments = [argument.name for argument in each.declared()]
-        modes = [name for name in _MODES if name in arguments]
-        if "running_mean" in arguments and each.args[arguments.index("running_mean")] is None:
-            operations.append(each)  # uses the statistics of its input in both modes
-            continue
-        for name in modes:
-            at = arguments.index(name)
-            if at < len(args):
-                flags.append(bool(args[at]))
-                args[at] = type(args[at])(0)
-            elif name in kwargs:
-                flags.append(bool(kwargs[name]))
-                kwargs[name] = type(kwargs[name])(0)
-        if not modes and torch.Tag.nondeterministic_seeded in getattr(each.function, "tags", ()):
-            raise ValueError(
-                f"cannot tell what '{each.call.path}' does in evaluation mode, because it calls {each.function}; convert "
-                "the module instead of the exported program"
-            )
-        operations.append(replace(each, args=tuple(args), kwargs=kwargs))
-    if flags and not any(flags):
-        raise ValueError("the program was exported in evaluation mode; export the module in training mode")
-    return replace(graph, operations=operations, outputs=list(graph.outputs))
-
-
-_MODES = ("train", "training", "use_input_stats", "dropout_p")  # arguments of operators
 
 
 class Combination:
@@ -101,6 +62,8 @@ class Combination:
 
     def _share_arguments(self, ours: Operation, theirs: Operation) -> bool:
         """Gives an operation the arguments of both modes. Returns whether it could."""
+        if [each.settings for each in ours.contexts] != [each.settings for each in theirs.contexts]:
+            return False
         arguments: Any = (ours.args, ours.kwargs), (theirs.args, theirs.kwargs)
         if ours.schema is not None and tree_structure(arguments[0]) != tree_structure(arguments[1]):
             # One mode may leave defaults out.

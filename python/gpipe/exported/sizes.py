@@ -69,10 +69,6 @@ class Sizes:
         for guard in other.guards.items():
             self._require(*guard)
 
-    def has_no_guards(self) -> bool:
-        """Returns whether the export recorded none, as the file of a program does not."""
-        return not (self._environment and self._environment.guards)
-
     def add_guards(self) -> None:
         """Adds what the export took for granted about the sizes."""
         for guard in self._environment.guards if self._environment else ():

@@ -1,0 +1,253 @@
+"""Finds the blocks of a model: submodules that are kept whole, each as one layer that calls it.
+
+A block becomes one operator of the export. To learn the shapes of its outputs, the export runs it on fake tensors.
+"""
+
+import functools
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
+
+OPERATOR = "gpipe_export::whole"
+_CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
+_CONSTANTS = bool, int, float, str, type(None)
+
+
+@dataclass
+class Calls:
+    """What plain runs of a model did."""
+
+    counts: list[Counter[nn.Module]] = field(default_factory=list)  # calls of each module, by run
+    outputs: dict[Any, Any] = field(default_factory=dict)  # of the last call in each mode, without gradients; see _key()
+    samples: dict[nn.Module, int] = field(default_factory=dict)  # dimension 0 of the first tensor that it took
+    changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
+    unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
+
+    @contextmanager
+    def recorded(self, module: nn.Module) -> Iterator[None]:
+        """Records the calls of a model's submodules in a block."""
+        self.counts.append(Counter())
+        running: list[list[tuple[Tensor, int]]] = []
+
+        def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves, spec = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            under_vmap = torch._C._functorch.maybe_current_level() is not None
+            if under_vmap or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
+                self.unfit.add(each)
+            elif each not in self.unfit:
+                try:
+                    treespec_loads(treespec_dumps(spec))
+                except Exception:  # a class that pytree cannot write
+                    self.unfit.add(each)
+            if tensors and tensors[0].dim():
+                self.samples[each] = len(tensors[0])
+            running.append([(tensor, _version(tensor)) for tensor in tensors])
+
+        def end(each: nn.Module, args: Any, output: Any) -> None:
+            self.counts[-1][each] += 1
+            leaves = tree_leaves(output)
+            if not any(isinstance(leaf, Tensor) for leaf in leaves):
+                self.unfit.add(each)
+            if not all(leaf is None or type(leaf) is Tensor or isinstance(leaf, nn.Parameter) for leaf in leaves):
+                self.unfit.add(each)
+            self.outputs[each] = self.outputs[_key(each)] = tree_map_only(Tensor, Tensor.detach, output)
+            changed = [number for number, (tensor, before) in enumerate(running.pop()) if _version(tensor) != before]
+            self.changed[each] = sorted({*self.changed.get(each, ()), *changed})
+
+        with ExitStack() as hooks:
+            for each in module.modules():
+                if each is not module and not isinstance(each, torch.jit.ScriptModule):
+                    hooks.enter_context(each.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+                    hooks.enter_context(each.register_forward_hook(end))
+            yield
+
+    @contextmanager
+    def replayed(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Makes calls of some modules cheap for a block: they return what they returned in a recorded run in the present mode,
+        plus a number that depends on all that they get."""
+
+        def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) / 64
+
+            def recalled(recorded: Tensor) -> Tensor:
+                if tensors[0].dim() and recorded.shape[:1] == (self.samples[each],):
+                    recorded = recorded[: len(tensors[0])]
+                return (recorded + number).to(recorded.dtype) if recorded.is_floating_point() else recorded.clone()
+
+            return tree_map_only(Tensor, recalled, self.outputs.get(_key(each), self.outputs[each]))
+
+        with ExitStack() as stack:
+            for each in blocks:
+                stack.enter_context(patch.object(each, "_compiled_call_impl", functools.partial(call, each)))
+            yield
+
+    def can_be_block(self, each: nn.Module) -> bool:
+        """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
+        return each in self.outputs and each not in self.unfit and all(run[each] <= 1 for run in self.counts)
+
+    def blocks(self, module: nn.Module, whole: Iterable[nn.Module]) -> dict[str, nn.Module]:
+        """Returns the blocks of a model by path: modules in ``whole``; modules of a class that the model has more than once,
+        without a container of such modules inside; and modules that call no other module."""
+        kinds = Counter(type(each) for each in self.outputs)
+        given = set(whole)
+        found: dict[str, nn.Module] = {}
+
+        def calls_others(each: nn.Module) -> bool:
+            return any(inner in self.outputs for inner in each.modules() if inner is not each)
+
+        def has_run(each: nn.Module) -> bool:
+            for container in each.modules():
+                children = container.children() if isinstance(container, _CONTAINERS) else ()
+                inner = [type(child) for child in children if child in self.outputs and calls_others(child)]
+                if max(Counter(kind for kind in inner if not issubclass(kind, _CONTAINERS)).values(), default=0) > 1:
+                    return True
+            return False
+
+        def visit(path: str, each: nn.Module) -> None:
+            for name, child in each.named_children():
+                at = f"{path}.{name}" if path else name
+                repeated = type(child) is not nn.Sequential and kinds[type(child)] > 1 and not has_run(child)
+                if child in found.values():
+                    continue
+                if child in given or (self.can_be_block(child) and (repeated or not calls_others(child))):
+                    found[at] = child
+                else:
+                    visit(at, child)
+
+        visit("", module)
+        return found
+
+
+def _key(module: nn.Module) -> Any:
+    """Returns what stands for a module in its mode and under the present autocast."""
+    return module, module.training, *map(autocast_dtype, ("cpu", "cuda"))
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Returns the type that operators on a kind of device compute in under autocast; ``None`` without autocast."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Returns a number that depends on a sample of a tensor's elements."""
+    elements = tensor.reshape(-1)[:: max(1, tensor.numel() // 1000)] if tensor.is_contiguous() else tensor[..., :8]
+    return (elements.abs() if elements.is_complex() else elements).to(torch.get_default_dtype()).sum().tanh()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Tracing(threading.local):
+    """What the operator's fake implementation needs on the thread of an export."""
+
+    blocks: Mapping[str, nn.Module]
+    calls: Calls
+    output: tuple[list[bool], TreeSpec]  # of the last call: which leaves are tensors
+
+
+_tracing = _Tracing()
+
+
+@contextmanager
+def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls) -> Iterator[None]:
+    """Makes each call of some modules, by path, one operator while this thread runs a block of code. ``calls`` are those of a
+    plain run."""
+    _tracing.blocks, _tracing.calls = blocks, calls
+    with ExitStack() as stack:
+        for path, block in blocks.items():
+            call = functools.partial(_call, path, calls.changed.get(block, []))
+            # With this attribute, nn.Module calls neither forward() nor hooks.
+            stack.enter_context(patch.object(block, "_compiled_call_impl", call))
+        yield
+
+
+def _call(path: str, changed: list[int], *args: Any, **kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
+    kinds = ["tensor" if isinstance(leaf, Tensor) else "size" if isinstance(leaf, torch.SymInt) else [leaf] for leaf in leaves]
+    try:
+        call = json.dumps([path, treespec_dumps(spec), kinds, changed])
+    except (TypeError, NotImplementedError):
+        kind = type(_tracing.blocks[path]).__name__
+        raise ValueError(f"a module that is kept whole must get tensors, numbers, texts and None, but {kind} does not") from None
+    results = iter(_operator()(tensors, numbers, call))
+    are_tensors, result_spec = _tracing.output
+    return tree_unflatten([next(results) if is_tensor else None for is_tensor in are_tensors], result_spec)
+
+
+@functools.cache
+def _operator() -> Any:
+    torch.library.define(OPERATOR, "(Tensor[] inputs, SymInt[] sizes, str call) -> Tensor[]")
+    torch.library.register_fake(OPERATOR, _fake)
+    return torch.ops.gpipe_export.whole.default
+
+
+def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes a second, so only here
+
+    block = _tracing.blocks[_parsed(call).path]
+    args, kwargs = _parsed(call).arguments(inputs, sizes)
+    environment = next((each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor)), None)
+    try:
+        # Without torch functions, because nothing inside is recorded.
+        quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
+        with torch.random.fork_rng([]), quietly, torch._C.DisableTorchFunction():
+            output = block._call_impl(*args, **kwargs)
+        if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            raise ValueError("the sizes of its output depend on data")
+    except Exception:  # it does what fake tensors cannot; then only dimension 0 may have any size
+        samples, calls = inputs[0].shape[0], _tracing.calls
+
+        def of_any_batch(tensor: Tensor) -> Tensor:
+            shape = [samples if size == calls.samples.get(block) else size for size in tensor.shape[:1]]
+            return inputs[0].new_empty((*shape, *tensor.shape[1:]), dtype=tensor.dtype)
+
+        output = tree_map_only(Tensor, of_any_batch, calls.outputs[block])
+    leaves, spec = tree_flatten(output)
+    _tracing.output = [isinstance(leaf, Tensor) for leaf in leaves], spec
+    return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class _Parsed(NamedTuple):
+    """The text of a call: a module's path, the structure and kinds of its arguments, and which tensors it changes."""
+
+    path: str
+    spec: TreeSpec
+    kinds: list[Any]
+    changed: list[int]
+
+    def arguments(self, inputs: list[Tensor], sizes: list[int]) -> Any:
+        tensors, numbers = iter(inputs), iter(sizes)
+        leaves = [each[0] if isinstance(each, list) else next(tensors if each == "tensor" else numbers) for each in self.kinds]
+        return tree_unflatten(leaves, self.spec)
+
+
+@functools.cache
+def _parsed(call: str) -> _Parsed:
+    path, spec, kinds, changed = json.loads(call)
+    return _Parsed(path, treespec_loads(spec), kinds, changed)
+
+
+def changed_by(call: str) -> list[int]:
+    """Returns the numbers of the tensors that a call of the operator changes in place."""
+    return _parsed(call).changed
+
+
+def run_whole(block: nn.Module, call: str, inputs: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Calls a module as the operator was called. Returns the tensors of its output."""
+    args, kwargs = _parsed(call).arguments(inputs, sizes)
+    return [leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)]

@@ -1,0 +1,320 @@
+"""What a conversion takes for granted, and the checks of it: of a module's attributes, of modes of torch, and of behaviour.
+
+An export sees one run. So the conversion compares the model with its sequence in the modes of torch that calls may have, and
+each call compares the model with what it was.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gpipe import _C
+from gpipe.exported.blocks import Calls, autocast_dtype
+from gpipe.exported.exporter import NotExported, mode, unchanged
+
+_OF_MODULES = vars(nn.Module()).keys()
+_VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
+
+
+class Attributes:
+    """What the code of a module may read from it: attributes, hooks, names of tensors, class, and states of generators."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._class = type(module)
+        self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in _OF_MODULES}
+        self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks")}
+        self._names = {kind: list(getattr(module, kind)) for kind in ("_parameters", "_buffers", "_modules")}
+
+    def difference(self, module: nn.Module) -> str:
+        """Returns what is another than it was, such as ``"its attribute 'p'"``; an empty text if nothing is."""
+        if type(module) is not self._class:
+            return "its class"
+        now = vars(module)
+        # Trainers add attributes to modules, whose code does not know them.
+        added = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if hasattr(self._class, name)}
+        for name in added | self._plain.keys():
+            if name not in now or name in added or not _same(self._plain[name], now[name]):
+                return f"its attribute '{name}'"
+        for name, hooks in self._hooks.items():
+            if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
+                return f"its {name.strip('_').replace('_', ' ')}"
+        for kind, names in self._names.items():
+            if list(getattr(module, kind)) != names:
+                return f"its {kind.strip('_')}"
+        return ""
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState)):
+        return str(value.bit_generator.state if isinstance(value, numpy.Generator) else value.get_state())
+    return None
+
+
+def _frozen(value: Any) -> Any:
+    """Returns a value with what can change in it: elements, versions and states."""
+    if type(value) in (list, tuple, set, frozenset, torch.Size):
+        return value, [*map(_frozen, value)]
+    if type(value) is dict:
+        return value, [*map(_frozen, value.items())]
+    return value, value._version if isinstance(value, Tensor) and not value.is_inference() else _generator_state(value)
+
+
+def _same(frozen: Any, now: Any) -> bool:
+    before, state = frozen
+    if isinstance(before, _VALUES):
+        return type(before) is type(now) and (before == now or (before != before and now != now))
+    if type(before) is not type(now):
+        return False
+    if isinstance(state, list) and type(now) in (list, tuple, set, frozenset, torch.Size, dict):
+        elements = list(now.items() if type(now) is dict else now)
+        return len(elements) == len(state) and all(map(_same, state, elements))
+    return before is now and _frozen(now)[1] == state
+
+
+def effects_on(module: nn.Module, run: Callable[[], object], again: Callable[[], object]) -> dict[nn.Module, str]:
+    """Returns what a second run changes in a model's modules, except values of tensors. A first run may fill caches."""
+    run()
+    before = {each: Attributes(each) for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)}
+    again()
+    changed = {each: attributes.difference(each) for each, attributes in before.items()}
+    return {each: text for each, text in changed.items() if text}
+
+
+class Guards:
+    """Refuses calls of a sequence for which its conversion does not hold.
+
+    Args:
+        module: the model.
+        exported: the modules whose code was exported, by path.
+        dtypes: of the model's input tensors.
+        tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
+    """
+
+    def __init__(
+        self, module: nn.Module, exported: Mapping[str, nn.Module], dtypes: list[torch.dtype], tested: Mapping[str, str]
+    ) -> None:
+        self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
+        self._dtypes = [
+            (f"{path}.{name}".lstrip("."), each._parameters, name, tensor.dtype)
+            for path, each in module.named_modules()
+            for name, tensor in each._parameters.items()
+            if tensor is not None
+        ]
+        self._of_inputs, self._tested = dtypes, tested
+        self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
+        self._defaults = torch.get_default_dtype(), torch.get_default_device()
+
+    def check(self, inputs: Iterable[Any]) -> None:
+        """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
+        for path, module, attributes in self._exported:
+            if difference := attributes.difference(module):
+                raise RuntimeError(
+                    f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "
+                    f"{difference}, which its exported code may read; change the model first, then convert it"
+                )
+        for shown, parameters, name, dtype in self._dtypes:
+            tensor = parameters.get(name)
+            if tensor is not None and tensor.dtype != dtype:
+                raise RuntimeError(
+                    f"parameter '{shown}' is of {tensor.dtype}, but was of {dtype} at the conversion, which exported code may "
+                    "read; change the dtype of the model first, then convert it"
+                )
+        for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
+            if reason := self._tested.get(about, "it was not converted so"):
+                raise RuntimeError(
+                    f"the converted model may not compute {about} what the model does: {reason}; convert the model "
+                    "in the mode and with an input as it is used, or keep the part whole: opaque=[...]"
+                )
+
+    def _differing(self, inputs: list[Tensor]) -> Iterator[str]:
+        """Yields in what a call differs from the conversion."""
+        if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
+            yield "with another default dtype or device"
+        for kind, dtype in self._autocast.items():
+            if (now := autocast_dtype(kind)) != dtype:
+                yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"
+        for number, (tensor, dtype) in enumerate(zip(inputs, self._of_inputs)):
+            if tensor.dtype != dtype:
+                yield f"for input {number} of {tensor.dtype}, not {dtype},"
+        if not torch.is_grad_enabled():
+            yield "without grad mode"
+        elif any(each.requires_grad for each in inputs):
+            yield "for inputs that require grad"
+        if not all(each.is_contiguous() for each in inputs):
+            yield "for inputs that are not contiguous"
+
+
+def device_kinds(module: nn.Module) -> list[str]:
+    return sorted({"cpu", *(parameter.device.type for parameter in module.parameters())} - {"meta"})
+
+
+class Twins:
+    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers.
+    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little."""
+
+    def __init__(
+        self, module: nn.Module, call: Callable[[Any, Any], Any], calls: Calls, blocks: Iterable[nn.Module], arguments: Any
+    ) -> None:
+        self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
+
+    def _difference(self, arguments: Any, calls: int = 1) -> str:
+        with self._calls.replayed(self._blocks):
+            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls)
+            return _difference(ours, _behaviour(self._module, arguments, self._call, calls))
+
+    def take(self) -> bool:
+        """Returns whether the sequence takes the sizes of the arguments."""
+        with self._calls.replayed(self._blocks):
+            theirs = _behaviour(self._module, self._arguments, self._call, 1)
+        return not (isinstance(theirs, ValueError) and "the model was converted for inputs with" in str(theirs))
+
+    def agree(self, arguments: Any) -> bool:
+        """Returns whether both do the same, or raise, in training and in evaluation mode."""
+        reasons = []
+        for training in (True, False):
+            with mode(self._module, training):
+                reasons.append(self._difference(arguments))
+        return not any(reasons)
+
+    def compared(self) -> dict[str, str]:
+        """Compares both in the present modes, in training and in evaluation mode, and in each mode of torch that calls may
+        have. Returns how they differ in modes of torch, as :class:`Guards` takes it. Raises ValueError if they differ as they
+        are called now."""
+        module, arguments = self._module, self._arguments
+        modes: list[Callable[[], AbstractContextManager[None]]] = [lambda: mode(module, True), lambda: mode(module, False)]
+        if len({each.training for each in module.modules()}) == 2:
+            modes.insert(0, nullcontext)
+        for context in modes:
+            with context():
+                if reason := self._difference(arguments, calls=2):
+                    raise ValueError(f"cannot convert the model: its layers would not do what it does: {reason}")
+        with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
+        strided = tree_map_only(Tensor, _strided, arguments)
+        settings: dict[str, tuple[Callable[[], AbstractContextManager[object]], Any]] = {
+            "without grad mode": (torch.no_grad, arguments),
+            "for inputs that require grad": (nullcontext, with_grad),
+            "for inputs that are not contiguous": (nullcontext, strided),
+        }
+        for kind in device_kinds(module):
+            if now := autocast_dtype(kind):
+                settings[f"without autocast on {kind}"] = partial(torch.autocast, kind, enabled=False), arguments
+            for dtype in {torch.bfloat16, *(() if kind == "cpu" else (torch.float16,))} - {now}:
+                settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
+        tested = {}
+        for about, (setting, given) in settings.items():
+            reasons = []
+            for training in (True, False):
+                with setting(), mode(module, training):
+                    if "autocast" in about and self._blocks and training:
+                        self._record()
+                    reasons.append(self._difference(given))
+            tested[about] = next(filter(None, reasons), "")
+        return tested
+
+    def _record(self) -> None:
+        """Records what the blocks return under the present autocast, unless the model raises."""
+        with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
+            args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
+            self._module(*args, **kwargs)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_(tensor.requires_grad)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int) -> dict[str, Any] | Exception:
+    """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
+    exception that they raise."""
+    found: dict[str, Any] = {}
+    with unchanged(module, seed=0):
+        for number in ("", " of a second call")[:calls]:
+            own = tree_map_only(Tensor, copy_of, arguments)  # which the model may change
+            try:
+                outputs = tree_leaves(call(*own))
+            except Exception as error:
+                return error
+            found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
+            wanted = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
+            wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
+            roots = [each for each in outputs if _needs_grad(each)]
+            if roots and wanted and not number:
+                given = [torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots]
+                found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
+            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found
+
+
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """Returns the first difference of two behaviours; an empty text if there is none. Both may raise."""
+    if isinstance(ours, Exception):
+        return "" if isinstance(theirs, Exception) else f"the model raises {type(ours).__name__}, the layers do not"
+    if isinstance(theirs, _C.ModeError):
+        return ""  # calls raise it too
+    if isinstance(theirs, Exception):
+        return f"the layers raise {type(theirs).__name__}: {theirs}"
+    for name in (*ours, *theirs):
+        try:
+            torch.testing.assert_close(ours.get(name), theirs.get(name), equal_nan=True)
+        except (AssertionError, TypeError) as error:
+            return f"{name} differs: {next(line for line in str(error).splitlines() if line.strip())}"
+    return ""
+
+
+def prove_batch(module: nn.Module, arguments: Any, output: Any) -> None:
+    """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
+    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs."""
+
+    def outputs(begin: int, end: int, seed: int) -> list[Tensor]:
+        args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
+        with unchanged(module, seed):
+            return [each for each in tree_leaves(module(*args, **kwargs)) if isinstance(each, Tensor) and each.is_floating_point()]
+
+    if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
+        return
+    samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
+    close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
+    part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
+    with mode(module, False), torch.no_grad():
+        try:
+            parts = [outputs(0, part, 0), outputs(samples - part, samples, 0)]
+        except Exception:  # for so few samples, or the export explains it
+            return
+    whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+    for number, (output, first, last) in enumerate(zip(whole, *parts)):
+        rows = first.shape[0] if first.dim() else 0
+        if rows == 0 or rows * samples != output.shape[0] * part:
+            continue  # it is named later
+        try:
+            close(output[:rows], first)
+            close(output[-rows:], last)
+        except AssertionError:
+            with mode(module, False), torch.no_grad():
+                random = not torch.equal(outputs(0, samples, 1)[number], output)
+            if random:
+                return
+            raise ValueError(
+                f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
+                "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), and compute losses "
+                "and statistics over samples in the loss function"
+            ) from None
