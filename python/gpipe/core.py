@@ -35,7 +35,13 @@ class StagedModel(Wrapper):
     of layers. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
     layers, and the tensors of these are on the ``meta`` device."""
 
+    balance: list[int]
+    ranks: Ranks | None
+    devices: list[torch.device]
+    placement: list[int]
+    whole_state: dict[str, str]
     partitions: Stages
+    _sequence: nn.Sequential
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class StagedModel(Wrapper):
         for stage in self.partitions:
             for name, layer in stage._modules.items():
                 if layer is not present[name] and layer not in known and known:
-                    present[name] = layer  # type: ignore[assignment]
+                    present[name] = layer
                 stage._modules[name] = present[name]
                 if isinstance(layer, ConvertedLayer):
                     layer.follow_model()

@@ -111,6 +111,9 @@ class GPipe(StagedModel):
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
+    deferred_batch_norm: bool
+    keep_memory: bool
+
     @checks.checks_arguments
     def __init__(
         self,
