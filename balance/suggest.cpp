@@ -31,7 +31,13 @@ void check_devices(const std::vector<torch::Device>& devices) {
 Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devices, const std::vector<int>& counts) {
   const auto& name = scheduling.schedule.empty() ? kFillAndDrain : scheduling.schedule;
   if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
-  const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
+  int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
+  if (per_worker == 1 && scheduling.placement.empty()) {  // as many as the rule needs
+    const auto workers = static_cast<int>(devices);
+    const Layout one_each{workers, std::ranges::max(counts), looped_placement(workers, workers)};
+    const bool fits = too_few_stages(name, workers, workers).empty() && schedule_rule(name).misfit(one_each).empty();
+    per_worker = fits ? 1 : 2;
+  }
   if (per_worker < 1) throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
   const auto layers = model.named_layers().size();

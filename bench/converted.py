@@ -9,13 +9,19 @@ steps, their minimum and their maximum.
 import itertools
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torchvision
 from torch import nn
 
 import gpipe
+
+sys.path.append(str(Path(__file__).parents[1] / "examples/python"))
+
+import networks  # noqa: E402
 
 CHUNKS = 4
 REPEATS = 11
@@ -40,7 +46,7 @@ def seconds(pipe: gpipe.GPipe, images: torch.Tensor) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     images = torch.rand(16 * CHUNKS, 3, 64, 64)
-    by_hand = gpipe.models.resnet50(1000)
+    by_hand = networks.resnet50(1000)
     converted = gpipe.to_sequential(torchvision.models.resnet50(), images)
     in_first = parameters_of(list(by_hand)[:CUT])
     cut = next(n for n in itertools.count(1) if parameters_of(list(converted)[:n]) == in_first)

@@ -24,6 +24,10 @@ from torch import Tensor, nn
 import gpipe
 from gpipe.balance import Candidate, Profile, Suggestion, predict, suggest
 
+sys.path.append(str(Path(__file__).parents[1] / "examples/python"))
+
+import networks  # noqa: E402
+
 HOSTS = 2
 WIRE = "wire"  # the name of both ends
 PROBE = 1 << 24  # bytes
@@ -31,7 +35,7 @@ WARM_UP = 2
 
 
 def unet(samples: int) -> tuple[nn.Module, Tensor]:
-    return gpipe.models.unet(base_channels=16), torch.randn(samples, 3, 96, 96)
+    return networks.unet(base_channels=16), torch.randn(samples, 3, 96, 96)
 
 
 def unet2d(samples: int) -> tuple[nn.Module, Tensor]:
@@ -101,10 +105,10 @@ def train(args: argparse.Namespace, plans: list[dict[str, object]]) -> None:
         for turn in range(WARM_UP + args.repeats):
             for pipe, result in zip(pipes, results):
                 pipe.zero_grad(set_to_none=True)
-                pipe.largest(0)  # all ranks start together
+                pipe.team.largest(0)  # all ranks start together
                 sent, start = sent_bytes(), time.monotonic()
                 pipe.step(x, x, loss)
-                microseconds = pipe.largest(round((time.monotonic() - start) * 1e6))
+                microseconds = pipe.team.largest(round((time.monotonic() - start) * 1e6))
                 if turn >= WARM_UP:
                     result["seconds"].append(microseconds / 1e6)
                     result["sent"].append(sent_bytes() - sent)

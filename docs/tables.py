@@ -53,7 +53,7 @@ def simulate(row: Row, chunks: int = 8) -> _C.Simulation:
     stages = WORKERS * per_worker
     placement = _C.v_placement(stages) if "in a V" in placed else [stage % WORKERS for stage in range(stages)]
     seconds = [part / 100 / per_worker for part in (1, 1, 2, 1, 1)]  # of F, R, B, I and W
-    return _C.Schedule(name, placement, chunks, "never").simulate(seconds, 0, 0)
+    return _C.Schedule(name, placement, chunks, "never").simulate(seconds)
 
 
 def most_skips(simulation: _C.Simulation) -> int:
@@ -96,7 +96,7 @@ def draw() -> None:
         ("recompute", 10, 4, "always"),
     ]:
         seconds = [milliseconds / 1000 * part for part in (1, 1, 2, 1, 1)]
-        simulation = _C.Schedule("gpipe", range(WORKERS), chunks, checkpoint).simulate(seconds, 0, 0)
+        simulation = _C.Schedule("gpipe", range(WORKERS), chunks, checkpoint).simulate(seconds)
         (folder / f"{name}.svg").write_text(simulation.timeline.to_svg())
     for row in ROWS:
         (folder / file_of(row)).write_text(simulate(row).timeline.to_svg())

@@ -102,11 +102,6 @@ class GPipeImpl : public torch::nn::Module {
   /// As step(), but adds nothing to `.grad`. Returns the loss with a node that holds the gradients. Serves
   /// autograd::grad, and modules in DistributedDataParallel.
   torch::Tensor compute_loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
-  /// The old name, which will go in the next release.
-  [[deprecated("use compute_loss()")]] torch::Tensor loss(Value input, Value target, const LossFunction& loss,
-                                                          const StepOptions& options = {}) {
-    return compute_loss(std::move(input), std::move(target), loss, options);
-  }
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
   /// The device of each worker.

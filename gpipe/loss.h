@@ -17,12 +17,13 @@ struct StepOptions {
   TORCH_ARG(std::optional<Reduction>, reduction);
   /// What kMean weights a micro-batch by. Default: the count of a module of torch in tensor_loss(), else the samples.
   TORCH_ARG(CountFunction, count);
-  /// Whether a pipeline's first step() with a loss compares the joined loss and its gradients with those of the whole
-  /// mini-batch, for which it keeps all outputs. Compares again when the shares of zeros, of negative numbers or of NaN
-  /// in the micro-batches' targets first differ, because losses ignore such targets; looks at a sample of targets on
-  /// the CPU only. Make a LossFunction once: one that is made anew is another loss, unless it captures only what is
-  /// trivially copyable and has the same bytes. Throws std::invalid_argument if the losses differ. Does nothing if the
-  /// reduction is known or given as kSum, or for a loss that fails on the whole mini-batch or draws random numbers.
+  /// Whether the first step() with a LossFunction compares the joined loss and its gradients with those of the whole
+  /// mini-batch, for which it keeps all outputs and calls the loss again. Compares again at the first target that may
+  /// weight or ignore samples in a new way: unequal shares of zeros, of negative numbers or of NaN in the micro-batches,
+  /// unequal means, numbers out of the range so far, another most frequent integer. Looks at a sample of targets on the
+  /// CPU only. Make a LossFunction once: one that is made anew is another loss. Throws std::invalid_argument if the
+  /// losses differ. Does nothing if the reduction is known or given as kSum, or for a loss that fails on the whole
+  /// mini-batch or draws random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

@@ -9,7 +9,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -36,25 +35,9 @@ struct Count : at::Tensor {
 /// Called on the caller's thread.
 using CountFunction = std::function<Count(const Value& target)>;
 
-/// Tells losses apart for StepOptions::check. Functions of one trivially copyable type with the same bytes are the same.
-struct LossIdentity {
-  const std::type_info* type = nullptr;  ///< null for a function that is not trivially copyable
-  std::string bytes = {};
-
-  bool equals(const LossIdentity& other) const {
-    return this == &other || (type != nullptr && other.type != nullptr && *type == *other.type && bytes == other.bytes);
-  }
-};
-
-template <typename F>
-std::shared_ptr<const LossIdentity> identity_of(const F& function) {
-  LossIdentity identity;
-  if constexpr (std::is_trivially_copyable_v<F>) {
-    identity.type = &typeid(F);
-    if (!std::is_empty_v<F>) identity.bytes.assign(reinterpret_cast<const char*>(&function), sizeof(F));
-  }
-  return std::make_shared<LossIdentity>(std::move(identity));
-}
+/// What StepOptions::check has compared of a loss.
+struct LossRecord;
+std::shared_ptr<LossRecord> make_loss_record();
 
 /// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
 /// per micro-batch. Draws random numbers as a layer after the last does. Tensors that it uses and that require grad get
@@ -62,14 +45,13 @@ std::shared_ptr<const LossIdentity> identity_of(const F& function) {
 struct LossFunction : std::function<at::Tensor(const Value& output, const Value& target)> {
   using Function = std::function<at::Tensor(const Value&, const Value&)>;
   LossFunction() = default;
-  template <typename F, typename Own = std::decay_t<F>>
-  requires(!std::derived_from<Own, LossFunction> && std::constructible_from<Function, F>) LossFunction(F&& function)
-      : LossFunction{identity_of<Own>(function), std::forward<F>(function)} {}
-  LossFunction(std::shared_ptr<const LossIdentity> identity, Function function)
-      : Function(std::move(function)), identity(std::move(identity)) {}
+  template <typename F>
+  requires(!std::derived_from<std::decay_t<F>, LossFunction> && std::constructible_from<Function, F>)
+      LossFunction(F&& function)
+      : Function(std::forward<F>(function)), record(make_loss_record()) {}
 
-  /// Losses with equal identities are compared once for StepOptions::check. Copies have the same.
-  std::shared_ptr<const LossIdentity> identity;
+  /// Copies share it, so a step that has compared a loss does not compare a copy again.
+  std::shared_ptr<LossRecord> record;
   /// How the loss of a micro-batch reduces, if that is known, and what its mean is the mean of; empty: the samples.
   std::optional<Reduction> reduction = {};
   CountFunction count = {};
@@ -86,7 +68,7 @@ std::function<void()> hold_values(const std::vector<at::Tensor>& tensors);
 /// Makes a LossFunction from a function of two tensors. Reads the options of torch's loss modules.
 template <typename F>
 LossFunction tensor_loss(F function) {
-  LossFunction loss(identity_of(function), [function](const Value& output, const Value& target) mutable -> at::Tensor {
+  LossFunction loss([function](const Value& output, const Value& target) mutable -> at::Tensor {
     return function(output.tensor(), target.tensor());
   });
   if constexpr (requires { function->buffers(); }) {

@@ -66,8 +66,8 @@ void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot)
 /// version.
 Snapshot read_snapshot(const std::filesystem::path& path);
 
-/// Reads the model's tensors of a snapshot or another safetensors file, as of `python -m gpipe convert`. Errors: as
-/// read_snapshot().
+/// Reads the model's tensors of a snapshot or another safetensors file, such as of `safetensors.torch.save_file()`.
+/// Errors: as read_snapshot().
 NamedTensors read_weights(const std::filesystem::path& path);
 
 /// write_snapshot() and read_snapshot() in memory.

@@ -4,13 +4,17 @@ A model is a flat list of layers that can be cut between any two. `Stage` runs a
 """
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
-import gpipe
+sys.path.append(str(Path(__file__).parents[2] / "examples/python"))
+
+import networks  # noqa: E402
 
 Layers = list[nn.Module]
 
@@ -84,7 +88,7 @@ def cut(layers: Layers, balance: Iterable[int]) -> list[Stage]:
 
 
 def flat(model: nn.Sequential) -> Layers:
-    """Returns the layers of a model of gpipe.models, with a Stash and a Join for each skip."""
+    """Returns the layers of a model of networks.py, with a Stash and a Join for each skip."""
     layers: Layers = []
     for name, layer in model.named_children():
         skip, _, kind = name.rpartition("_")
@@ -141,6 +145,6 @@ def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
     if model == "mlp":
         return [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)], torch.randn(1024, 1024)
     if model == "unet":
-        return flat(gpipe.models.unet(base_channels=16)), torch.randn(16, 3, 96, 96)
-    make = gpipe.models.resnet18 if model == "resnet18" else gpipe.models.resnet50
+        return flat(networks.unet(base_channels=16)), torch.randn(16, 3, 96, 96)
+    make = networks.resnet18 if model == "resnet18" else networks.resnet50
     return flat(make()), torch.randn(16 * chunks, 3, 64, 64)

@@ -61,11 +61,13 @@ def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
 
 def step_of(pipe: Any, x: Tensor, schedule: str | None = None) -> Callable[[], None]:
     """Returns a function that clears the gradients and trains on the sum of the output."""
+    if schedule:
+        total = importlib.import_module("gpipe").Loss(lambda output, _: output.sum(), reduction="sum")
 
     def step() -> None:
         steps.clear_gradients(pipe)
         if schedule:
-            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
+            pipe.step(x, x, total)
         else:
             pipe(x).sum().backward()
 
@@ -123,9 +125,7 @@ def main() -> None:
         steps.report(args, name, seconds=[steps.seconds(plain_step) for _ in range(args.repeats)])
         return
     library = importlib.import_module(args.library)
-    scheduling = {}
-    if args.schedule:
-        scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
+    scheduling = {"schedule": args.schedule} if args.schedule else {}
     settings = {"devices": ["cpu"] * steps.workers(args), "chunks": args.chunks, "checkpoint": args.checkpoint}
     if args.library == "gpipe" and args.model in models.PUBLISHED:
         pipe = library.GPipe.from_module(torch.nn.Sequential(*layers), x, schedule=args.schedule, **settings)

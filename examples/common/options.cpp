@@ -105,7 +105,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option(
       "--schedule", options.schedule,
       "order of forwards and backwards on each worker: " + absl::StrJoin(names, ", ") +
-          "; @FILE, with one line of actions per worker (see python -m gpipe print); or auto, with --balance auto, "
+          "; @FILE, with one line of actions per worker (see python -m gpipe draw); or auto, with --balance auto, "
           "for the fastest on --stages workers");
   app.add_option("--stages-per-worker", options.stages_per_worker,
                  "number of stages on each worker; with p workers, stage s is on worker s mod p, and --devices has p")

@@ -230,7 +230,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             bar.set_postfix(loss=f"{loss:.4f}")
             if events:
                 events.add_scalar("loss/train_step", loss, epoch * steps + batch)
-            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            stopped = pipe.team.largest(signals[0])  # all processes stop after the same step
             if stopped:
                 break
         else:
@@ -260,7 +260,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
             if scores["recognized"] == max(history["recognized"]):
                 save("best.snapshot")
-            stopped = pipe.largest(signals[0])
+            stopped = pipe.team.largest(signals[0])
         save(latest.name)
     if first:
         print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")

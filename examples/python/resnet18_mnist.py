@@ -27,6 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import gpipe
+import networks
 from gpipe import snapshot
 
 CLASSES = 10
@@ -140,7 +141,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         if saved and saved.options.get(flag) != text:
             raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
 
-    model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
+    model = networks.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
     micro_batch = images[: max(2, args.batch_size // args.chunks)]
     balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)
     if ranks:  # all take what the first process has measured
@@ -214,7 +215,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             bar.set_postfix(loss=f"{loss:.4f}")
             if events:
                 events.add_scalar("loss/train_step", loss, epoch * steps + batch)
-            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            stopped = pipe.team.largest(signals[0])  # all processes stop after the same step
             if stopped:
                 break
         else:
@@ -237,7 +238,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                     print(" " if label == 0 else label - 1, "".join(f"{count:6}" for count in row), flush=True)
             if scores["accuracy"] == max(history["accuracy"]):
                 save("best.snapshot")
-            stopped = pipe.largest(signals[0])
+            stopped = pipe.team.largest(signals[0])
         save(latest.name)
     if first:
         print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")

@@ -33,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 import gpipe
+import networks
 from gpipe import snapshot
 from gpipe.data import PartSampler, collate_part
 
@@ -252,7 +253,7 @@ def evaluate(pipe: gpipe.GPipe, loader: DataLoader[Any], count: int, args: argpa
             loss += segmentation_loss(output, labels).item() * len(images)
             classes = with_background(output).argmax(1) * args.classes + labels
             pairs += torch.bincount(classes.flatten(), minlength=args.classes**2).view_as(pairs)
-    loss, *sums = pipe.sum_over_replicas([loss, *pairs.flatten().tolist()])
+    loss, *sums = pipe.team.sum_over_replicas([loss, *pairs.flatten().tolist()])
     pairs = torch.tensor(sums).view_as(pairs)
     both, total = pairs.diagonal()[1:], (pairs.sum(0) + pairs.sum(1))[1:]
     dice = torch.where(total > 0, 2 * both / total, 1.0)  # 1 for a class that is nowhere
@@ -299,11 +300,11 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         if saved and saved.options.get(flag) != text:
             raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
 
-    model = gpipe.models.unet(
+    model = networks.unet(
         out_channels=args.classes if args.classes > 2 else 1,
         depth=args.depth,
         base_channels=args.channels,
-        upsampling="linear" if args.bilinear else "transposed",
+        bilinear=args.bilinear,
     )
     micro_batch = torch.rand(max(2, args.batch_size // args.replicas // args.chunks), 3, *training.size[::-1])
     balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)
@@ -392,7 +393,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             bar.set_postfix(loss=f"{loss:.4f}")
             if events:
                 events.add_scalar("loss/train_step", loss, epoch * steps + batch)
-            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            stopped = pipe.team.largest(signals[0])  # all processes stop after the same step
             if stopped:
                 break
             if args.snapshot_every and batch % args.snapshot_every == 0:
@@ -419,7 +420,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
             if scores["val_dice"] == max(history["val_dice"]):
                 save("best.snapshot")
-            stopped = pipe.largest(signals[0])
+            stopped = pipe.team.largest(signals[0])
         save(latest.name)
     if first:
         print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")

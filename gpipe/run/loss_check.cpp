@@ -21,7 +21,6 @@
 namespace gpipe {
 namespace {
 
-constexpr std::size_t kMostCompared = 16;
 constexpr std::int64_t kSample = 8192;
 
 double epsilon_of(at::ScalarType type) {
@@ -114,40 +113,48 @@ std::optional<Difference> difference_of(const LossFunction& function, const std:
   return found;
 }
 
-// Returns the shares of zeros, of negative numbers and of NaN in a sample of a tensor on the CPU: for one on a device
-// the caller would wait.
-std::array<double, 3> shares_of(const at::Tensor& tensor) {
-  std::array<double, 3> found{};
-  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_complex()) return found;
-  const auto all = tensor.numel();
+// Returns numbers of a tensor on the CPU: for one on a device the caller would wait.
+at::Tensor sample_of(const at::Tensor& tensor, std::int64_t most) {
+  if (!tensor.is_cpu() || tensor.layout() != at::kStrided || tensor.is_nested() || tensor.is_complex())
+    return at::empty(0);
   // An odd step, so that the sample is not one column of an image.
-  const auto sample = tensor.flatten().slice(0, 0, all, (all / kSample) | 1).to(at::kFloat).contiguous();
-  for (const float number : c10::ArrayRef(sample.const_data_ptr<float>(), sample.numel())) {
-    found[0] += number == 0;
-    found[1] += number < 0;
-    found[2] += std::isnan(number);
-  }
-  for (auto& share : found) share /= static_cast<double>(std::max<std::int64_t>(sample.numel(), 1));
-  return found;
+  return tensor.flatten().slice(0, 0, tensor.numel(), (tensor.numel() / most) | 1).to(at::kFloat).contiguous();
 }
 
-// Returns ComparedLoss::uneven.
-std::vector<bool> uneven_shares(const std::vector<Parcel>& targets) {
-  std::vector<bool> uneven;
-  for (std::size_t k = 0; k < targets.front().tensors.size(); ++k) {
-    std::array<bool, 3> differ{};
-    const auto first = shares_of(targets.front().tensors[k]);
-    for (const auto& target : targets) {
-      const auto shares = shares_of(target.tensors[k]);
-      for (std::size_t i = 0; i < shares.size(); ++i) differ[i] = differ[i] || shares[i] != first[i];
+TargetMarks marks_of(const std::vector<Parcel>& targets, std::size_t k) {
+  TargetMarks marks;
+  marks.is_integer = at::isIntegralType(targets.front().tensors[k].scalar_type(), /*includeBool=*/true);
+  std::array<double, 4> first{};
+  std::vector<float> integers;
+  for (const auto& target : targets) {
+    const auto sample = sample_of(target.tensors[k], kSample);
+    std::array<double, 4> shares{};
+    for (const float number : c10::ArrayRef(sample.const_data_ptr<float>(), sample.numel())) {
+      shares[0] += number == 0;
+      shares[1] += number < 0;
+      shares[2] += std::isnan(number);
+      shares[3] += std::isnan(number) ? 0 : number;
+      marks.low = std::min(marks.low, number);  // not NaN
+      marks.high = std::max(marks.high, number);
     }
-    uneven.insert(uneven.end(), differ.begin(), differ.end());
+    for (auto& share : shares) share /= static_cast<double>(std::max<std::int64_t>(sample.numel(), 1));
+    if (&target == &targets.front()) first = shares;
+    for (std::size_t i = 0; i < shares.size(); ++i) marks.uneven[i] = marks.uneven[i] || shares[i] != first[i];
+    if (!marks.is_integer) continue;
+    const auto few = sample_of(target.tensors[k], std::max<std::int64_t>(1, kSample / std::ssize(targets)));
+    integers.insert(integers.end(), few.const_data_ptr<float>(), few.const_data_ptr<float>() + few.numel());
   }
-  return uneven;
-}
-
-bool is_same(const ComparedLoss& one, const ComparedLoss& other) {
-  return one.identity->equals(*other.identity) && *one.count == *other.count;
+  std::ranges::sort(integers);
+  std::size_t most = std::max<std::size_t>(2, integers.size() / 8);
+  for (auto at = integers.begin(); at != integers.end();) {
+    const auto end = std::upper_bound(at, integers.end(), *at);
+    if (static_cast<std::size_t>(end - at) > most) {
+      most = end - at;
+      marks.frequent = {*at};
+    }
+    at = end;
+  }
+  return marks;
 }
 
 }  // namespace
@@ -180,25 +187,47 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
   return loss;
 }
 
-std::optional<LossComparison> LossComparison::begin(std::vector<ComparedLoss>& compared, const LossFunction& function,
-                                                    const CountFunction& count, const std::vector<Parcel>& targets) {
-  ComparedLoss now{function.identity, &count.target_type(), uneven_shares(targets)};
-  const auto found = std::ranges::find_if(compared, [&](const auto& each) { return is_same(each, now); });
-  if (found != compared.end()) {
-    bool is_new = false;
-    for (std::size_t i = 0; i < std::min(now.uneven.size(), found->uneven.size()); ++i) {
-      is_new = is_new || (now.uneven[i] && !found->uneven[i]);
-      now.uneven[i] = now.uneven[i] || found->uneven[i];
-    }
-    std::rotate(found, found + 1, compared.end());  // last used last
-    if (!is_new) return std::nullopt;
+bool TargetMarks::add(const TargetMarks& later) {
+  bool is_new = false;
+  for (std::size_t i = 0; i < uneven.size(); ++i) {
+    is_new = is_new || (later.uneven[i] && !uneven[i]);
+    uneven[i] = uneven[i] || later.uneven[i];
   }
-  return LossComparison(function, std::move(now), targets.size());
+  // The range of other numbers grows as long as they are drawn.
+  const float slack = is_integer ? 0 : high - low;
+  is_new = is_new || later.low < low - slack || later.high > high + slack;
+  low = std::min(low, later.low);
+  high = std::max(high, later.high);
+  const auto known = frequent.size();
+  frequent.insert(later.frequent.begin(), later.frequent.end());
+  return is_new || frequent.size() > known;
 }
 
-LossComparison::LossComparison(const LossFunction& function, ComparedLoss compared, std::size_t micro_batches)
+std::shared_ptr<LossRecord> make_loss_record() { return std::make_shared<LossRecord>(); }
+
+std::optional<LossComparison> LossComparison::begin(const LossFunction& function, const CountFunction& count,
+                                                    const std::vector<Parcel>& targets) {
+  std::vector<TargetMarks> marks;
+  for (std::size_t k = 0; k < targets.front().tensors.size(); ++k) marks.push_back(marks_of(targets, k));
+  auto& record = *function.record;
+  const std::lock_guard lock(record.mutex);
+  if (record.count != nullptr && *record.count == count.target_type() && record.marks.size() == marks.size()) {
+    bool is_new = false;
+    for (std::size_t k = 0; k < marks.size(); ++k) {
+      auto all = record.marks[k];
+      is_new = all.add(marks[k]) || is_new;
+      marks[k] = std::move(all);
+    }
+    if (!is_new) return std::nullopt;
+  }
+  return LossComparison(function, count.target_type(), std::move(marks), targets.size());
+}
+
+LossComparison::LossComparison(const LossFunction& function, const std::type_info& count,
+                               std::vector<TargetMarks> marks, std::size_t micro_batches)
     : function_(function),
-      compared_(std::move(compared)),
+      count_(&count),
+      marks_(std::move(marks)),
       left_(micro_batches),
       outputs_(micro_batches),
       targets_(micro_batches) {}
@@ -224,15 +253,16 @@ void LossComparison::run(const std::vector<at::Tensor>& losses, const std::vecto
   refuse_argument(
       "the loss of the whole mini-batch is ", found->whole, ", but the micro-batches give ", found->mean,
       " (their sum is ", found->sum, ") and gradients that are ", 100 * found->gap,
-      " % off; if the loss ignores some targets, pass count, which returns what a micro-batch's mean is divided by; if "
-      "it is a sum, pass reduction; if it does not decompose over samples, use forward() and backward(); turn check "
-      "off to train so all the same");
+      " % off; if the loss ignores some targets, give count, which returns what a micro-batch's mean is divided by; if "
+      "it is a sum, give reduction; if it does not decompose over samples, use forward() and backward(); turn check "
+      "off to train so all the same (in Python, gpipe.Loss(loss, count=..., reduction=..., check=...))");
 }
 
-void LossComparison::note(std::vector<ComparedLoss>& compared) && {
-  std::erase_if(compared, [&](const auto& each) { return is_same(each, compared_); });
-  if (compared.size() == kMostCompared) compared.erase(compared.begin());
-  compared.push_back(std::move(compared_));
+void LossComparison::note() {
+  auto& record = *function_.record;
+  const std::lock_guard lock(record.mutex);
+  record.count = count_;
+  record.marks = std::move(marks_);
 }
 
 std::function<void()> hold_values(const std::vector<at::Tensor>& tensors) {

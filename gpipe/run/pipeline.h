@@ -8,7 +8,6 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/binding.h"
 #include "gpipe/ranks/team.h"
-#include "gpipe/run/loss_check.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
@@ -47,7 +46,6 @@ class Pipeline {
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
   /// What StepLoss has compared, last used last. Belongs to the holder of call_mutex().
-  std::vector<ComparedLoss>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -128,7 +126,6 @@ class Pipeline {
   const std::vector<Loan> loans_;
   bool has_trained_ = false;
   bool buffers_differ_ = false;  // a call has trained since they were made equal
-  std::vector<ComparedLoss> compared_losses_;
   const int intraop_threads_;
   const LanguageBinding binding_;
   std::unique_ptr<Team> team_;

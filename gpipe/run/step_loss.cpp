@@ -172,7 +172,7 @@ void StepLoss::normalize(double total) { gpipe::normalize(weights_, total, *opti
 
 void StepLoss::begin_comparison() {
   if (!options_.check() || !pipeline_.is_here(pipeline_.count() - 1) || losses_.size() == 1) return;
-  comparison_ = LossComparison::begin(pipeline_.compared_losses(), function_, options_.count(), targets_.parcels());
+  comparison_ = LossComparison::begin(function_, options_.count(), targets_.parcels());
 }
 
 at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outputs) {
@@ -202,7 +202,7 @@ at::Tensor StepLoss::gradient(int micro_batch) const {
 
 at::Tensor StepLoss::join() {
   targets_.await_copies();
-  if (comparison_) std::move(*comparison_).note(pipeline_.compared_losses());
+  if (comparison_) comparison_->note();
   comparison_.reset();
   auto losses = std::exchange(losses_, {});
   for (const auto* list : {&losses, &shares_}) {

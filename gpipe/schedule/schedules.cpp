@@ -174,7 +174,8 @@ bool fills_and_drains(std::string_view name) {
 std::string too_few_stages(std::string_view name, int workers, int stages) {
   if (!name.starts_with("interleaved_") || stages > workers) return "";
   return absl::StrFormat(
-      "schedule '%s' needs several stages per worker, but there are %d for %d; set stages_per_worker, or use '%s'",
+      "schedule '%s' needs several stages per worker, but there are %d for %d; set placement, such as 0, 1, 0, 1, or "
+      "use '%s'",
       std::string(name), stages, workers, name == "interleaved_zb" ? "zb_h1" : "1f1b");
 }
 

@@ -4,8 +4,6 @@ pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8, schedule="1f1b")
 loss = pipe.step(input, target, criterion)
 """
 
-import sys as _sys
-import typing as _typing
 from importlib.metadata import version as _version
 from pathlib import Path as _Path
 
@@ -30,46 +28,29 @@ try:
 except ImportError as error:
     raise ImportError(f"gpipe cannot be loaded with torch {_torch.__version__}: {error}; {_INSTALL}") from error
 
-from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
+from gpipe import balance, checkpoint, data, skip, snapshot
 from gpipe._C import Timeline, is_checkpointing, is_recomputing
-from gpipe.checks import BalanceError
 from gpipe.exported.conversion import to_sequential
 from gpipe.exported.model_file import export_model
-from gpipe.losses import check_loss
-from gpipe.pipeline import SCHEDULES, GPipe, reuse_cpu_memory
-from gpipe.plan import Plan
-from gpipe.randomness import RandomScope, run_unpartitioned
+from gpipe.losses import Loss
+from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.ranks import Ranks
-from gpipe.renamed import renamed as _renamed
-from gpipe.team import PipelineGradScaler
 
 __all__ = [
     "SCHEDULES",
-    "BalanceError",
     "GPipe",
-    "PipelineGradScaler",
-    "Plan",
-    "RandomScope",
+    "Loss",
     "Ranks",
     "Timeline",
     "__version__",
     "balance",
-    "batchnorm",
-    "check_loss",
     "data",
     "export_model",
     "is_checkpointing",
     "is_recomputing",
-    "models",
-    "run_unpartitioned",
     "skip",
     "snapshot",
     "to_sequential",
 ]
 
 __version__: str = _version("gpipe")
-
-if not _typing.TYPE_CHECKING:  # a type checker would take any name for one of the module
-
-    def __getattr__(name: str) -> _typing.Any:
-        return _renamed(f"gpipe.{name}", _sys.modules["gpipe"])

@@ -1,5 +1,4 @@
-# PYTHON_ARGCOMPLETE_OK
-"""``python -m gpipe``: schedules as text, pictures and simulations; profiles, cuts and suggestions for a model."""
+"""``python -m gpipe``: suggestions and profiles for a model, and pictures and simulations of schedules."""
 
 import argparse
 import contextlib
@@ -8,199 +7,243 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-import gpipe
-from gpipe import _C, balance, commands as run
-from gpipe.plan import show
+import torch
+from torch import nn
 
+import gpipe
+from gpipe import _C, balance
+from gpipe.exported.conversion import as_sequential, converted
+from gpipe.structure import first_micro_batch
+
+Options = argparse.Namespace
+Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
+_FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing".split()
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_EXCLUDED = {
-    "cluster": "chunks memory_limit bandwidth stages_per_worker rows layers refine save_schedule",
-    "profile": "factory input micro_batch seconds param_scale",
-}
+
+
+def draw(options: Options) -> Output:
+    made = _schedule(options)
+    return str(made) if options.text else _simulate(made, options).timeline.to_svg(), None, 0
+
+
+def check(options: Options) -> Output:
+    made = _schedule(options)
+    ran = _simulate(made, options)
+    lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
+    lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells"]
+    lines += [f"{worker:6}  {count:10}" for worker, count in enumerate(ran.peak_cells)]
+    fields = {"placement": made.placement, "makespan": ran.makespan, "bubble": ran.bubble, "peak_cells": ran.peak_cells}
+    return "\n".join(lines) + "\n", fields, 0
+
+
+def _schedule(options: Options) -> _C.Schedule:
+    name, place = options.schedule, options.placement
+    if name.startswith("@"):
+        for flag in ("workers", "placement", "chunks", "checkpoint"):
+            if getattr(options, flag) is not None:
+                raise ValueError(f"--{flag} does not apply to a schedule from a file")
+        return _C.Schedule.read(name[1:])
+    workers, stages = options.workers or 2, options.stages or 0
+    place = [*map(int, place.split(","))] if place not in (None, "looped", "v") else place
+    if place == "v" or (place is None and any(is_v for rule, _, is_v in _C.schedule_rules() if rule == name)):
+        place = _C.v_placement(stages or 2 * workers)
+    elif place in (None, "looped"):
+        place = [stage % workers for stage in range(stages or workers)]
+    if stages not in (0, len(place)) or options.workers not in (None, len(set(place))):
+        raise ValueError(f"the placement {place} is not of {stages} stages on {workers} workers; leave one of them out")
+    return _C.Schedule(name, place, options.chunks or 4, options.checkpoint or "never")
+
+
+def _simulate(made: _C.Schedule, options: Options) -> _C.Simulation:
+    halves = [options.backward / 2 if each is None else each for each in (options.input_gradient, options.weight_gradient)]
+    seconds = [options.forward, options.forward, options.backward, *halves]  # of F, R, B, I and W
+    return made.simulate(seconds)
+
+
+def profile(options: Options) -> Output:
+    with _file(options.output) as path:
+        model, batch, _ = _loaded(options)
+        (first, *_), cpus = _devices(options), _devices(options).count("cpu")
+        limits = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _show}
+        sample = first_micro_batch(batch, options.chunks)[0]
+        measured = balance.profile(model, sample, device=first, workers=cpus if first == "cpu" else 1, **limits)
+        if path:
+            path.write_text(measured.to_json())
+    return str(measured), json.loads(measured.to_json()), 0
+
+
+def suggest(options: Options) -> Output:
+    model, batch, code = _loaded(options)
+    layers, devices = as_sequential(model, batch), _devices(options)
+    if layers is not model:
+        stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
+        code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
+    limits = {name: getattr(options, name) for name in ("chunks", "memory_limit", "seconds", "param_scale")}
+    limits |= {"bandwidth": options.bandwidth * 1e9, "progress": _show}
+    schedule = None if options.schedule == "forward" else options.schedule
+    found = balance.suggest(layers, batch, devices, schedule=schedule, **limits)
+    best = found.candidates[0]
+    pipe = f"gpipe.GPipe(model, {best.balance}, devices={devices}, chunks={best.chunks}, checkpoint={best.checkpoint!r}"
+    pipe += f", schedule={best.schedule!r}" if best.schedule else ""
+    pipe += "" if best.placement == list(range(len(best.placement))) else f", placement={best.placement}"
+    code += f"pipe = {pipe})\n# per mini-batch: "
+    code += "loss = pipe.step(batch, targets, loss_function)" if best.schedule else "output = pipe(batch)"
+    text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
+    text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
+    fields: dict[str, object] = {"reason": found.reason, "code": code if found.fits else None}
+    fields["candidates"] = [{name: getattr(each, name) for name in _FIELDS} for each in found.candidates]
+    return text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), fields, int(not found.fits)
+
+
+def export(options: Options) -> Output:
+    with _file(options.output) as path:
+        model, batch, _ = _loaded(options)
+        sequence = converted(model, batch, native=True)
+        gpipe.export_model(sequence, path)
+    return f"{options.output} has {len(sequence)} layers\n", None, 0
+
+
+@contextlib.contextmanager
+def _file(name: str | None) -> Iterator[Any]:
+    """Gives a block the path of a new file, which gets its name after the block. Leaves no file if the block fails."""
+    path = Path(name or "")
+    if name is None or (path.exists() and not path.is_file()):  # a device, or a folder, which cannot be written
+        yield name and path
+        return
+    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        new.touch()  # refuses a folder that cannot be written before the block measures
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _loaded(options: Options) -> tuple[nn.Module, Any, str]:
+    """Makes the model and the mini-batch of MODULE:FUNCTION. Returns code that does so."""
+    module, _, call = options.factory.partition(":")
+    if not (module and call):
+        raise ValueError(f"'{options.factory}' is not of the form MODULE:FUNCTION")
+    try:
+        made = eval(call, vars(importlib.import_module(module)))
+        if not isinstance(made, (nn.Module, tuple)):
+            made, call = made(), f"({call})()"
+    except Exception as error:
+        raise ValueError(f"cannot load '{options.factory}': {type(error).__name__}: {error}") from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{options.factory} must be a function that returns a module, or a tuple (module, mini-batch)")
+    code = f"import gpipe\nimport torch\nfrom {module} import *\n\n"
+    code += f"{'model, batch' if isinstance(made, tuple) else 'model'} = {call}\n"
+    if options.input is not None:
+        batch = torch.randn(options.input)
+        code += f"batch = torch.randn{tuple(options.input)}\n"
+    if batch is None:
+        raise ValueError(f"{options.factory} returns no mini-batch; give its shape with --input")
+    return model, batch, code
+
+
+def _devices(options: Options) -> list[str]:
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return options.devices.split(",") if options.devices else gpus or ["cpu", "cpu"]
+
+
+def _show(part: float) -> None:
+    """Shows the completed share of a measurement on a terminal."""
+    if sys.stderr.isatty():
+        print("\r\033[K" + f"measuring {part:4.0%}" * (part < 1), end="", file=sys.stderr, flush=True)
 
 
 class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)  # --chunk is a mistake, not --chunks
-
     def error(self, message: str) -> NoReturn:
-        self.fail(2, f"error: {message}")
-
-    def fail(self, code: int, message: str) -> NoReturn:
-        show("")
-        self.exit(code, f"{message}\n")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        _write(message, file or sys.stderr)
-
-
-def _write(text: str, file: Any) -> None:
-    try:
-        print(text, end="", file=file, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # Python flushes again at exit
-        if not isinstance(error, BrokenPipeError):  # the reader has all that it wants, such as "| head"
-            raise OSError(f"cannot write the output: {error}") from None
+        self.exit(2, f"error: {message}\n")
 
 
 def _value(what: str, convert: Callable[[str], Any], fits: Callable[[Any], bool]) -> Callable[[str], Any]:
     """Returns a function that converts the text of a flag."""
 
-    def converted(text: str) -> Any:
-        try:
-            if fits(value := convert(text)):
-                return value
-        except (AttributeError, KeyError, OverflowError, ValueError):
-            pass
+    def value(text: str) -> Any:
+        with contextlib.suppress(AttributeError, KeyError, OverflowError, ValueError):
+            if fits(found := convert(text)):
+                return found
         raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
 
-    return converted
-
-
-def _whole(least: int, most: int = 2**16) -> Callable[[str], int]:
-    return _value(f"a whole number from {least} to {most}", int, lambda number: bool(least <= number <= most))
+    return value
 
 
 def _to_bytes(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?I?)B?", text.strip().upper()).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?I?)B?", text.upper()).groups()  # type: ignore[union-attr]
     return int(float(number) * _UNITS[unit])
 
 
-_numbers = _value("a list of numbers, such as 8,16", lambda text: list(map(int, text.split(","))), lambda all_: min(all_) > 0)
+_whole = _value("a whole number from 1 to 65536", int, lambda number: bool(1 <= number <= 2**16))
 _number = _value("a number from 0", float, lambda number: bool(0 <= number < 1e18))
 _bytes = _value("a size, such as 6GB or 6GiB", _to_bytes, lambda size: bool(size < 2**63))
-
-
-def _schedules(text: str) -> str:
-    for name in text.split(","):
-        if name not in (*gpipe.SCHEDULES, "forward", "auto") and not name.startswith("@"):
-            raise argparse.ArgumentTypeError(f"unknown schedule '{name}'; known: {', '.join(gpipe.SCHEDULES)}")
-    return ",".join("" if name == "forward" else name for name in text.split(","))
-
-
-def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> None:
-    rules = "\n".join(f"  {rule:18} {summary}" for rule, summary, _ in _C.schedule_rules())
-    shown_as_it_is = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(name, help=help_, epilog=f"schedules:\n{rules}", formatter_class=shown_as_it_is)
-    command.set_defaults(run=run)
-    add = command.add_argument
-    add("schedule", help="a name, or @FILE with one line of actions per worker")
-    add("--workers", type=_whole(1), metavar="N", help="default: 2")
-    add("--stages", type=_whole(1), metavar="N", help="default: one per worker, two in a V")
-    add("--placement", metavar="WORKERS", help="looped, v, or the worker of each stage, such as 0,1,1,0")
-    add("--chunks", type=_whole(1), metavar="N", help="micro-batches; default: 4")
-    add("--checkpoint", choices=balance.MODES, help="micro-batches to recompute; default: never")
-    if name != "draw":
-        add("--json", action="store_true", help="print JSON")
-    if name == "print":
-        return
-    add("--forward", type=_number, default=1.0, metavar="S", help="seconds of a stage's forward; default: 1")
-    add("--backward", type=_number, default=2.0, metavar="S", help="default: 2")
-    add("--input-gradient", type=_number, metavar="S", help="seconds of an I; default: half of --backward")
-    add("--weight-gradient", type=_number, metavar="S", help="seconds of a W; default: half of --backward")
-    add("--graph-bytes", type=_bytes, default=0, metavar="SIZE", help="of a cell's graph, held until B or W")
-    add("--input-bytes", type=_bytes, default=0, metavar="SIZE", help="that a recomputed cell stores")
-
-
-def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule: str = "forward", seconds: int = 10) -> Any:
-    command = commands.add_parser(name, help=help_)
-    command.set_defaults(run=run, parser=command, cluster=None)
-    add = command.add_argument
-    add("factory", nargs="?", metavar="MODULE:FUNCTION", help="or a call; returns a module, or a tuple of it and a mini-batch")
-    add("--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224")
-    add("--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers")
-    add("--seconds", type=_number, default=seconds, help=f"approximate time for measuring; default: {seconds}")
-    add("--param-scale", type=_number, default=4.0, help="bytes for training per byte of a parameter; default: 4, as for Adam")
-    add("--json", action="store_true", help="print JSON")
-    if name in ("profile", "cut"):
-        add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")
-    else:
-        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: up to 32; sweep: 2, 4, 8")
-        add("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
-    if name != "profile":
-        help_ = "of step(): a name or @FILE; forward: a forward, then its backward; auto: all that fit; default: " + schedule
-        add("--schedule", type=_schedules, default=schedule, help=help_)
-        add("--stages-per-worker", type=_whole(1), default=1, metavar="N", help="default: 1")
-        add("--bandwidth", type=_number, default=0.0, metavar="GB/S", help="between devices; default: no delay")
-    return command.add_argument
-
-
-def _add_commands(commands: Any) -> None:
-    _add_schedule_command(commands, "print", run.print_, "print a schedule's actions, a line per worker")
-    _add_schedule_command(commands, "draw", run.draw, "print a drawing of a schedule, as SVG")
-    _add_schedule_command(commands, "check", run.check, "check that a schedule runs; print time, bubble, memory")
-    add = _add_model_command(commands, "profile", run.profile, "measure each layer")
-    add("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
-    add = _add_model_command(commands, "cut", run.cut, "find the best balance for a number of chunks")
-    add("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
-    add("--checkpoint", choices=balance.MODES, default="except_last", help="default: except_last")
-    add("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
-    add("--layers", action="store_true", help="also print the profile of each layer")
-    add = _add_model_command(commands, "sweep", run.sweep, "predict all balances near the best")
-    add("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
-    add = _add_model_command(commands, "suggest", run.suggest, "find the fastest way to run a model", "auto", 60)
-    add("--rows", type=_whole(1), default=5, metavar="N", help="candidates to print; default: 5")
-    add("--layers", action="store_true", help="also print the profile of each layer")
-    add("--refine", type=_whole(0, 100), default=0, metavar="N", help="candidates to run and time; default: 0")
-    add("--save-schedule", metavar="FILE", help="for a schedule made for the measured times, if it is faster")
-    add("--cluster", metavar="FILE", help="JSON file of a cluster: also choose the number of replicas, for all its devices")
-    add("--batch-size", type=_whole(1, 2**31), metavar="N", help="with --cluster: samples per mini-batch")
-    add("--micro-batch", type=_numbers, metavar="N,..", help="with --cluster: sizes to try; default: 1, 2, 4, .. 32")
-    add("--profile", metavar="FILE,..", help="with --cluster: of profile --output, one per size; used instead of measuring")
-    command = commands.add_parser("export", help="write a model as a file that C++ trains")
-    command.add_argument("factory", metavar="MODULE:FUNCTION", help="returns a module, or a tuple of it and a mini-batch")
-    command.add_argument("--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 4,3,224,224")
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="such as model.gpipe")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run.export)
-    command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
-    command.add_argument("source", help="the file to read")
-    command.add_argument("target", help="the safetensors file to write")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run.convert)
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuses flags of the commands for models that do not go together."""
-    error = options.parser.error
-    given = {name: value for name, value in vars(options).items() if value != options.parser.get_default(name)}
-    flags = {name: f"--{name.replace('_', '-')}" for name in given} | {"factory": options.factory}
-    for flag in given.keys() & _EXCLUDED.keys():
-        for other in _EXCLUDED[flag].split():
-            if other in given:
-                error(f"--{flag} excludes {flags[other]}")
-    for flag in ("batch_size", "micro_batch", *(["profile"] if options.command == "suggest" else [])):
-        if flag in given and "cluster" not in given:
-            error(f"{flags[flag]} requires --cluster")
-    if "cluster" in given and "devices" in given and ("profile" in given or "," in options.devices):
-        error(f"--cluster needs one device to measure on, or --profile, but --devices is {options.devices}")
-    if "cluster" in given and "profile" in given and "batch_size" not in given:
-        error("--profile requires --batch-size")
-    if not given.keys() & {"factory", "profile"}:
-        error("the following arguments are required: MODULE:FUNCTION")
+_numbers = _value("a list of numbers, such as 8,16", lambda text: [*map(int, text.split(","))], lambda all_: min(all_) > 0)
+# Flags by the first letters of the commands that have them.
+_FLAGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("psE", "factory", {"metavar": "MODULE:FUNCTION", "help": "or a call; returns a module, or it and a mini-batch"}),
+    ("psE", "--input", {"type": _numbers, "metavar": "N,..", "help": "shape of a random mini-batch, e.g. 64,3,224,224"}),
+    ("p", "--output", {"metavar": "FILE", "help": "for the profile, as JSON"}),
+    ("E", "--output", {"metavar": "FILE", "required": True, "help": "such as model.gpipe"}),
+    ("ps", "--devices", {"metavar": "LIST", "help": "one per worker, such as cuda:0,cuda:1"}),
+    ("ps", "--seconds", {"type": _number, "default": 10.0, "help": "to measure; default: 10"}),
+    ("ps", "--param-scale", {"type": _number, "default": 4.0, "help": "bytes per byte of a parameter; default: 4"}),
+    ("p", "--chunks", {"type": _whole, "default": 4, "help": "micro-batches per mini-batch; default: 4"}),
+    ("s", "--chunks", {"type": _numbers, "default": [], "help": "numbers to try, e.g. 4,8"}),
+    ("s", "--memory-limit", {"type": _bytes, "default": 0, "help": "per device, e.g. 6GB"}),
+    ("s", "--schedule", {"default": "auto", "help": "or @FILE; forward: without step()"}),
+    ("s", "--bandwidth", {"type": _number, "default": 0.0, "help": "GB/s between devices; default: no delay"}),
+    ("s", "--rows", {"type": _whole, "default": 5, "help": "candidates to print; default: 5"}),
+    ("s", "--layers", {"action": "store_true", "help": "also print the profile of each layer"}),
+    ("dc", "schedule", {"help": f"@FILE, or {', '.join(gpipe.SCHEDULES)}"}),
+    ("dc", "--workers", {"type": _whole, "help": "default: 2"}),
+    ("dc", "--stages", {"type": _whole, "help": "default: one per worker, two in a V"}),
+    ("dc", "--placement", {"help": "looped, v, or the worker of each stage, such as 0,1,1,0"}),
+    ("dc", "--chunks", {"type": _whole, "help": "micro-batches; default: 4"}),
+    ("dc", "--checkpoint", {"choices": balance.MODES, "help": "micro-batches to recompute; default: never"}),
+    ("dc", "--forward", {"type": _number, "default": 1.0, "help": "seconds of a stage's forward; default: 1"}),
+    ("dc", "--backward", {"type": _number, "default": 2.0, "help": "default: 2"}),
+    ("dc", "--input-gradient", {"type": _number, "help": "seconds of an I; default: half of --backward"}),
+    ("dc", "--weight-gradient", {"type": _number, "help": "seconds of a W; default: half of --backward"}),
+    ("d", "--text", {"action": "store_true", "help": "print a line of actions per worker instead"}),
+    ("psc", "--json", {"action": "store_true", "help": "print JSON"}),
+]
+_COMMANDS = {
+    "s": (suggest, "find the fastest way to run a model"),
+    "p": (profile, "measure each layer of a model"),
+    "d": (draw, "print a drawing of a schedule, as SVG"),
+    "c": (check, "check that a schedule runs; print time, bubble and memory"),
+    "E": (export, "write a model as a file that C++ trains"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    completion = "Tab completes after: pip install argcomplete; activate-global-python-argcomplete"
-    parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2], epilog=completion)
+    parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=gpipe.__version__)
-    _add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
-    with contextlib.suppress(ImportError):
-        importlib.import_module("argcomplete").autocomplete(parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for letter, (run, help_) in _COMMANDS.items():
+        command = commands.add_parser(run.__name__, help=help_, description=help_, allow_abbrev=False)
+        command.set_defaults(run=run)
+        for letters, flag, settings in _FLAGS:
+            if letter in letters:
+                command.add_argument(*(("-o",) if flag == "--output" else ()), flag, **settings)
     try:
         options = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["--help"])
-        if "parser" in options:
-            _check(options)
-        output = options.run(options)
-        _write(json.dumps(output.fields()) + "\n" if getattr(options, "json", False) else output.text, sys.stdout)
+        text, fields, status = options.run(options)
+        print(json.dumps(fields) + "\n" if getattr(options, "json", False) else text, end="", flush=True)
+    except BrokenPipeError:  # the reader has all that it wants, such as "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+        return 0
     except (AssertionError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error).partition("\n")[0])
     except KeyboardInterrupt:
-        parser.fail(130, "interrupted")
-    return int(output.status)
+        parser.exit(130, "interrupted\n")
+    return int(status)
 
 
 if __name__ == "__main__":

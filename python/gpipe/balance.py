@@ -133,7 +133,6 @@ def predict(
     bandwidth: float = 0.0,
     copies: bool = False,
     schedule: str | None = None,
-    stages_per_worker: int = 1,
     placement: Iterable[int] | str = "looped",
 ) -> Prediction:
     """Predicts the cost of a training step by simulation. Other arguments are those of :class:`gpipe.GPipe`.
@@ -146,7 +145,7 @@ def predict(
     """
     checks.check_is(profile, "profile", Profile, "a Profile, as gpipe.balance.profile() returns")
     cut = checks.check_balance(balance, len(profile.layers))
-    scheduling = _scheduling(schedule, stages_per_worker, placement, len(cut))
+    scheduling = _scheduling(schedule, placement, len(cut))
     return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
 
@@ -161,7 +160,7 @@ def suggest(
     memory_limit: int = 0,
     bandwidth: float = 0.0,
     schedule: str | None = "auto",
-    stages_per_worker: int = 1,
+    placement: Iterable[int] | str = "looped",
     seconds: float = 60.0,
     intraop_threads: int = 0,
     param_scale: float = 2.0,
@@ -179,14 +178,14 @@ def suggest(
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
-        stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two per worker.
+        placement: as for :class:`gpipe.GPipe`; ``'looped'`` to try all placements that a schedule takes.
         seconds: approximate time limit for all measurements.
     """
     placed = _check_devices(devices)
     counts = [checks.check_chunks(number) for number in checks.check_list(chunks, "chunks")]
     modes = _check_modes(checkpoints)
     options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
-    scheduling = _scheduling(schedule, stages_per_worker)
+    scheduling = _scheduling(schedule, placement, 2 * len(placed))
     with _measured(module, sample, placed[0]) as (layers, batch):
         return _C.suggest(layers, batch, placed, counts, modes, memory_limit, bandwidth, scheduling, options)
 
@@ -234,9 +233,8 @@ def plan_cluster(
     return _C.plan_cluster(cluster, listed, samples, _check_modes(checkpoints), _scheduling(schedule).schedule)
 
 
-def _scheduling(schedule: str | None, per_worker: int = 1, placement: Any = "looped", stages: int = 0) -> _C.Scheduling:
-    name = "" if schedule is None else schedule
-    return _C.Scheduling(*checks.check_scheduling(name, per_worker, placement, stages))
+def _scheduling(schedule: str | None, placement: Any = "looped", stages: int = 0) -> _C.Scheduling:
+    return _C.Scheduling(*checks.check_scheduling("" if schedule is None else schedule, placement, stages))
 
 
 def _check_modes(checkpoints: object) -> list[str]:

@@ -1,11 +1,5 @@
-"""Old place of :func:`gpipe.is_checkpointing` and :func:`gpipe.is_recomputing`."""
+"""torchgpipe's place of :func:`gpipe.is_checkpointing` and :func:`gpipe.is_recomputing`."""
 
-import sys
-from typing import TYPE_CHECKING, Any
+from gpipe._C import is_checkpointing, is_recomputing
 
-from gpipe.renamed import renamed
-
-if not TYPE_CHECKING:  # a type checker would take any name for one of the module
-
-    def __getattr__(name: str) -> Any:
-        return renamed(f"{__name__}.{name}", sys.modules["gpipe"])
+__all__ = ["is_checkpointing", "is_recomputing"]

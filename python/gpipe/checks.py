@@ -165,21 +165,18 @@ def check_devices(devices: object) -> list[torch.device]:
     return [torch.device(device) for device in listed]
 
 
-def check_scheduling(
-    schedule: object, stages_per_worker: object, placement: object, stages: int
-) -> tuple[str, int, list[int]]:
-    """Returns the name or file of a schedule, the stages per worker, and the worker of each stage (``[]`` for
-    ``'looped'``). Raises ValueError for a placement that does not exist."""
+def check_scheduling(schedule: object, placement: object, stages: int) -> tuple[str, list[int]]:
+    """Returns the name or file of a schedule, and the worker of each stage (``[]`` for ``'looped'``). Raises ValueError for a
+    placement that does not exist."""
     name = check_is(schedule, "schedule", str, "a name or '@' and the path of a file")
-    per_worker = check_whole(stages_per_worker, "stages_per_worker")
     if isinstance(placement, str) and placement in ("looped", "v"):
-        return name, per_worker, _C.v_placement(stages) if placement == "v" else []
+        return name, _C.v_placement(stages) if placement == "v" else []
     message = f"placement must be 'looped', 'v' or a list of workers, but is {shown(placement)}"
     if not isinstance(placement, Iterable) or isinstance(placement, (bytes, Set, Mapping)):
         raise TypeError(message)
     if isinstance(placement, str) or (stages > 0 and not (placement := list(placement))):
         raise ValueError(message)
-    return name, per_worker, [check_whole(worker, "each worker of a placement") for worker in placement]
+    return name, [check_whole(worker, "each worker of a placement") for worker in placement]
 
 
 class Workers(NamedTuple):
@@ -194,19 +191,18 @@ def arrange_workers(
     devices: object | None,
     stages: int,
     schedule: object = "gpipe",
-    stages_per_worker: object = 1,
     placement: object = "looped",
     ranks: _C.Ranks | None = None,
 ) -> Workers:
     """Arranges the workers of a pipeline. Arguments and errors as for :class:`gpipe.GPipe`."""
     given = [] if devices is None else check_devices(devices)
-    name, per_worker, workers = check_scheduling(schedule, stages_per_worker, placement, stages)
+    name, workers = check_scheduling(schedule, placement, stages)
     if devices is not None and not given and stages > 0:
         raise IndexError("devices is empty; give one device per worker, or None for the default")
     if stages == 0:
         if not name.startswith("@") and name != "auto":
-            _C.place_stages(name, 2, 1, [])  # refuses an unknown name
+            _C.place_stages(name, 2, 1)  # refuses an unknown name
         if ranks is not None:
             raise ValueError("the model has no layers, so it cannot run over ranks")
         return Workers([], [], [])
-    return Workers(*_C.arrange_workers(given, stages, name, per_worker, workers, ranks))
+    return Workers(*_C.arrange_workers(given, stages, name, workers, ranks))

@@ -18,17 +18,16 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers, check_checkpoint, check_chunks
-from gpipe.known_losses import Known
+from gpipe.losses import Losses
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_others, layers_of, split
 from gpipe.ranks import Ranks
-from gpipe.renamed import NEW_NAMES, renamed
 from gpipe.skip import Skippable
 from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
 # The settings whose assignment is refused, because it would have no effect.
-_FIXED = "balance", "deferred_batch_norm", "devices", "module", "partitions", "placement", "schedule"
+_FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "module", "partitions", "placement", "schedule"
 
 
 class StagedModel(Wrapper):
@@ -36,7 +35,13 @@ class StagedModel(Wrapper):
     of layers. The C++ pipeline is made when it is first needed; a copy makes its own. Then stages of other ranks lose their
     layers, and the tensors of these are on the ``meta`` device."""
 
+    balance: list[int]
+    ranks: Ranks | None
+    devices: list[torch.device]
+    placement: list[int]
+    whole_state: dict[str, str]
     partitions: Stages
+    _sequence: nn.Sequential
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class StagedModel(Wrapper):
         self._made: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the C++ pipeline
         self._norms: list[DeferredBatchNorm] = []  # of these layers
-        self._losses: Known = []
+        self._losses = Losses()
 
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
@@ -114,7 +119,7 @@ class StagedModel(Wrapper):
         for stage in self.partitions:
             for name, layer in stage._modules.items():
                 if layer is not present[name] and layer not in known and known:
-                    present[name] = layer  # type: ignore[assignment]
+                    present[name] = layer
                 stage._modules[name] = present[name]
                 if isinstance(layer, ConvertedLayer):
                     layer.follow_model()
@@ -157,11 +162,6 @@ class StagedModel(Wrapper):
         if isinstance(index, slice):
             raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
         return list(self)[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if f"gpipe.GPipe.{name}" in NEW_NAMES:
-            return renamed(f"gpipe.GPipe.{name}", self)
-        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and (name in self.__dict__ or isinstance(getattr(type(self), name, None), property)):

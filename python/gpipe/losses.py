@@ -1,13 +1,16 @@
-"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and whether a loss has parts."""
+"""Losses of :meth:`gpipe.GPipe.step`: their options, and how losses of torch reduce."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import cache, lru_cache, partial
 from inspect import signature
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,35 +20,118 @@ from torch.nn._reduction import get_enum
 from torch.nn.modules.module import _has_any_global_hook
 
 from gpipe import _C
-from gpipe.checks import check_function, check_number, checks_arguments, shown
+from gpipe.checks import Reduction, check_flag, check_function, check_number, checks_arguments, shown
 
 _Result = TypeVar("_Result")
 
 
+class Loss:
+    """A loss function with options, for :meth:`gpipe.GPipe.step`. Make it once, before the loop.
+
+        loss = gpipe.Loss(criterion, count=lambda target: (target != -100).sum())
+        pipe.step(x, y, loss)
+
+    Args:
+        function: ``function(output, target)`` returns the loss of one micro-batch, a floating-point scalar that decomposes
+            over samples.
+        count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such as
+            the targets that are not ignored. A tensor on a device is not waited for, except with replicas. Default: that of
+            torch's cross entropy and NLL losses, else the number of samples.
+        reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'`` adds
+            them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
+        check: whether the first step compares the loss and its gradients with those of the whole mini-batch, for which it
+            calls ``function`` again. Variables, attributes, containers and buffers that the loss changes stay as they are.
+            Compares again at the first target, of a sample of those on the CPU, that may weight or ignore samples in a new
+            way: unequal shares of zeros, of negative numbers or of NaN in the micro-batches, unequal means, numbers out of
+            the range so far, another most frequent integer. Does nothing if the reduction is known or given as ``'sum'``,
+            or if the loss draws random numbers or takes no whole mini-batch. A loss of torch with hooks or replaced code is
+            compared as others.
+
+    Raises TypeError and ValueError for wrong options.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Tensor],
+        *,
+        count: Callable[[Any], float | Tensor] | None = None,
+        reduction: Reduction | None = None,
+        check: bool = True,
+    ) -> None:
+        if isinstance(function, Loss):
+            raise TypeError("function is a gpipe.Loss already; pass the function that it has, or use it as it is")
+        self.function = check_function(function, "loss", "output and target")
+        self.count = None if count is None else check_function(count, "count", "a target")
+        self.reduction = reduction
+        self.check: bool = check_flag(check, "check")
+        self._record = _C.LossRecord()
+        _C.StepOptions(None, reduction, 1.0, False, 1, "never", check)  # refuses another reduction
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        result: Tensor = self.function(output, target)
+        return result
+
+    def __reduce__(self) -> Any:  # a copy has compared nothing
+        return partial(Loss, count=self.count, reduction=self.reduction, check=self.check), (self.function,)
+
+    def options(self, scale: float, chunks: int, checkpoint: str, return_output: bool) -> _C.StepOptions:
+        """Returns the options of a step, with what a loss of torch tells."""
+        known = None if self.count is not None else _reduction_of(self.function)
+        reduction: object = self.reduction
+        counted: Any = None if self.count is None else partial(_counted, self.count)
+        check = self.check
+        if known is not None and reduction in (None, known[0]):
+            is_plain = _is_plain(self.function)
+            if is_plain or known[0] == "mean":
+                (reduction, counted), check = known, check and not is_plain
+        return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
+
+
+class Losses:
+    """What the comparisons of a pipeline know about functions that it was given without options, while these live."""
+
+    def __init__(self) -> None:
+        self._records: MutableMapping[object, dict[object, _C.LossRecord]] = WeakKeyDictionary()
+        self._made: Counter[object] = Counter()  # functions by their code
+
+    def loss_of(self, loss: Any, chunks: int) -> Loss:
+        """Returns the Loss of a function. Warns once of functions that seem to be made anew in each step."""
+        if isinstance(loss, Loss):
+            return loss
+        made = Loss(loss)
+        owner, method = (loss.__self__, loss.__func__) if isinstance(loss, MethodType) else (loss, None)
+        try:
+            record = self._records.setdefault(owner, {}).setdefault(method, made._record)
+        except TypeError:  # it has no hash, or no weak references
+            record = made._record
+        if record is made._record and chunks > 1 and isinstance(loss, FunctionType):
+            self._made[loss.__code__] += 1
+            if self._made[loss.__code__] == 4:
+                warnings.warn(
+                    "step() compares each loss function once with the whole mini-batch, but this one is made anew in each "
+                    "step; make it once, before the loop, or give gpipe.Loss(function, check=False)",
+                    stacklevel=4,
+                )
+        made._record = record
+        return made
+
+
 @checks_arguments
-def check_loss(
-    loss: Callable[[Any, Any], Tensor],
-    output: Any,
-    target: Any,
-    chunks: int,
-    *,
-    count: Callable[[Any], float | Tensor] | None = None,
-    reduction: str | None = None,
-) -> tuple[float, float]:
+def check_loss(loss: Callable[[Any, Any], Tensor], output: Any, target: Any, chunks: int) -> tuple[float, float]:
     """Computes the loss of a whole mini-batch, and the loss that :meth:`gpipe.GPipe.step` would join from its
     micro-batches. They differ for a loss that does not decompose over samples, such as a contrastive loss: do not use
     ``step`` with it.
 
-        whole, joined = gpipe.check_loss(criterion, pipe(input), target, chunks=3)
+        whole, joined = gpipe.losses.check_loss(criterion, pipe(input), target, chunks=3)
 
     Args:
-        loss: called without grad mode, on copies of the output.
+        loss: a function or a :class:`gpipe.Loss`; called without grad mode, on copies of the output.
         output: the model's output for the mini-batch, or any tensors like it.
+        target: as for :meth:`gpipe.GPipe.step`, with its errors.
         chunks: the most micro-batches. Choose one that makes the last smaller: an even cut can hide a wrong weight.
-        target, count, reduction: as for :meth:`gpipe.GPipe.step`, with its errors.
     """
-    options = step_options(loss, 1.0, chunks, "never", count, reduction, False, False)
-    return _C.check_loss(checked(loss), output, target, options)
+    whole = loss if isinstance(loss, Loss) else Loss(loss)
+    return _C.check_loss(checked(whole.function), output, target, whole.options(1.0, chunks, "never", False))
 
 
 def check_scale(scale: object, device: torch.device) -> float:
@@ -134,28 +220,6 @@ def checked(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Tensor]:
         return value
 
     return call
-
-
-@checks_arguments
-def step_options(
-    loss: object,
-    scale: float,
-    chunks: int,
-    checkpoint: str,
-    count: object,
-    reduction: object,
-    return_output: bool,
-    check: bool,
-) -> _C.StepOptions:
-    """Checks a loss function and its options, and fills in what the loss tells."""
-    check_function(loss, "loss", "output and target")
-    known = _reduction_of(loss)
-    counted: Any = None
-    if count is not None:
-        counted = partial(_counted, check_function(count, "count", "a target"))
-    elif known is not None and reduction in (None, known[0]) and (_is_plain(loss) or known[0] == "mean"):
-        (reduction, counted), check = known, check and not _is_plain(loss)
-    return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
 def _counted(count: Callable[[Any], object], target: Any) -> float | Tensor:

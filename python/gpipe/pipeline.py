@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar, overload
@@ -18,32 +19,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
-from gpipe.checks import BalanceError, Checkpoint, Reduction
+from gpipe.checks import BalanceError, Checkpoint
+from gpipe.core import StagedModel
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
-from gpipe.known_losses import hold_state, identity_of
-from gpipe.losses import check_scale, checked, explained, native_loss, step_options, trains
+from gpipe.loss_state import hold_state
+from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.plan import Plan, choose_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
+from gpipe.skip import Skippable
 from gpipe.structure import take_apart
-from gpipe.team import TeamCalls
+from gpipe.team import Team
+from gpipe.wrapper import WrappingSequence
 
 _Result = TypeVar("_Result")
 
-__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition", "reuse_cpu_memory"]
+__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
 SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
-def reuse_cpu_memory(on: bool = True) -> None:
-    """Deprecated. Does nothing: pipelines keep freed memory; see ``keep_memory`` of :class:`GPipe`."""
-    warnings.warn("pipelines keep freed memory; leave out reuse_cpu_memory()", FutureWarning, stacklevel=2)
-
-
-class GPipe(TeamCalls):
+class GPipe(StagedModel):
     """Trains a model over several devices.
 
         pipe = gpipe.GPipe.from_module(model, input)  # any module, cut where it is fastest
@@ -65,7 +64,7 @@ class GPipe(TeamCalls):
     Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
     returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
     :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
-    timeline. Ranks call ``gather``, ``gather_timeline``, ``largest`` and ``sum_over_replicas`` together.
+    timeline. :attr:`team` has the calls that ranks make together.
 
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
@@ -74,7 +73,8 @@ class GPipe(TeamCalls):
         devices: one per worker, which may repeat. Surplus devices are ignored if each worker has one stage. Default: the
             GPUs, or the CPU for each worker.
         chunks: the number of micro-batches that a mini-batch is cut into along dimension 0, as equal as can be
-            (``torch.tensor_split``). A model that trains a batch norm gets fewer where one would have a single sample.
+            (``torch.tensor_split``). Default: 1, with a warning. A model that trains a batch norm gets fewer where one would
+            have a single sample.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
@@ -85,10 +85,9 @@ class GPipe(TeamCalls):
             ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with
             the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
             ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
-        stages_per_worker: stage ``s`` of ``n`` is on worker ``s % (n / stages_per_worker)``. Default: 1; for interleaved
-            schedules and ``'auto'``, what makes a worker of each of ``devices``.
-        placement: the worker of each stage; ``'v'`` where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, as
-            ``stages_per_worker`` says. A schedule from a file has its own.
+        placement: the worker of each stage; or ``'v'``, where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, one
+            per stage, and for interleaved schedules and ``'auto'`` one per given device: stage ``s`` of ``p`` workers is on
+            worker ``s % p``. A schedule from a file, and one that needs a V, has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
             Each has an equal share of the workers, in order, with their ``devices``, and keeps only its layers. All make
             the same pipeline and calls. Default: this process has all workers.
@@ -112,6 +111,9 @@ class GPipe(TeamCalls):
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
+    deferred_batch_norm: bool
+    keep_memory: bool
+
     @checks.checks_arguments
     def __init__(
         self,
@@ -119,24 +121,29 @@ class GPipe(TeamCalls):
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[torch.device | int | str] | None = None,
-        chunks: int = 1,
+        chunks: int | None = None,
         checkpoint: Checkpoint = "except_last",
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         schedule: str = "gpipe",
-        stages_per_worker: int = 1,
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
         """Cuts a model into stages; see the class."""
         verify_module(module)
         cut = checks.check_balance(balance, len(module))
+        if chunks is None and len(cut) > 1:
+            warnings.warn(
+                "a pipeline with one micro-batch runs one stage at a time; give chunks, such as chunks=8, to run them "
+                "together, or chunks=1 if you want that",
+                stacklevel=3,
+            )
         ranks = ranks_of(group)
         native_ranks = None if ranks is None else ranks._core
-        workers = checks.arrange_workers(devices, len(cut), schedule, stages_per_worker, placement, native_ranks)
+        workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
-        self.chunks, self.checkpoint = chunks, checkpoint
-        self.__dict__["deferred_batch_norm"] = deferred_batch_norm
+        self.chunks, self.checkpoint = chunks or 1, checkpoint
+        self.__dict__ |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
         self._warned = False
 
     @classmethod
@@ -154,53 +161,51 @@ class GPipe(TeamCalls):
         chunks: int | None = None,
         checkpoint: Checkpoint | None = None,
         schedule: str | None = None,
-        placement: Iterable[int] | str = "looped",
+        placement: Iterable[int] | str | None = None,
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         group: ProcessGroup | Ranks | None = None,
         seconds: float = 5.0,
     ) -> GPipe:
-        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input. Unless
-        ``balance`` is given, measures the layers for about ``seconds`` and chooses the fastest cut, schedule, number of
-        micro-batches and checkpoint mode that fit the devices' memory, with what is given. Over ranks, rank 0 chooses.
+        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
+        the constructor takes, with enough layers. Measures the layers for about ``seconds``, and chooses the fastest cut,
+        schedule, placement, number of micro-batches and checkpoint mode that fit the devices' memory, except what is given.
+        Measures nothing if all but the placement is given. Over ranks, rank 0 chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
         The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
-        worker; with a ``balance``, for any model, two per stage.
+        worker.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
             opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
             stages: the number of stages. Default: one per worker, or two, whichever is faster; then a warning tells if plain
                 PyTorch is predicted to be faster.
-            devices: one per worker. Default: the GPUs, or two CPU workers; over ranks, one per rank.
-            placement: only with a ``balance``; see the constructor, also for the other arguments.
+            balance: the number of layers of each stage, instead of ``stages``.
+            devices: one per worker. Default: the GPUs, or two CPU workers; with ``stages`` or a ``balance``, one per stage;
+                over ranks, one per rank. See the constructor for the other arguments.
 
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
         """
         if kwargs is not None and not isinstance(kwargs, Mapping):
             what = f"kwargs must be a dict of the module's arguments, but is {checks.shown(kwargs)}"
             raise TypeError(f"{what}; give stages by name, stages=2")
-        if balance is None and placement != "looped":
-            raise ValueError(f"placement is {checks.shown(placement)}, but is chosen without a balance; give a balance too")
         if balance is not None and stages is not None:
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
-        model = to_sequential(module, *args, opaque=opaque, **(kwargs or {}))
+        balance = None if balance is None else checks.check_list(balance, "balance", "numbers of layers")
+        model = _as_layers(module, args, kwargs or {}, opaque, max(2, stages or len(balance or ())))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
-        batch = input_of(args, kwargs or {})
-        plan: dict[str, Any] = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
-        if balance is None:
-            options = {"devices": placed, "stages": stages, "ranks": ranks, "seconds": seconds, **plan}
+        cut = None if balance is None else checks.check_balance(balance, len(model))
+        plan: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        if None in plan.values():
+            options = {"devices": placed, "stages": stages, "placement": placement, "ranks": ranks, "seconds": seconds, **plan}
+            batch = args[0] if model is module else input_of(args, kwargs or {})
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
-            cut = checks.check_list(balance, "balance", "numbers of layers")
-            plan = {name: value for name, value in plan.items() if value is not None}
-            if chunks is None:
-                plan["chunks"] = min(2 * len(cut), len(take_apart(batch)[0][0]))
-            plan |= {"balance": cut, "placement": placement}
+            plan["placement"] = "looped" if placement is None else placement
         plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
         pipe = cls(model, devices=placed, group=ranks, **plan)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
@@ -217,7 +222,14 @@ class GPipe(TeamCalls):
             "checkpoint": self.checkpoint,
             "schedule": self.schedule,
             "placement": list(self.placement),
+            "deferred_batch_norm": self.deferred_batch_norm,
+            "keep_memory": self.keep_memory,
         }
+
+    @property
+    def team(self) -> Team:
+        """The calls that the ranks make together, such as ``pipe.team.largest(number)``."""
+        return Team(self)
 
     @property
     def schedule(self) -> str:
@@ -235,10 +247,11 @@ class GPipe(TeamCalls):
 
     # Training.
 
-    def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
-        all. Returns the output of the last layer for the whole mini-batch, on the last stage's device. Warns once if it
-        trains with a ``schedule`` that only :meth:`step` runs. An exception of a layer gets a note with its place.
+        all. A converted model takes its module's arguments, except those without tensors. Returns the output of the last
+        layer for the whole mini-batch, on the last stage's device. Warns once if it trains with a ``schedule`` that only
+        :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
@@ -246,11 +259,8 @@ class GPipe(TeamCalls):
             RuntimeError: if dimension 0 of an output is not the batch.
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
-        with self.refusing():
-            if others or named:
-                by_name = f"{{{', '.join(f'{name!r}: ...' for name in named)}}}"
-                one = "(a, b)" if not named else by_name if input is None else f"((...,), {by_name})"
-                raise TypeError(f"a pipeline takes one input, which its first layer gets; call pipe({one}) instead")
+        with self.team.refusing():
+            input = self._one_input(args, kwargs)
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
@@ -263,11 +273,23 @@ class GPipe(TeamCalls):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self.chunks, checkpoint, self.training)
 
+    def _one_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the input of the first layer. That of a converted model takes all arguments in one."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        if isinstance(self._sequence, WrappingSequence):
+            named = {name: each for name, each in kwargs.items() if each is not None}
+            return args if not named else (args, named) if args else named
+        if not args and kwargs.keys() == {"input"}:
+            return kwargs["input"]
+        given = f"{len(args) + len(kwargs)} arguments"
+        raise TypeError(f"the first layer takes one input, but got {given}; call pipe((a, b)), or pipe({{'name': a}})")
+
     def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], _Result]) -> _Result:
         """Returns ``loss(output, target)`` of a mini-batch in evaluation mode, without gradients, on the output and the target
         of all samples. ``loss`` is any function: a loss, or one that returns scores. The target may be on any device. Over
         ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
-        with self.refusing():
+        with self.team.refusing():
             checks.check_function(loss, "loss", "output and target")
         with mode(self.module, False), torch.no_grad():
             output = self(input)
@@ -289,11 +311,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[False] = False,
-        check: bool = True,
     ) -> Tensor: ...
 
     @overload
@@ -303,11 +322,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: Literal[True],
-        check: bool = True,
     ) -> tuple[Tensor, Any]: ...
 
     def step(
@@ -316,11 +332,8 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
         return_output: bool = False,
-        check: bool = True,
     ) -> Tensor | tuple[Tensor, Any]:
         """Trains on one mini-batch, in the order of the schedule. Adds the gradients to ``.grad`` of the parameters and of
         inputs that require grad. Hooks of parameters and of the input run once, of layers per micro-batch, of the pipeline
@@ -336,23 +349,14 @@ class GPipe(TeamCalls):
             input: as for :meth:`forward`.
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
             loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar that decomposes over
-                samples; see ``check``. Called on the last stage's worker. Draw its random numbers with torch. Tensors of
-                its own that require grad get gradients, but not with replicas.
-            count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored. A tensor on a device is not waited for, except with replicas. Default:
-                that of torch's cross entropy and NLL losses, else the number of samples.
-            reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
-                adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``. A loss of
-                torch with hooks or replaced code is compared as others; see ``check``.
-            scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
-                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.PipelineGradScaler`.
+                samples; or a :class:`gpipe.Loss`, which has options. A mean is weighted by samples, one of torch by its
+                targets that are not ignored. The first step with a loss compares it with the whole mini-batch; see
+                :class:`gpipe.Loss`. Called on the last stage's worker. Draw its random numbers with torch. Tensors of its
+                own that require grad get gradients, but not with replicas.
+            scale: multiplies all gradients, but not the returned loss. A ``torch.amp.GradScaler`` gives its scale: call its
+                ``step(optimizer)`` and ``update()`` afterwards, over ranks on each one that has parameters. If a gradient
+                of any rank is not finite, all ranks' become infinite, so that all skip the optimizer's step.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` and its ``count`` compares it and its gradients with those of the
-                whole mini-batch, as does the first one whose micro-batches have unequal shares of zeros, of negative numbers
-                or of NaN as targets (a sample of those on the CPU). A function made anew is the same loss if its code is,
-                and if it captures the same variables, or the same objects and equal numbers. Attributes and buffers of the
-                loss stay as they are. Not if the reduction is known or given as ``'sum'``, or the loss draws or takes no
-                whole mini-batch.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode (use :meth:`evaluate`); inside
@@ -364,7 +368,7 @@ class GPipe(TeamCalls):
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        result = self._run_step("step", input, target, loss, scale, count, reduction, return_output, check)
+        result = self._run_step("step", input, target, loss, scale, return_output)
         return result if return_output else result[0]
 
     def compute_loss(
@@ -373,47 +377,63 @@ class GPipe(TeamCalls):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         *,
-        count: Callable[[Any], float | Tensor] | None = None,
-        reduction: Reduction | None = None,
         scale: float | GradScaler = 1.0,
-        check: bool = True,
     ) -> Tensor:
         """Computes the loss and all gradients as :meth:`step`, with its arguments. Adds nothing to ``.grad``, but returns the
         loss with its graph: a backward of it hands out the gradients, times its incoming gradient. For a module that returns
         the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``."""
-        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, count, reduction, False, check)[0]
+        result: Tensor = self._run_step("compute_loss", input, target, loss, scale, False)[0]
         return result
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients of the whole model as ``torch.nn.utils.clip_grad_norm_`` does in one process, with the same
+        bits. Over ranks, all call it, and ``max_norm`` and ``norm_type`` are positive. Returns the total norm before
+        clipping. With ``error_if_nonfinite``, raises RuntimeError, and changes nothing, if it is not finite."""
+        with self.team.refusing():
+            checked = checks.check_number(max_norm, "max_norm"), checks.check_number(norm_type, "norm_type")
+            if self.ranks is None:
+                return torch.nn.utils.clip_grad_norm_(self.parameters(), *checked, error_if_nonfinite)
+            pipeline = self._pipeline()
+        return pipeline.clip_grad_norm_(*checked, error_if_nonfinite)
+
     def _run_step(
-        self, method: str, input: Any, target: Any, loss: Any, scale: object, *options: Any
+        self, method: str, input: Any, target: Any, loss: Any, scale: object, return_output: object
     ) -> tuple[Any, Any]:
-        with self.refusing():
+        with self.team.refusing():
             refuse_tracing()
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
             self._check_model(input)
             pipeline = self._pipeline()
-            if self.ranks is not None and type(scale) is GradScaler:
-                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.PipelineGradScaler")
-            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
+            chosen = self._losses.loss_of(loss, self.chunks)
+            function = chosen.function
+            scales = self.ranks is not None and isinstance(scale, GradScaler) and scale.is_enabled()
+            if scales and method != "step":
+                raise TypeError(f"over ranks, give a GradScaler to step(), but {method}() got it: backward() comes later")
+            if self.ranks is not None and self.ranks.replicas > 1 and trains(function):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            chosen = step_options(loss, factor, self.chunks, self.checkpoint, *options)
-            native = native_loss(loss)
-            if native is not None and self.ranks is None and not trains(loss):
+        if scales:
+            factor = self.team.common_scale(factor)
+        with self.team.refusing():
+            options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
+            native = native_loss(function)
+            if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
                     raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
-            hold = partial(hold_state, loss, chain(self.modules(), self.parameters(), self.buffers()))
-            identity = identity_of((loss, options[0]), self._losses)  # with its count
-            arguments = checked(loss), native, identity, hold, chosen, self.training, keeps_graph
-            return pipeline.train(input, target, *arguments)
+            hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
+            arguments = checked(function), native, chosen._record, hold, options, self.training, keeps_graph
+            result = pipeline.train(input, target, *arguments)
+        if scales:
+            self.team.spread_overflow()
+        return result
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait
@@ -422,3 +442,18 @@ class GPipe(TeamCalls):
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._pipeline().trace(timeline)
+
+
+def _as_layers(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], stages: int
+) -> nn.Sequential:
+    """Returns a sequence that a pipeline of so many stages takes as it is, or that a module was converted to."""
+    opaque = tuple(opaque)
+    if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque:
+        if any(isinstance(each, Skippable) for each in module.modules()):  # which cannot be converted
+            return module
+        with suppress(TypeError, ValueError):
+            verify_module(module)
+            if len(module) >= stages:
+                return module
+    return to_sequential(module, *args, opaque=opaque, **kwargs)

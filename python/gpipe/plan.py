@@ -1,9 +1,7 @@
 """Chooses how a pipeline runs a model."""
 
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -11,10 +9,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
-from gpipe.balance import MODES, Candidate, suggest
-from gpipe.checks import Checkpoint, arrange_workers, check_checkpoint
+from gpipe.balance import MODES, Candidate, profile, suggest
+from gpipe.checks import Checkpoint, arrange_workers, check_scheduling
 from gpipe.ranks import Ranks
-from gpipe.structure import take_apart
+from gpipe.structure import first_micro_batch, take_apart
 
 _CLOSE = 1.03  # Candidates whose predicted times differ by less count as equally fast.
 
@@ -27,6 +25,8 @@ class Plan(TypedDict):
     checkpoint: Checkpoint
     schedule: str
     placement: list[int]
+    deferred_batch_norm: bool
+    keep_memory: bool
 
 
 def choose_plan(
@@ -35,21 +35,25 @@ def choose_plan(
     *,
     devices: Sequence[torch.device] | None,
     stages: int | None,
+    balance: list[int] | None,
     chunks: int | None,
     checkpoint: Checkpoint | None,
     schedule: str | None,
+    placement: Iterable[int] | str | None,
     ranks: Ranks | None,
     seconds: float,
-) -> Plan:
+) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. Raises RuntimeError if nothing fits the devices' memory."""
-    if stages is not None:
-        _C.check_stages(stages, len(model))
+    wanted = len(balance) if balance is not None else stages
+    if wanted is not None:
+        _C.check_stages(wanted, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
     if devices is None:
         default = 1 if processes > 1 else torch.cuda.device_count() or min(2, len(model))
-        devices = arrange_workers(None, max(1, stages // processes) if stages else default).devices
-    workers = len(devices) * processes
+        devices = arrange_workers(None, max(1, wanted // processes) if wanted else default).devices
+    placed = list(devices) * processes
+    workers = len(placed)
     samples = len(take_apart(batch)[0][0])
     if chunks is None and samples == 1:
         warnings.warn(
@@ -60,43 +64,63 @@ def choose_plan(
         chunks = max(1, min(2 * workers, samples // 2))
     tried = [chunks] if chunks is not None else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
     memory = min((torch.cuda.mem_get_info(each)[1] for each in devices if each.type == "cuda"), default=0)
-    found = suggest(
-        model,
-        batch,
-        list(devices) * processes,
-        chunks=tried,
-        checkpoints=MODES if checkpoint is None else [checkpoint],
-        memory_limit=memory,
-        schedule="auto" if schedule is None else schedule,
-        seconds=seconds,
-        param_scale=4.0,
-        progress=progress_line(),
-    )
-    candidates = [each for each in found.candidates if each.fits and stages in (None, len(each.balance))]
+    name = "auto" if schedule is None else schedule
+    whole, reason = None, ""
+    if balance is None:
+        found = suggest(
+            model,
+            batch,
+            placed,
+            chunks=tried,
+            checkpoints=MODES if checkpoint is None else [checkpoint],
+            memory_limit=memory,
+            schedule=name,
+            placement="looped" if placement is None else placement,
+            seconds=seconds,
+            param_scale=4.0,
+        )
+        predicted, whole, reason = found.candidates, found.unpartitioned, found.reason
+    else:
+        predicted = []
+        schedulings = _schedulings(name, placement, workers, len(balance))
+        limits = _C.SearchOptions(placed, memory, 0.0)
+        for count in tried:
+            sample, micro_batches = first_micro_batch(batch, count)
+            cores = sum(each.type == "cpu" for each in placed) if placed[0].type == "cpu" else 1
+            measured = profile(
+                model, sample, device=placed[0], workers=cores, seconds=seconds / len(tried), param_scale=4.0
+            )
+            predicted += _C.candidates(measured, balance, micro_batches, schedulings, limits)
+        predicted = [each for each in predicted if checkpoint in (None, each.checkpoint)]
+        if predicted and not any(each.fits for each in predicted):
+            reason = f"the balance {balance} needs more memory than the devices have; give another, or leave it out"
+    candidates = [each for each in predicted if each.fits and wanted in (None, len(each.balance))]
     if not candidates:
         raise RuntimeError(
-            found.reason
-            or f"no schedule that was tried runs {stages} stages on {workers} worker{'s' * (workers > 1)}; leave stages "
+            reason
+            or f"no schedule that was tried runs {wanted} stages on {workers} worker{'s' * (workers > 1)}; leave stages "
             "out, or give devices, one per worker, which may repeat"
         )
     # Two kinds of schedules round differently. One kind is enough, so that equal trainings give equal bits.
     candidates = [each for each in candidates if not _C.fills_and_drains(each.schedule)] or candidates
     fastest = min(each.seconds for each in candidates)
     chosen = min((each for each in candidates if each.seconds <= _CLOSE * fastest), key=_order)
-    whole = found.unpartitioned
-    if stages is None and whole is not None and whole.fits and chosen.seconds > _CLOSE * whole.seconds:
+    if wanted is None and whole is not None and whole.fits and chosen.seconds > _CLOSE * whole.seconds:
         warnings.warn(
             f"plain PyTorch on one device, on a CPU with all threads, is predicted to be {chosen.seconds / whole.seconds:.2f} "
             "times as fast as the pipeline; train the module without one unless you are short of memory",
             stacklevel=6,
         )
-    return {
-        "balance": chosen.balance,
-        "chunks": chosen.chunks,
-        "checkpoint": check_checkpoint(chosen.checkpoint),
-        "schedule": chosen.schedule,
-        "placement": chosen.placement,
-    }
+    return {name: getattr(chosen, name) for name in ("balance", "chunks", "checkpoint", "schedule", "placement")}
+
+
+def _schedulings(schedule: str, placement: object, workers: int, stages: int) -> list[_C.Scheduling]:
+    """Returns what runs so many stages on so many workers, if a schedule and a placement are given or not."""
+    place = None if placement is None else check_scheduling(schedule, placement, stages)[1] or None
+    if schedule == "auto":
+        tried = _C.all_schedulings(workers, stages)
+        return [each for each in tried if len(each.placement) == stages and place in (None, each.placement)]
+    return [_C.Scheduling(schedule, place or _C.place_stages(schedule, stages, max(1, stages // workers)))]
 
 
 def _has_batch_norm(model: nn.Sequential) -> bool:
@@ -109,22 +133,3 @@ def _order(candidate: Candidate) -> tuple[int, ...]:
     names = [name for name, _, _ in _C.schedule_rules()]
     place = names.index(candidate.schedule) if candidate.schedule in names else -1  # a file
     return MODES.index(candidate.checkpoint), len(candidate.balance), place, candidate.chunks
-
-
-def progress_line(work: str = "measuring") -> Callable[[float], None] | None:
-    """Returns a function that shows the completed share of work that takes over two seconds; ``None`` without a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    start = time.monotonic()
-
-    def tell(part: float) -> None:
-        if time.monotonic() - start > 2:
-            show(f"{work} {part:4.0%}" if part < 1 else "")
-
-    return tell
-
-
-def show(text: str) -> None:
-    """Shows a line on the terminal, in place of the previous one."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from gpipe import _C
 from gpipe.checks import check_is, check_numbers, check_whole, shown
-from gpipe.convert import refuse_file_of_torch
 from gpipe.optimizer_state import OptimizerState, capture_optimizer, kind_of, plain, restore_optimizer
 
 if TYPE_CHECKING:
@@ -94,7 +93,10 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     try:
         return _from_file(*_C.read_snapshot(os.fsencode(path)))
     except ValueError:
-        refuse_file_of_torch(path)
+        with open(path, "rb") as file:
+            if file.read(4) in (b"PK\3\4", b"\x80\2\x8a\n"):  # as torch writes it now, and wrote it once
+                what = f"'{os.fsdecode(path)}' is not a snapshot, but a file of torch.save()"
+                raise ValueError(f"{what}; read it with torch.load(..., weights_only=True)") from None
         raise
 
 
@@ -191,7 +193,7 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     """
     if pipe.ranks is None:
         return mine
-    with pipe.refusing():
+    with pipe.team.refusing():
         file, core, names = _to_file(mine), pipe._pipeline(), _state_names(pipe)
     whole = _from_file(*_C.gather_snapshot(core, *file, *names))
     kind = _Part if pipe.ranks.rank > 0 else dict

@@ -76,30 +76,17 @@ const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidat
                        py::repr(candidate).cast<std::string>());
 }
 
-/// Returns a candidate for each scheduling, checkpoint mode and balance that differs from the best by one cut, moved by
-/// at most `near` layers.
-std::vector<Candidate> candidates(const Profile& profile, int chunks, const std::vector<Scheduling>& schedulings,
-                                  int near, const SearchOptions& options) {
-  const StageCost stage(profile);
+/// Returns a candidate with the balance for each scheduling and checkpoint mode.
+std::vector<Candidate> candidates(const Profile& profile, const std::vector<std::int64_t>& balance, int chunks,
+                                  const std::vector<Scheduling>& schedulings, const SearchOptions& options) {
   std::vector<Candidate> found;
   for (const auto& [name, checkpoint] : checkpoints()) {
     for (const auto& scheduling : schedulings) {
       const RunOptions run{chunks, checkpoint, options.network, options.copies, scheduling};
-      const auto best = balance_by_time(profile, static_cast<int>(scheduling.placement.size()), run);
-      auto balances = stage.near(best, near);
-      balances.push_back(best);
-      for (const auto& balance : balances) found.push_back(make_candidate(profile, balance, run, options));
+      found.push_back(make_candidate(profile, balance, run, options));
     }
   }
   return found;
-}
-
-/// A schedule's text and predicted seconds, or None; see tailored_schedule().
-std::optional<std::pair<std::string, double>> tailored(const Suggestion& suggestion, const Candidate& candidate,
-                                                       const SearchOptions& options) {
-  const auto made = tailored_schedule(suggestion.profile_of(candidate), candidate, options);
-  if (!made) return std::nullopt;
-  return std::make_pair(to_text(made->schedule), made->seconds);
 }
 
 Profile measure(const Objects& layers, const Value& sample, const ProfileOptions& options) {
@@ -132,11 +119,6 @@ std::vector<std::pair<Candidate, double>> refined(const Objects& layers, const V
 ClusterPlan plan(const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
                  const std::vector<Checkpoint>& checkpoints, const std::string& schedule) {
   return released([&] { return plan_cluster(cluster, profiles, {samples, checkpoints, schedule}); });
-}
-
-std::string name_of_placement(const Candidate& candidate) {
-  constexpr std::array kNames = {"schedule", "stages_per_worker", "v", "placement"};
-  return kNames.at(static_cast<std::size_t>(placed_by(candidate)));
 }
 
 template <typename T>
@@ -229,16 +211,12 @@ void init_candidates(py::module_& module) {
       .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
       .def_readonly("replicas", &Candidate::replicas, "Number of pipelines; chunks and bytes are of one of them.")
       .def_readonly("reduction", &Candidate::reduction,
-                    "The part of the seconds after the last backward, until the replicas have summed all gradients.")
-      .def_property_readonly(
-          "placed_by", &name_of_placement,
-          "What places the stages: 'schedule', 'stages_per_worker', 'v', or 'placement' for a list.");
+                    "The part of the seconds after the last backward, until the replicas have summed all gradients.");
   class_of_candidates<Suggestion>(module, "Suggestion", "Ways to run a model, one per chunks, mode and schedule.")
       .def_readonly("unpartitioned", &Suggestion::unpartitioned,
                     "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
       .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
            py::return_value_policy::reference_internal)
-      .def("_tailored", &tailored)
       .def("__str__", [](const Suggestion& suggestion) {
         return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
                (suggestion.fits() ? "" : suggestion.reason + "\n");
@@ -259,7 +237,9 @@ void init_candidates(py::module_& module) {
 void init_balance(py::module_& module) {
   init_profile(module);
   py::class_<Scheduling>(module, "Scheduling")
-      .def(py::init<std::string, int, std::vector<int>>())
+      .def(py::init([](std::string schedule, std::vector<int> placement) {
+        return Scheduling{std::move(schedule), 1, std::move(placement)};
+      }))
       .def_readonly("schedule", &Scheduling::schedule)
       .def_readonly("placement", &Scheduling::placement);
   py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));

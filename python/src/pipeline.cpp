@@ -207,13 +207,13 @@ Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Chec
 }
 
 Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss,
-                           const std::optional<NativeLoss>& native, std::shared_ptr<LossIdentity> identity,
+                           const std::optional<NativeLoss>& native, std::shared_ptr<LossRecord> record,
                            const py::object& hold_state, const StepOptions& options, bool training, bool keeps_graph) {
   auto value = convert([&] { return to_value(input); });
   auto wanted = convert([&] { return to_value(target); });
   prepare(value, training);
   auto function = to_loss(loss, calls_are_plain() ? native : std::nullopt, states_);
-  function.identity = std::move(identity);
+  function.record = std::move(record);
   function.hold_state = [hold = reference_to(hold_state.ptr())]() -> std::function<void()> {
     const Section section;
     return [put_back = reference_to(py::handle(hold.get())().ptr())] {

@@ -41,7 +41,7 @@ class PythonPipeline {
   /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `hold_state` is a LossFunction's. Returns a tuple
   /// (loss, output or None). Errors: as the method; errors of `loss`.
   Pair train(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-             const std::optional<NativeLoss>& native, std::shared_ptr<LossIdentity> identity,
+             const std::optional<NativeLoss>& native, std::shared_ptr<LossRecord> record,
              const pybind11::object& hold_state, const StepOptions& options, bool training, bool keeps_graph);
 
   /// Whether a call runs.

@@ -33,26 +33,12 @@ ParsedSchedule generate(const std::string& name, std::vector<int> placement, int
   return {std::move(layout), std::move(schedule)};
 }
 
-/// Costs that are the same for every stage. `seconds` is indexed by Kind. A cell holds `graph_bytes` from its F or R
-/// until its B or W, and before its R it holds `input_bytes`.
-Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
-               std::int64_t input_bytes) {
-  Costs costs{.actions = {static_cast<std::size_t>(layout.stages), seconds}, .edges = std::vector<double>(edges)};
-  for (int s = 0; s < layout.stages; ++s) {
-    auto& bytes = costs.bytes.emplace_back();
-    bytes.forward.held = {{graph_bytes, Kind::W, s}};
-    bytes.stored.held = {{input_bytes, Kind::R, s}};
-    bytes.recompute.held = {{graph_bytes, Kind::W, s}};
-  }
-  return costs;
-}
-
-/// Runs a schedule in simulated time. Errors: std::invalid_argument if it cannot run.
-Simulation simulated(const ParsedSchedule& made, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
-                     std::int64_t input_bytes) {
-  const auto edges = cut_edges(std::vector<std::int64_t>(made.layout.placement.size(), 1), {});
-  const auto program = Program::make(made.layout, edges, made.schedule);
-  return simulate(program, costs_of(made.layout, program.edges().size(), seconds, graph_bytes, input_bytes));
+/// Runs a schedule in simulated time. `seconds` of every stage's actions, indexed by Kind. Errors:
+/// std::invalid_argument if it cannot run.
+Simulation simulated(const ParsedSchedule& made, const std::array<double, 5>& seconds) {
+  const auto stages = made.layout.placement.size();
+  const auto program = Program::make(made.layout, cut_edges(std::vector<std::int64_t>(stages, 1), {}), made.schedule);
+  return simulate(program, {.actions = {stages, seconds}, .edges = std::vector<double>(program.edges().size())});
 }
 
 /// The name and summary of each schedule, and whether it places two stages on each worker, in a V.
@@ -66,9 +52,9 @@ std::vector<std::tuple<std::string, std::string, bool>> rules() {
 
 /// Returns the device of each worker, the worker of each stage, and the rank of each worker.
 std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arranged(
-    const std::vector<torch::Device>& devices, std::size_t stages, const std::string& schedule, int stages_per_worker,
+    const std::vector<torch::Device>& devices, std::size_t stages, const std::string& schedule,
     const std::vector<int>& placement, std::optional<std::shared_ptr<Ranks>> ranks) {
-  auto options = GPipeOptions().schedule(schedule).stages_per_worker(stages_per_worker).placement(placement);
+  auto options = GPipeOptions().schedule(schedule).placement(placement);
   options.ranks(std::move(ranks).value_or(nullptr));
   const auto workers = arrange_workers(options.devices(devices), stages);
   return {workers.devices, workers.schedules.placement, workers.ranks};
@@ -114,8 +100,8 @@ void init_schedule(py::module_& module) {
   module.def("schedule_rules", &rules);
   module.def("v_placement", &v_placement);
   module.def("fills_and_drains", &fills_and_drains);
-  module.def("place_stages", [](const std::string& schedule, int stages, int per_worker, std::vector<int> placement) {
-    return schedule_source(schedule, stages, per_worker, std::move(placement)).placement;
+  module.def("place_stages", [](const std::string& schedule, int stages, int per_worker) {
+    return schedule_source(schedule, stages, schedule.starts_with('@') ? 1 : per_worker, {}).placement;
   });
   module.def("arrange_workers", &arranged);
   module.def("check_balance", &check_balance);

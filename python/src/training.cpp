@@ -18,6 +18,7 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/loss.h"
 #include "gpipe/ranks.h"
+#include "gpipe/run/loss_check.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 #include "skip/layout.h"
@@ -132,7 +133,7 @@ void init_training(py::module_& module) {
       .def("share",
            [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); })
       .def("finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); });
-  py::class_<LossIdentity, std::shared_ptr<LossIdentity>>(module, "LossIdentity").def(py::init<>());
+  py::class_<LossRecord, std::shared_ptr<LossRecord>>(module, "LossRecord").def(py::init<>());
   module.def("hold_values", &hold_values);
   py::class_<StepOptions>(module, "StepOptions").def(py::init(&make_options));
   module.def("check_loss", &compare_losses);

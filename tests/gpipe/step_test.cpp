@@ -90,7 +90,7 @@ Tensor mean_loss(const Tensor& out, const Tensor& target) { return (out - target
 Tensor sum_loss(const Tensor& out, const Tensor& target) { return (out - target).square().sum(); }
 
 // A step compares a loss once, which calls it for all seven samples.
-TEST_F(Step, ComparesEachLossOfOneCxxTypeOnce) {
+TEST_F(Step, ComparesEachLossFunctionOnce) {
   const auto differs = refused("the loss of the whole mini-batch is");
   pipe->step(x, y, tensor_loss(mean_loss));
   EXPECT_THAT([&] { pipe->step(x, y, tensor_loss(sum_loss)); }, differs);
@@ -110,14 +110,10 @@ TEST_F(Step, ComparesEachLossOfOneCxxTypeOnce) {
   EXPECT_THAT([&] { pipe->step(x, y, scaled({3})); }, differs);
   const auto wrong = [](const Value& target) { return target.tensor().size(0) == 2 ? 1 : 2; };
   EXPECT_THAT([&] { pipe->step(x, y, mean, StepOptions().count(wrong)); }, differs);
+  const auto anew = scaled({0});
   comparisons = 0;
-  for (int i = 0; i < 3; ++i) {  // made anew, with the same bytes
-    pipe->step(x, y, [&, factor = 1.0](const Value& out, const Value& target) {
-      comparisons += target.tensor().size(0) == 7;
-      return mean_loss(out.tensor(), target.tensor()) * factor;
-    });
-  }
-  EXPECT_EQ(comparisons, 1);
+  for (int i = 0; i < 3; ++i) pipe->step(x, y, anew);
+  EXPECT_EQ(comparisons, 3);  // each conversion makes another LossFunction
 }
 
 // A loss whose state does not change its value.
@@ -133,8 +129,9 @@ TORCH_MODULE(CountingLoss);
 
 TEST_F(Step, TheComparisonLeavesTheBuffersOfALoss) {
   CountingLoss loss;
+  const auto function = tensor_loss(loss);
   for (int step = 1; step <= 2; ++step) {
-    pipe->step(x, y, tensor_loss(loss));
+    pipe->step(x, y, function);
     EXPECT_EQ(loss->calls.item<int>(), 4 * step);
   }
 }
@@ -159,27 +156,39 @@ TEST_F(Step, NoUnsignedClassCountsAsIgnored) {
   EXPECT_TRUE(torch::allclose(pipe->step(x, classes, tensor_loss(loss)).loss, expected, 1e-12, 1e-12));
 }
 
-TEST_F(Step, ComparesAgainWhenZerosNegativeNumbersOrNanComeIn) {
+TEST_F(Step, ComparesAgainWhenTargetsComeThatALossMayIgnore) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  const auto masked = tensor_loss([](const Tensor& out, const Tensor& target) {
-    const auto counts = (target > 0).all(1);  // not NaN
-    return out.index({counts}).square().mean();
-  });
-  const auto of_classes = tensor_loss([](const Tensor& out, const Tensor& target) {
-    return torch::cross_entropy_loss(out, target, {}, at::Reduction::Mean, /*ignore_index=*/0);
-  });
   const auto differs = refused("the loss of the whole mini-batch is");
-  const auto positive = torch::ones_like(y);
-  for (const double ignored : {0.0, -1.0, nan}) {
-    GPipe pipe(model, {2, 3}, options("1f1b"));
-    pipe->step(x, positive, masked);
-    auto target = positive.clone();
+  for (const double ignored : {0.0, -1.0, nan, 9.0}) {
+    const auto masked = tensor_loss([](const Tensor& out, const Tensor& target) {
+      const auto counts = ((target > 0) & (target < 9)).all(1);  // not NaN
+      return out.index({counts}).square().mean();
+    });
+    auto target = torch::ones_like(y);
+    pipe->step(x, target, masked);
     target[0].fill_(ignored);
     EXPECT_THAT([&] { pipe->step(x, target, masked); }, differs) << ignored;
   }
-  const auto classes = torch::tensor({1, 2, 3, 4, 1, 2, 3});
-  pipe->step(x, classes, of_classes);
-  EXPECT_THAT([&] { pipe->step(x, classes.index_fill(0, torch::tensor({3}), 0), of_classes); }, differs);
+  const auto weighted = tensor_loss([](const Tensor& out, const Tensor& weight) {
+    return (out.square().mean(1) * weight.mean(1)).sum() / weight.mean(1).sum();
+  });
+  auto weights = torch::ones_like(y);
+  pipe->step(x, weights, weighted);
+  weights[0].fill_(0.5);
+  EXPECT_THAT([&] { pipe->step(x, weights, weighted); }, differs);
+}
+
+TEST_F(Step, ComparesAgainWhenANumberThatPadsComesIn) {
+  const auto differs = refused("the loss of the whole mini-batch is");
+  for (const int padding : {0, 2, 255}) {
+    const auto of_classes = tensor_loss([padding](const Tensor& out, const Tensor& target) {
+      return torch::cross_entropy_loss(out, target, {}, at::Reduction::Mean, padding);
+    });
+    const auto classes = torch::tensor({1, 3, 3, 4, 1, 4, 3});
+    pipe->step(x, classes, of_classes);
+    const auto last = torch::tensor({3, 4, 5, 6});
+    EXPECT_THAT([&] { pipe->step(x, classes.index_fill(0, last, padding), of_classes); }, differs) << padding;
+  }
 }
 
 // A part of the mini-batch has no sample that counts, so that its mean is 0 / 0.

@@ -161,7 +161,7 @@ def test_a_converted_model_equals_the_original_on_the_cpu(devices, cut, checkpoi
             torch.testing.assert_close(output[key].cpu(), torch.cat([part[key] for part in parts]))
     pipe.train()
     original.train()
-    pipe.step(x, x, lambda output, _: output["out"].sum() + output["aux"].sin().sum(), reduction="sum")
+    pipe.step(x, x, gpipe.Loss(lambda output, _: output["out"].sum() + output["aux"].sin().sum(), reduction="sum"))
     for part in x.cpu().chunk(2):
         output = original(part)
         (output["out"].sum() + output["aux"].sin().sum()).backward()

@@ -45,17 +45,18 @@ def test_a_model_equals_its_pipeline(name):
     sequence = gpipe.to_sequential(model, *args, **kwargs)
     # Each schedule has its turn.
     schedule = gpipe.SCHEDULES[[*SHORT, *LONG].index(name) % len(gpipe.SCHEDULES)]
-    per_worker = 2 if schedule.startswith(("interleaved", "looped")) else 1
+    loops = schedule.startswith(("interleaved", "looped"))
+    stages = rng.choice([2, 4, 6]) * (1 + loops)
     differences = zoo_sweep.compare(
         model,
         args,
         kwargs,
         sequence,
-        balance=random_balance(rng, len(sequence), rng.choice([2, 4, 6]) * per_worker),
+        balance=random_balance(rng, len(sequence), stages),
         chunks=rng.choice([1, 3, 4]),
         checkpoint=rng.choice(["never", "except_last", "always"]),
         schedule=schedule,
-        stages_per_worker=per_worker,
+        placement=[*range(stages // 2)] * 2 if loops else "looped",
     )
     assert all(found < 1e-9 for difference in differences for found in difference.values())
     model.eval()

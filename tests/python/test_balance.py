@@ -47,21 +47,20 @@ def test_a_prediction_has_times_and_bytes_of_each_stage():
     assert prediction.seconds > 0 and 0 <= prediction.bubble < 1
     assert len(prediction.stages) == len(prediction.bytes) == 2
     assert prediction.timeline.workers == 2
-    looped = balance.predict(measured, [2, 2, 2, 1], 4, "never", schedule="looped_bfs", stages_per_worker=2)
+    looped = balance.predict(measured, [2, 2, 2, 1], 4, "never", schedule="looped_bfs", placement=[0, 1, 0, 1])
     assert (looped.placement, len(looped.stages), len(looped.bytes)) == ([0, 1, 0, 1], 4, 2)
     assert balance.predict(measured, [2, 2, 2, 1], 4, schedule="gpipe", placement="v").placement == [0, 1, 1, 0]
     with pytest.raises(ValueError, match="one stage per worker"):
-        balance.predict(measured, [2, 2, 2, 1], 4, schedule="1f1b", stages_per_worker=2)
+        balance.predict(measured, [2, 2, 2, 1], 4, schedule="1f1b", placement=[0, 1, 0, 1])
 
 
 def test_a_suggestion_of_any_schedule_can_be_run():
     x = torch.rand(8, 64)
     suggestion = balance.suggest(model(), x, ["cpu", "cpu"], chunks=[4], seconds=0)
     assert {candidate.schedule for candidate in suggestion.candidates} >= {"gpipe", "1f1b", "zb_h1", "zb_v", "greedy"}
-    placed = {"schedule": {}, "stages_per_worker": {"stages_per_worker": 2}, "v": {"placement": "v"}}
     for candidate in suggestion.candidates:
-        options = {name: getattr(candidate, name) for name in ("balance", "chunks", "checkpoint", "schedule")}
-        pipe = gpipe.GPipe(model(), devices=["cpu", "cpu"], **options, **placed[candidate.placed_by])
+        options = {name: getattr(candidate, name) for name in ("balance", "chunks", "checkpoint", "schedule", "placement")}
+        pipe = gpipe.GPipe(model(), devices=["cpu", "cpu"], **options)
         assert pipe.placement == candidate.placement
         pipe.step(x, x, nn.functional.mse_loss)
     v = next(each for each in suggestion.candidates if each.schedule == "zb_v")

@@ -29,7 +29,7 @@ def test_statistics_equal_those_of_the_whole_mini_batch(convert, norm, checkpoin
     for batch in (8, 3, 8):  # a batch of 3 makes only three micro-batches
         x = torch.rand(batch, 3, 8, 8)
         if batch == 3:
-            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
+            pipe.step(x, x, gpipe.Loss(lambda output, _: output.sum(), reduction="sum"))
         else:
             pipe(x).sum().backward()
         plain(x)

@@ -59,7 +59,7 @@ def test_layers_and_losses_see_the_callers_context():
     x = torch.ones(4, 3)
     token = variable.set(3.0)
     out = pipe(x)
-    loss = pipe.step(x, x, lambda output, target: output.sum() * variable.get(), reduction="sum")
+    loss = pipe.step(x, x, gpipe.Loss(lambda output, target: output.sum() * variable.get(), reduction="sum"))
     variable.reset(token)
     torch.testing.assert_close(loss, 3 * out.sum().detach())
     pipe.zero_grad()

@@ -1,6 +1,7 @@
 """A pipeline as a module: attributes, options, micro-batches, copies, hooks and timelines."""
 
 import copy
+import importlib
 import pickle
 import pydoc
 
@@ -101,27 +102,39 @@ def test_dtypes_change_and_the_present_device_stays():
     assert pipe(torch.zeros(2, 3)).dtype == torch.float32
 
 
-def test_old_names_work_with_a_warning():
-    pipe = gpipe.GPipe(make_linears(), [2, 2])
-    for owner, old, new in [
-        (gpipe, "GradScaler", gpipe.PipelineGradScaler),
-        (gpipe, "reference", gpipe.run_unpartitioned),
-        (gpipe.checkpoint, "is_checkpointing", gpipe.is_checkpointing),
-        (gpipe.checkpoint, "is_recomputing", gpipe.is_recomputing),
-        (pipe, "loss", pipe.compute_loss),
-    ]:
-        with pytest.warns(FutureWarning, match=f"{old} is now called {new.__name__}") as warned:
-            assert getattr(owner, old) == new
-        assert warned[0].filename == __file__
-        assert old not in dir(owner)
-    for owner in (gpipe, gpipe.checkpoint, pipe):
-        with pytest.raises(AttributeError, match="has no attribute 'wrong'"):
-            owner.wrong
-    assert all(hasattr(gpipe, name) for name in gpipe.__all__)
+def test_the_names_of_the_package_are_few_and_those_of_torchgpipe_are_where_it_has_them():
+    assert len(gpipe.__all__) <= 14 and all(hasattr(gpipe, name) for name in gpipe.__all__)
+    for module, names in {
+        "": "GPipe is_checkpointing is_recomputing",
+        ".balance": "balance_by_time balance_by_size",
+        ".batchnorm": "DeferredBatchNorm",
+        ".checkpoint": "is_checkpointing is_recomputing",
+        ".skip": "skippable stash pop Namespace verify_skippables",
+    }.items():
+        for name in names.split():
+            assert hasattr(importlib.import_module(f"gpipe{module}"), name), name
+
+
+def test_a_converted_model_takes_the_arguments_of_its_module():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, mask=None, scale=1.0):
+            return self.second(torch.tanh(self.first(x)) * mask)
+
+    module, x, mask = Masked(), torch.rand(4, 3), torch.rand(4, 3)
+    for args, kwargs in ((), {"x": x, "mask": mask}), ((x,), {"mask": mask}), ((x, mask), {}):
+        pipe = gpipe.GPipe(gpipe.to_sequential(module, *args, **kwargs), [1, 1], chunks=2)
+        torch.testing.assert_close(pipe(*args, **kwargs), module(x, mask))
+        torch.testing.assert_close(pipe(*args, **kwargs, other=None), module(x, mask))
+        with pytest.raises(TypeError):
+            pipe(*args, **kwargs, scale=2.0)  # which the conversion did not see
 
 
 def test_the_help_begins_with_the_pipeline():
     text = pydoc.plain(pydoc.render_doc(gpipe.GPipe))
-    names = ("Methods: step", "Args:", " step(", " clip_grad_norm_(", " register_forward_hook(")
+    names = ("Methods: step", "Args:", " step(", " register_forward_hook(")
     places = [text.replace(":meth:`", "").find(name) for name in names]
     assert -1 not in places and places == sorted(places)

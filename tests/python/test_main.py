@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import balance, commands
+from gpipe import balance
 from gpipe.__main__ import main
-from helpers import cluster_text
+from helpers import Fail
 
 
 def model():
@@ -45,6 +45,10 @@ def product_by_name():
     return Product(), {"scale": torch.rand(8, 4), "x": torch.rand(8, 4)}
 
 
+def failing():
+    return nn.Sequential(nn.Linear(16, 16), Fail()), torch.rand(8, 16)
+
+
 @pytest.fixture
 def run(capsys):
     """Runs the command. Returns what it prints."""
@@ -57,26 +61,24 @@ def run(capsys):
 
 
 def test_a_schedule_is_printed_and_read(run, tmp_path):
-    printed = run("print", "1f1b", "--workers", "2", "--chunks", "3")
+    printed = run("draw", "1f1b", "--workers", "2", "--chunks", "3", "--text")
     assert printed == "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2\n"
     (tmp_path / "1f1b.txt").write_text(printed)
-    assert run("print", f"@{tmp_path}/1f1b.txt") == printed
-    made = json.loads(run("print", "1f1b", "--chunks", "1", "--json"))
-    assert made["actions"] == [["0F0", "0B0"], ["1F0", "1B0"]] and made["placement"] == [0, 1] and made["stages"] == 2
-    assert run("print", "gpipe", "--chunks", "1", "--checkpoint", "always").startswith("0F0 0R0 0B0")
+    assert run("draw", f"@{tmp_path}/1f1b.txt", "--text") == printed
+    assert run("draw", "gpipe", "--chunks", "1", "--checkpoint", "always", "--text").startswith("0F0 0R0 0B0")
     v = "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n"
-    assert run("print", "gpipe", "--placement", "v", "--chunks", "1") == v
-    assert run("print", "gpipe", "--placement", "0,1,1,0", "--chunks", "1") == v
-    assert run("print", "zb_v", "--chunks", "1") == "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0\n"
+    assert run("draw", "gpipe", "--placement", "v", "--chunks", "1", "--text") == v
+    assert run("draw", "gpipe", "--placement", "0,1,1,0", "--chunks", "1", "--text") == v
+    assert run("draw", "zb_v", "--chunks", "1", "--text") == "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0\n"
 
 
 def test_a_schedule_is_checked_and_drawn(run):
     printed = run("check", "interleaved_1f1b", "--stages", "4", "--chunks", "8")
     assert printed.startswith("The schedule runs: 2 workers, 4 stages, 8 micro-batches.\nmakespan ")
-    flags = ["1f1b", "--workers", "4", "--chunks", "8", "--graph-bytes", "100"]
-    assert "makespan 33 s, bubble 27.3%\nworker  peak cells  peak bytes\n     0           4         400\n" in run("check", *flags)
+    flags = ["1f1b", "--workers", "4", "--chunks", "8"]
+    assert "makespan 33 s, bubble 27.3%\nworker  peak cells\n     0           4\n" in run("check", *flags)
     step = json.loads(run("check", *flags, "--json"))
-    assert step["makespan"] == 33 and step["peak_bytes"] == [400, 300, 200, 100]
+    assert step["makespan"] == 33 and step["peak_cells"] == [4, 3, 2, 1] and step["placement"] == [0, 1, 2, 3]
     assert "makespan 6 s" in run("check", "zb_h1", "--workers", "1", "--chunks", "2")
     costs = ["--input-gradient", "3", "--weight-gradient", "0.5"]
     assert "makespan 9 s" in run("check", "zb_h1", "--workers", "1", "--chunks", "2", *costs)
@@ -84,51 +86,44 @@ def test_a_schedule_is_checked_and_drawn(run):
     assert ">weight gradient<" in drawn and drawn.rstrip().endswith("</svg>")
 
 
-def test_a_profile_is_measured_and_cut(run, tmp_path):
+def test_a_profile_is_measured_and_written(run, tmp_path):
     file = str(tmp_path / "profile.json")
     flags = ["test_main:model_and_batch", "--chunks", "2", "--seconds", "0"]
     assert "Per micro-batch of 4 samples" in run("profile", *flags, "--output", file)
     assert json.loads(run("profile", *flags, "--json"))["samples"] == 4
-    measured = balance.Profile.from_json(open(file).read())
-    printed = run("cut", "--profile", file, "--by", "size", "--chunks", "2")
-    layers = measured.balance_by_size(2, 2, "except_last")
-    assert printed.startswith(f"balance {layers[0]},{layers[1]}; 2 chunks, checkpoint except_last:\n")
-    assert printed.endswith(str(balance.predict(measured, layers, 2)))
-    assert "<- cut here" in run("cut", "--profile", file, "--layers")
-    assert "; 8 chunks" in run("cut", "test_main:model_and_batch", "--chunks", "9", "--seconds", "0")
-    assert json.loads(run("cut", "--profile", file, "--devices", "cpu", "--json"))["placement"] == [0]
+    assert balance.Profile.from_json(open(file).read()).samples == 4
+    assert os.listdir(tmp_path) == ["profile.json"]
 
 
-def test_sweep_predicts_balances_near_the_best(run):
-    flags = ["test_main:model_and_batch", "--seconds", "0"]
-    assert run("sweep", *flags, "--chunks", "8,9", "--near", "0").count("%") == 3  # 9 chunks of 8 samples are 8
-    found = json.loads(run("sweep", *flags, "--chunks", "2", "--schedule", "gpipe,1f1b,forward", "--json"))
-    assert {each["schedule"] for each in found} == {"gpipe", "1f1b", ""} and len(found) == 3 * 3 * 2
-    assert [each["seconds"] for each in found] == sorted(each["seconds"] for each in found)
-    assert {"zb_h1", "greedy"} <= {each["schedule"] for each in json.loads(run("sweep", *flags, "--schedule", "auto", "--json"))}
+def test_a_model_is_exported(run, tmp_path):
+    assert run("export", "test_main:model_and_batch", "-o", str(tmp_path / "model.gpipe")).endswith("has 3 layers\n")
+    assert os.listdir(tmp_path) == ["model.gpipe"]
 
 
-def test_suggest_prints_a_table_or_json(run, tmp_path):
+@pytest.mark.parametrize("command", ["profile", "export"])
+def test_what_fails_leaves_no_file_and_an_earlier_one(command, tmp_path, capsys):
+    (tmp_path / "old").write_text("old")
+    for name in ("old", "new"):
+        with pytest.raises(SystemExit):
+            main([command, "test_main:failing", "--output", str(tmp_path / name)])
+    assert capsys.readouterr().err.count("from the layer") == 2
+    assert os.listdir(tmp_path) == ["old"] and (tmp_path / "old").read_text() == "old"
+
+
+def test_suggest_prints_a_table_or_json(run):
     flags = ["suggest", "test_main:model", "--input", "8,16", "--seconds", "0"]
-    printed = run(*flags, "--chunks", "1,2", "--schedule", "forward", "--refine", "2", "--layers")
-    assert "Per micro-batch of" in printed and "<- cut here" in printed
-    lines = printed.splitlines()
+    printed = run(*flags, "--chunks", "1,2", "--schedule", "forward", "--layers")
+    assert "Per micro-batch of" in printed and "<- cut here" in printed and "  one device\n" in printed
     code = r"gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)"
+    lines = printed.splitlines()
     assert re.fullmatch(f"pipe = {code}", lines[-2]) and lines[-1] == "# per mini-batch: output = pipe(batch)"
-    assert len([line for line in lines if re.fullmatch(rf"measured [\d.e-]+ s per step: {code}", line)]) == 2
-    assert "  one device\n" in printed
     assert run(*flags, "--chunks", "2", "--schedule", "1f1b").splitlines()[-2].endswith(", schedule='1f1b')")
     printed = run(*flags, "--chunks", "2", "--rows", "99")
     assert all(re.search(rf"^{name} ", printed, re.MULTILINE) for name in ("gpipe", "1f1b", "zb_h1", "greedy"))
     rows = re.findall(" (?:never|except_last|always) ", run(*flags, "--chunks", "2"))
     assert len(rows) == 5 + 1  # and one device
-    own = tmp_path / "own.txt"
-    printed = run(*flags, "--chunks", "4", "--schedule", "gpipe", "--save-schedule", str(own))
-    assert own.exists() == (f", schedule='@{own}')\n" in printed)  # the measured times decide
-    made = json.loads(run("suggest", "test_main:model_and_batch()", "--chunks", "2", "--seconds", "0", "--refine", "1", "--json"))
-    assert made["unpartitioned"]["balance"] == [3]
-    assert made["measured"][0]["measured_seconds"] > 0
-    candidates = made["candidates"]
+    flags_of_batch = ["test_main:model_and_batch()", "--chunks", "2", "--seconds", "0"]
+    candidates = json.loads(run("suggest", *flags_of_batch, "--json"))["candidates"]
     assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
     assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
     assert "nothing fits into" in run(*flags, "--memory-limit", "1KB", code=1)
@@ -152,34 +147,6 @@ def test_the_code_of_a_suggestion_runs(run, factory, flags):
     assert names["pipe"].step(names["batch"], torch.zeros(8), lambda output, target: output.mean()).isfinite()
 
 
-def test_suggest_plans_for_a_cluster(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("cluster.json").write_text(cluster_text())
-    flags = ["suggest", "test_main:model_and_batch", "--cluster", "cluster.json", "--seconds", "0"]
-    printed = json.loads(run(*flags, "--schedule", "1f1b", "--micro-batch", "2,4", "--json"))
-    assert printed["reason"] == ""
-    replicas = {candidate["replicas"]: candidate for candidate in printed["candidates"]}
-    assert set(replicas) == {1, 2}
-    for count, candidate in replicas.items():
-        assert candidate["schedule"] == "1f1b" and candidate["chunks"] * count in (2, 4)  # of 8 samples
-        assert len(candidate["bytes"]) == 2 // count
-    printed = run(*flags, "--batch-size", "64")
-    assert "All figures are predicted." in printed and "balance of the first: " in printed
-    measured = balance.profile(model(), torch.rand(4, 16), seconds=0)
-    Path("profile.json").write_text(measured.to_json())
-    planned = ["suggest", "--profile", "profile.json", "--batch-size", "16", "--cluster", "cluster.json"]
-    assert run(*planned) == str(balance.plan_cluster(balance.Cluster.from_json(cluster_text()), [measured], 16))
-    Path("cluster.json").write_text(cluster_text(memory=1024))
-    assert "nothing fits into 1.00 KiB per device" in run(*planned, code=1)
-
-
-def test_weights_are_converted(run, tmp_path):
-    torch.save(model().state_dict(), tmp_path / "weights.pth")
-    files = str(tmp_path / "weights.pth"), str(tmp_path / "weights.safetensors")
-    assert run("convert", *files) == f"{files[1]} has 4 tensors\n"
-    assert json.loads(run("convert", *files, "--json")) == {"target": files[1], "tensors": 4}
-
-
 def test_help_is_printed_without_arguments(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
@@ -187,22 +154,22 @@ def test_help_is_printed_without_arguments(capsys):
 
 
 def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch):
-    def interrupted(options):
+    def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "draw", interrupted)
+    monkeypatch.setattr("gpipe._C.schedule_rules", interrupted)
     with pytest.raises(SystemExit) as ended:
         main(["draw", "gpipe"])
     assert ended.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [["print", "gpipe"], ["print", "--help"]])
-def test_output_that_cannot_be_written(arguments):
+def test_output_that_cannot_be_written():
     reader, closed = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full:
-        for output, code, line in ((closed, 0, ""), (full, 2, "error: cannot write the output: .*No space left.*\n")):
-            ended = subprocess.run([sys.executable, "-m", "gpipe", *arguments], stdout=output, stderr=subprocess.PIPE, text=True)
+        for output, code, line in ((closed, 0, ""), (full, 2, "error: .*No space left.*\n")):
+            command = [sys.executable, "-m", "gpipe", "draw", "gpipe"]
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
             assert ended.returncode == code and re.fullmatch(line, ended.stderr)
     os.close(closed)
 
@@ -211,36 +178,22 @@ FILES = {
     "right.txt": "0F0 0B0\n1F0 1B0\n",
     "deadlock.txt": "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0\n",
     "malformed.txt": "0F0 0X0\n",
-    "profile.json": balance.profile(model(), torch.rand(8, 16), seconds=0).to_json(),
-    "cluster.json": cluster_text(),
-    "empty.json": cluster_text(hosts=0),
 }
 REFUSED = [
     ("verify gpipe", "invalid choice: 'verify'"),
     ("check @deadlock.txt", "the schedule deadlocks"),
-    ("print @malformed.txt", "malformed.txt: line 1, column 5: '0X0' is not an action"),
-    ("print @right.txt --chunks 3", "--chunks does not apply to a schedule from a file"),
-    ("print gpipe --placement 0,1 --stages 2", "--stages does not apply to a list of workers"),
-    ("print gpipe --placement 0,x", "--placement 0,x: give looped, v, or"),
-    ("print gpipe --chunk 8", "unrecognized arguments: --chunk 8"),
-    ("print gpipe --chunks 0", "--chunks: '0' is not a whole number from 1 to"),
+    ("draw @malformed.txt", "malformed.txt: line 1, column 5: '0X0' is not an action"),
+    ("draw @right.txt --chunks 3", "--chunks does not apply to a schedule from a file"),
+    ("draw gpipe --placement 0,1 --stages 3", "the placement [0, 1] is not of 3 stages on 2 workers; leave one of them out"),
+    ("draw gpipe --placement 0,x", "invalid literal for int"),
+    ("draw gpipe --chunk 8", "unrecognized arguments: --chunk 8"),
+    ("draw gpipe --chunks 0", "--chunks: '0' is not a whole number from 1 to"),
     ("check zb_h1 --weight-gradient=-1", "--weight-gradient: '-1' is not a number from 0"),
-    ("cut --profile cluster.json", "not a profile"),
-    ("cut --profile nowhere", "No such file or directory: 'nowhere'"),
-    ("cut test_main:model --profile profile.json", "--profile excludes test_main:model"),
-    ("cut --profile profile.json --schedule interleaved_1f1b --stages-per-worker 2", "layers, 3, but is 4"),
-    ("cut --profile profile.json --schedule auto", "cut takes one schedule"),
     ("profile test_main:model_and_batch --seconds 0 --output /dev/full", "No space left on device"),
-    ("sweep test_main:model_and_batch --seconds 0 --schedule 1f1b,zb_v", "layers, 3, but is 4"),
-    ("sweep test_main:model_and_batch --near=-1", "--near: '-1' is not a whole number"),
-    ("suggest test_main:model --batch-size 8", "--batch-size requires --cluster"),
-    ("suggest --cluster cluster.json", "the following arguments are required: MODULE:FUNCTION"),
-    ("suggest test_main:model --cluster cluster.json --chunks 2", "--cluster excludes --chunks"),
+    ("profile test_main:model_and_batch --seconds 0 --output nowhere/profile", "No such file or directory: 'nowhere/profile."),
+    ("suggest test_main:model_and_batch --schedule never", "unknown schedule 'never'"),
+    ("suggest", "the following arguments are required: MODULE:FUNCTION"),
     ("suggest test_main:model --rows 0", "--rows: '0' is not a whole number from 1 to"),
-    ("suggest test_main:model --cluster cluster.json --devices cpu,cpu", "--cluster needs one device to measure on"),
-    ("suggest --cluster cluster.json --profile x --batch-size 8 --seconds 1", "--profile excludes --seconds"),
-    ("suggest test_main:model_and_batch --cluster cluster.json --micro-batch 2,9", "the mini-batch's 8 samples, but is 9"),
-    ("suggest test_main:model_and_batch --cluster empty.json", "not a cluster: /hosts is 0"),
     ("suggest test_main", "is not of the form MODULE:FUNCTION"),
     ("suggest test_main:unknown", "cannot load 'test_main:unknown': NameError: name 'unknown' is not defined"),
     ("suggest test_main:model", "returns no mini-batch; give its shape with --input"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from gpipe import balance, models
+from gpipe import balance
 from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Fail, cluster_text, make_linears, notes
 
@@ -31,6 +31,10 @@ def pipe(balance=(2, 2), **options):
 
 def step(*arguments, **options):
     return pipe().step(*(arguments or (X, Y, loss)), **options)
+
+
+def counted(count, **options):
+    return step(X, Y, gpipe.Loss(loss, count=count, **options))
 
 
 class Whole(nn.Module):
@@ -101,9 +105,9 @@ MISTAKES = [
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
     # Inputs, targets and losses.
-    (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; call pipe\(\(a, b\)\) instead"),
-    (lambda: pipe()(ids=X, mask=Y), TypeError, r"one input.*; call pipe\({'ids': \.\.\., 'mask': \.\.\.}\) instead"),
-    (lambda: pipe()(X, mask=Y), TypeError, r"one input.*; call pipe\(\(\(\.\.\.,\), {'mask': \.\.\.}\)\) instead"),
+    (lambda: pipe()(X, Y), TypeError, r"the first layer takes one input, but got 2 arguments; call pipe\(\(a, b\)\), or"),
+    (lambda: pipe()(ids=X), TypeError, r"takes one input, but got 1 arguments; call .* pipe\({'name': a}\)"),
+    (lambda: from_module(balance=[1, 1])(X, use_cache=False), TypeError, "but got <class 'bool'>"),
     (lambda: pipe()({"x": X, "use_cache": False}), TypeError, r"but got <class 'bool'> for 'use_cache'; .* leave it out"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
     (lambda: pipe()(UserDict(x=X)), TypeError, r"expected Tensor, but got <class 'collections.UserDict'>; .* pass dict\(...\)"),
@@ -112,11 +116,11 @@ MISTAKES = [
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
     (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
     (lambda: step(X, [Y], nn.CrossEntropyLoss()), TypeError, "argument 'target' .* must be Tensor, not list"),
-    (lambda: step(count=len, reduction="sum"), ValueError, "count weights a mean"),
-    (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
-    (lambda: step(count=lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
-    (lambda: step(count=lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
-    (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
+    (lambda: counted(len, reduction="sum"), ValueError, "count weights a mean"),
+    (lambda: gpipe.Loss(loss, count=8), TypeError, "count must be a function of a target, but is 8"),
+    (lambda: counted(lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
+    (lambda: counted(lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
+    (lambda: gpipe.Loss(loss, reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
     (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
     (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
     (
@@ -132,15 +136,11 @@ MISTAKES = [
     (lambda: setattr(pipe(), "devices", ["cpu"]), AttributeError, "'devices' of a pipeline is fixed; make another one by"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
-    (lambda: gpipe.PipelineGradScaler(LAYER), TypeError, "pipe must be a gpipe.GPipe, but is Linear.*; torch.amp.GradScaler is"),
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
-    (lambda: from_module(placement="v"), ValueError, "placement is 'v', but is chosen without a balance; give a balance too"),
+    (lambda: from_module(placement="w", seconds=0), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
-    (lambda: models.unet(depth=-1), ValueError, "depth must be at least 1, but is -1"),
-    (lambda: models.unet(upsampling="nearest"), ValueError, "upsampling"),
-    (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
     (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
@@ -173,11 +173,11 @@ def test_a_mistake_is_answered_in_words(call, error, words):
         call()
 
 
-SCHEDULING = {"schedule": "gpipe", "stages_per_worker": 1, "placement": "looped"}
+SCHEDULING = {"schedule": "gpipe", "placement": "looped"}
 MEASURING = {"module": make_linears(), "sample": X, "intraop_threads": 1, "seconds": 0, "param_scale": 2.0, "progress": None}
 RANKS = {"timeout": 1.0, "join_timeout": 1.0, "interface": "", "replicas": 1, "nccl": False}
 CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "copies": False}
-LOSS = {"loss": loss, "target": Y, "count": len, "reduction": "mean"}
+LOSS = {"loss": loss, "target": Y}
 PROFILE = balance.profile(make_linears(), X, seconds=0)
 SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
 CLUSTER = balance.Cluster.from_json(cluster_text())
@@ -187,27 +187,31 @@ def method(name):
     return lambda **arguments: getattr(pipe(), name)(**arguments)
 
 
+def team(name):
+    return lambda **arguments: getattr(pipe().team, name)(**arguments)
+
+
 CALLS = [
     (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "checkpoint": "never"}),
     (gpipe.GPipe, {"module": make_linears(), "balance": [4], "chunks": 2, "deferred_batch_norm": False, "group": None}),
     (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
     (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
-    (method("gather"), {"data": b"", "what": "bytes"}),
-    (method("gather_timeline"), {"timeline": gpipe.Timeline()}),
-    (method("sum_over_replicas"), {"numbers": [1.0]}),
+    (team("gather"), {"data": b"", "what": "bytes"}),
+    (team("gather_timeline"), {"timeline": gpipe.Timeline()}),
+    (team("sum_over_replicas"), {"numbers": [1.0]}),
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
-    (gpipe.check_loss, LOSS | {"output": X, "chunks": 2}),
-    (gpipe.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
-    (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
+    (gpipe.Loss, {"function": loss, "count": len, "reduction": "mean", "check": True}),
+    (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),
+    (gpipe.randomness.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
+    (lambda **arguments: gpipe.randomness.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
-    (models.unet, {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0}),
     (balance.profile, MEASURING | {"device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
     (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
     (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
-    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "stages_per_worker": 1}),
+    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "placement": "looped"}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"]}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
     (PROFILE.balance_by_time, CUT),

@@ -78,7 +78,7 @@ def piped(model, stages, x, y, chunks=4, schedule="1f1b", loss=squares, **option
     cuts = [len(model) * stage // stages for stage in range(stages + 1)]
     balance = [end - begin for begin, end in zip(cuts, cuts[1:])]
     pipe = gpipe.GPipe(copy.deepcopy(model), balance, chunks=chunks, schedule=schedule, **options)
-    return [pipe.step(x, y, loss, reduction="sum"), *gradients(pipe)]
+    return [pipe.step(x, y, gpipe.Loss(loss, reduction="sum")), *gradients(pipe)]
 
 
 def assert_same_bits(ours, theirs):
@@ -93,7 +93,7 @@ def two_workers(schedule):
 def step_over(ranks, model, balance, data, loss=squares, chunks=4, schedule="1f1b", **options):
     """Returns the loss of a step, and the gradients by name."""
     pipe = gpipe.GPipe(model, balance, group=ranks, chunks=chunks, schedule=schedule, **options)
-    return pipe.step(*data, loss, reduction="sum"), named_gradients(pipe)
+    return pipe.step(*data, gpipe.Loss(loss, reduction="sum")), named_gradients(pipe)
 
 
 def hook_a_received_tensor(ranks):
@@ -115,7 +115,7 @@ def train_in_ddp(ranks):
 
 
 def run_all(ranks):
-    interleaved = {"schedule": "interleaved_1f1b", "stages_per_worker": 2}
+    interleaved = {"schedule": "interleaved_1f1b", "placement": [0, 1, 0, 1]}
     return {
         "small": step_over(ranks, make_layers(2), [1, 1], batch()),
         "few": step_over(ranks, make_layers(), [1] * 4, batch(), chunks=1, schedule="zb_v", placement="v"),
@@ -334,7 +334,7 @@ def test_every_micro_batch_trains_the_model():
     model, pipe = make_layers(), gpipe.GPipe(make_layers(), [2, 2], chunks=2, schedule="1f1b")
     for length in (3, 5):
         x, y = (each[:, None].repeat(1, length, 1) for each in batch())
-        pipe.step(x, y, squares, reduction="sum")
+        pipe.step(x, y, gpipe.Loss(squares, reduction="sum"))
         squares(model(x), y).backward()
     torch.testing.assert_close(gradients(pipe), gradients(model))
 

@@ -164,7 +164,7 @@ def test_what_only_the_python_loss_does():
         pipe.step(x, y[:, :1], F.mse_loss)
     hooked, seen = nn.MSELoss(), []
     hooked.register_forward_hook(lambda *_: seen.append(None))
-    pipe.step(x, y, hooked, check=False)
+    pipe.step(x, y, gpipe.Loss(hooked, check=False))
     assert len(seen) == 2
     for loss in (nn.Linear(4, 1), nn.GaussianNLLLoss(), lambda output, target: output.sum(), F.kl_div):
         assert native_loss(loss) is None

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
+from gpipe.randomness import RandomScope
 from helpers import random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
@@ -247,12 +248,15 @@ def pipeline(spec, model):
     """Returns a function that runs a forward and a backward, and returns the output."""
     stages = min(spec.stages, len(model) // spec.stages_per_worker * spec.stages_per_worker)
     balance = random_balance(random.Random(spec.seed), len(model), stages)
-    options = {name: getattr(spec, name) for name in ("chunks", "checkpoint", "stages_per_worker")}
+    loops = spec.stages_per_worker == 2 and spec.schedule in (*LOOPED, "interleaved_1f1b", "interleaved_zb")
+    options = {name: getattr(spec, name) for name in ("chunks", "checkpoint")}
+    options["placement"] = [*range(len(balance) // 2)] * 2 if loops else "looped"
     pipe = gpipe.GPipe(model, balance, schedule=spec.schedule or "gpipe", **options)
+    product = gpipe.Loss(lambda out, of: (out * of).sum(), reduction="sum")
 
     def call(x, gradient):
         if spec.schedule and any(tensor.requires_grad for tensor in (x, *pipe.parameters())):
-            return pipe.step(x, gradient, lambda out, of: (out * of).sum(), reduction="sum", return_output=True)[1]
+            return pipe.step(x, gradient, product, return_output=True)[1]
         output = pipe(x)
         torch.manual_seed(0)  # does not change what a recompute draws
         if output.requires_grad:
@@ -264,7 +268,7 @@ def pipeline(spec, model):
 
 def plain_loop(spec, model):
     def call(x, gradient):
-        seed = gpipe.RandomScope.draw_seed()
+        seed = RandomScope.draw_seed()
         has_norm = any(name.endswith("num_batches_tracked") for name in model.state_dict())
         count = max(1, min(spec.chunks, len(x) // 2 if has_norm else len(x)))
         parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().tensor_split(count)]
@@ -272,7 +276,7 @@ def plain_loop(spec, model):
         for number, part in enumerate(parts):
             value = part
             for index, layer in enumerate(model):
-                with gpipe.RandomScope(seed, index, number):
+                with RandomScope(seed, index, number):
                     value = layer(value)
             outputs.append(value)
         gradients = gradient.split([len(part) for part in parts])

@@ -10,6 +10,7 @@ from torch import nn
 
 import gpipe
 import typed_program
+from helpers import Add, Stash
 
 
 def perceptron():
@@ -22,7 +23,8 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     given = {"chunks": 3, "checkpoint": "always", "schedule": "1f1b"}
     pipe = gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1, **given)
     plan = json.loads(json.dumps(pipe.plan))
-    assert plan == {"balance": pipe.balance, "placement": [0, 1], **given}
+    own = {"deferred_batch_norm": False, "keep_memory": True}
+    assert plan == {"balance": pipe.balance, "placement": [0, 1], **given, **own}
     pipe.plan["balance"].clear()
     assert plan == pipe.plan
     monkeypatch.setattr("gpipe.plan.suggest", None)
@@ -30,6 +32,59 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
     assert again.plan == plan
     loss = nn.functional.cross_entropy
     assert torch.equal(again.step(x, y, loss), gpipe.GPipe(perceptron(), **plan).step(x, y, loss))
+
+
+@pytest.mark.parametrize("given, measures", [
+    ({"balance": [4, 5]}, True),
+    ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2}, True),
+    ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2, "placement": "v"}, True),
+    ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3}, True),
+    ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2, "schedule": "zb_v"}, True),
+    ({"placement": "v"}, True),
+    ({"placement": [1, 0], "schedule": "gpipe"}, True),
+    ({"schedule": "interleaved_1f1b"}, True),
+    ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3, "checkpoint": "never"}, False),
+])  # fmt: skip
+def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, monkeypatch):
+    if not measures:
+        monkeypatch.setattr("gpipe.pipeline.choose_plan", None)
+    plan = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), seconds=0.1, **given).plan
+    assert {name: plan[name] for name in given if name not in ("devices", "placement")} == {
+        name: each for name, each in given.items() if name not in ("devices", "placement")
+    }
+    place = given.get("placement", plan["placement"])
+    assert plan["placement"] == ([0, 1, 1, 0] if place == "v" else place)
+    if measures:
+        assert plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
+
+
+def test_a_balance_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr("gpipe.plan.torch.cuda.mem_get_info", lambda device: (1, 1))
+    monkeypatch.setattr("gpipe.plan.arrange_workers", lambda *_: SimpleNamespace(devices=[torch.device("cuda", 0)] * 2))
+    monkeypatch.setattr("gpipe.plan.profile", lambda *_, **__: profile)
+    profile = gpipe.balance.profile(perceptron(), torch.randn(4, 8), seconds=0)
+    with pytest.raises(RuntimeError, match=r"the balance \[4, 5\] needs more memory than the devices have"):
+        gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), balance=[4, 5])
+
+
+def test_a_sequence_is_not_converted_if_a_pipeline_takes_it():
+    x, shared = torch.randn(12, 8), nn.Tanh()
+    plain = nn.Sequential(nn.Linear(8, 8), Stash(), nn.Linear(8, 8), Add())
+    plan = {"balance": [2, 2], "chunks": 2, "checkpoint": "never", "schedule": "1f1b"}
+    assert list(gpipe.GPipe.from_module(plain, x, **plan)) == list(plain)
+    twice = nn.Sequential(nn.Linear(8, 8), shared, nn.Linear(8, 8), shared)
+    pipe = gpipe.GPipe.from_module(twice, x, **plan)
+    torch.testing.assert_close(pipe(x), twice(x))
+    pipe = gpipe.GPipe.from_module(nn.Sequential(perceptron()), x, stages=2, seconds=0.1)
+    assert len(pipe) == 9
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_pipeline_whose_stages_cannot_overlap_is_told():
+    with pytest.raises(UserWarning, match="runs one stage at a time; give chunks, such as chunks=8"):
+        gpipe.GPipe(perceptron(), [4, 5])
+    gpipe.GPipe(perceptron(), [9])
+    gpipe.GPipe(perceptron(), [4, 5], chunks=1)
 
 
 def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_norm():
@@ -47,10 +102,11 @@ def test_measured_times_do_not_choose_between_schedules_that_round_differently(s
     candidates = [
         SimpleNamespace(fits=True, seconds=seconds, schedule=schedule, **plan) for seconds, schedule in enumerate(schedules, 1)
     ]
-    found = SimpleNamespace(candidates=candidates, unpartitioned=SimpleNamespace(fits=True, seconds=0.5))
+    found = SimpleNamespace(candidates=candidates, unpartitioned=SimpleNamespace(fits=True, seconds=0.5), reason="")
     monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: found)
     with pytest.warns(UserWarning, match=r"plain PyTorch .* predicted to be \d\.00 times as fast") as warned:
-        assert gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan == {"schedule": chosen, **plan}
+        made = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan
+    assert made.items() >= {"schedule": chosen, **plan}.items()
     assert warned[0].filename == __file__
 
 
@@ -75,9 +131,9 @@ def test_wrong_arguments_of_from_module_are_errors_at_once():
     with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
         gpipe.GPipe.from_module(perceptron(), x, 2)
     with pytest.raises(ValueError, match="not dict; give arguments by name as kwargs="):
-        gpipe.GPipe.from_module(perceptron(), {"input": x})
+        gpipe.GPipe.from_module(nn.Linear(8, 8), {"input": x})
     with pytest.raises(ValueError, match="give an example input, with tensors"):
-        gpipe.GPipe.from_module(perceptron(), [x.tolist()])
+        gpipe.GPipe.from_module(nn.Linear(8, 8), [x.tolist()])
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
         gpipe.GPipe.from_module(perceptron(), x, chunk=4)
 

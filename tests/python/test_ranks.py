@@ -98,10 +98,10 @@ def call_differently(ranks):
     x, y = batch(8)
     scaler = torch.amp.GradScaler("cpu")
     wrong = [
-        (lambda: pipe.largest(3), lambda: pipe.largest(-1)),
-        (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas(["3"])),
-        (lambda: pipe.gather(b"a"), lambda: pipe.gather("a")),
-        (lambda: pipe.gather_timeline(gpipe.Timeline()), lambda: pipe.gather_timeline(None)),
+        (lambda: pipe.team.largest(3), lambda: pipe.team.largest(-1)),
+        (lambda: pipe.team.sum_over_replicas([3.0]), lambda: pipe.team.sum_over_replicas(["3"])),
+        (lambda: pipe.team.gather(b"a"), lambda: pipe.team.gather("a")),
+        (lambda: pipe.team.gather_timeline(gpipe.Timeline()), lambda: pipe.team.gather_timeline(None)),
         (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_("x")),
         (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=scaler)),
         (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step("x", y, F.cross_entropy)),
@@ -110,7 +110,7 @@ def call_differently(ranks):
     for right, other in wrong:
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             (other if ranks.rank else right)()
-        assert pipe.largest(7 + ranks.rank) == 8
+        assert pipe.team.largest(7 + ranks.rank) == 8
     pipe.step(x, y, F.cross_entropy)
 
 
@@ -168,7 +168,7 @@ def leave_no_bytes(ranks, calls):
 
     def bytes_after(calls):
         for _ in range(calls):
-            pipe.largest(1)
+            pipe.team.largest(1)
         return malloc_info().in_use
 
     return bytes_after(100), bytes_after(calls)

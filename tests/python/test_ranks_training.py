@@ -50,7 +50,7 @@ def train_as_replicas(ranks, kinds, batches):
             assert [mesh.part(5, replica) for replica in range(2)] == [slice(0, 3), slice(3, 5)]
             torch.manual_seed(5 + mesh.replica)
             pipe = gpipe.GPipe(make_model(), [8], chunks=2, deferred_batch_norm=True, group=mesh)
-            assert pipe.sum_over_replicas([0.1 * (mesh.replica + 1), torch.tensor(2)]) == [0.1 + 0.2, 4.0]
+            assert pipe.team.sum_over_replicas([0.1 * (mesh.replica + 1), torch.tensor(2)]) == [0.1 + 0.2, 4.0]
             torch.manual_seed(5)
             records.append(train(pipe, batches, kind, mesh.part))
     assert all(torch.equal(value, records[1][-1][name]) for name, value in records[0][-1].items())
@@ -63,7 +63,7 @@ def test_replicas_equal_one_pipeline_also_with_zero_redundancy_optimizer():
     of_ranks = results_of(2, train_as_replicas, [sgd, zero], [24, 12, 8])
     torch.manual_seed(5)
     alone = gpipe.GPipe(make_model(), [4, 4], chunks=4, deferred_batch_norm=True)
-    assert alone.sum_over_replicas([1, 0.5]) == [1.0, 0.5]
+    assert alone.team.sum_over_replicas([1, 0.5]) == [1.0, 0.5]
     torch.manual_seed(5)
     for ours, theirs, whole in zip(*of_ranks, train(alone, [24, 12, 8], sgd), strict=True):
         torch.testing.assert_close(ours, whole)
@@ -81,19 +81,29 @@ def test_ranks_choose_the_same_schedule():
     assert schedule in gpipe.SCHEDULES and other == (schedule, losses)
 
 
-def scale_losses(ranks):
+def scale_losses(ranks, clips, by_hand):
     torch.manual_seed(0)
     scales = []
     with replicas(ranks, 2) as mesh:
         pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], chunks=2, group=mesh)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        scaler = gpipe.PipelineGradScaler(pipe, init_scale=2.0**10, growth_interval=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        hooked = next(pipe.parameters())
         for overflows in (False, True, False, False):
             before = [each.clone() for each in pipe.parameters()]
             x, y = torch.rand(2, 8, 6)
-            pipe.step(x[mesh.part(8)], y[mesh.part(8)], F.mse_loss, scale=scaler)
             if overflows and mesh.rank == 3:  # on one rank only
-                next(pipe.parameters()).grad[0] = torch.inf
+                hook = hooked.register_hook(lambda gradient: gradient / 0)
+            if overflows and by_hand:
+                scaler.scale(F.mse_loss(pipe(x[mesh.part(8)]), y[mesh.part(8)])).backward()
+                pipe.team.spread_overflow()
+            else:
+                pipe.step(x[mesh.part(8)], y[mesh.part(8)], F.mse_loss, scale=scaler)
+            if overflows and mesh.rank == 3:
+                hook.remove()
+            if clips:
+                scaler.unscale_(optimizer)
+                pipe.clip_grad_norm_(1.0)
             scaler.step(optimizer)
             assert overflows == all(map(torch.equal, before, pipe.parameters()))
             scaler.update()
@@ -102,8 +112,31 @@ def scale_losses(ranks):
     return scales
 
 
-def test_all_ranks_skip_a_step_alike():
-    assert results_of(4, scale_losses) == [[1024.0, 512.0, 512.0, 1024.0]] * 4
+@pytest.mark.parametrize("clips, by_hand", [(False, False), (True, False), (False, True)])
+def test_all_ranks_skip_a_step_alike(clips, by_hand):
+    assert results_of(4, scale_losses, clips, by_hand) == [[1024.0, 512.0, 512.0, 1024.0]] * 4
+
+
+def scale_without_parameters(ranks):
+    """The scaler of rank 1, which has the loss but no parameters, keeps its first scale."""
+    torch.manual_seed(0)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), [1, 1], chunks=2, group=ranks)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 - ranks.rank))
+    x, y = torch.rand(2, 8, 6)
+    pipe.step(x, y, F.mse_loss, scale=scaler)
+    gradient = [each.grad / 2.0**10 for each in pipe.parameters()]
+    pipe.zero_grad()
+    pipe.step(x, y, F.mse_loss)
+    torch.testing.assert_close(gradient, [each.grad for each in pipe.parameters()])
+    both = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], group=ranks)
+    with pytest.raises((ValueError, RuntimeError), match="scale is 512, but 1024 on another rank"):
+        both.step(x, y, F.mse_loss, scale=scaler)
+    with pytest.raises(TypeError, match=r"over ranks, give a GradScaler to step\(\), but compute_loss\(\) got it"):
+        both.compute_loss(x, y, F.mse_loss, scale=scaler)
+
+
+def test_the_scale_is_that_of_the_ranks_that_train():
+    results_of(2, scale_without_parameters)
 
 
 def load_parts(ranks):

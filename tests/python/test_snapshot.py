@@ -14,7 +14,6 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, Sp
 
 import gpipe
 from gpipe import snapshot
-from gpipe.convert import convert
 from gpipe.snapshot import Snapshot
 
 # Optimizers with options, and the names of their state per parameter.
@@ -292,7 +291,7 @@ def test_errors_of_files_are_those_of_python(tmp_path):
         snapshot.read(path)
     for is_zip in (True, False):
         torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
-        with pytest.raises(ValueError, match=r"is not a snapshot, .* torch.load\(\), .* python -m gpipe convert"):
+        with pytest.raises(ValueError, match=r"is not a snapshot, but a file of torch.save\(\); read it with torch.load\("):
             snapshot.read(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         snapshot.read(tmp_path)
@@ -312,18 +311,3 @@ def test_json_of_many_levels_is_refused(levels, tmp_path):
     if levels > 1000:
         with pytest.raises(ValueError, match="too many levels"):
             snapshot.restore_scheduler(lr_scheduler.StepLR(SGD(make_model().parameters()), 1), deep)
-
-
-def test_convert_writes_weights_of_torch_save(tmp_path):
-    model = make_model()
-    target = tmp_path / "weights.safetensors"
-    for content in model.state_dict(), {"format": "gpipe snapshot", "version": 1, "model": dict(model.state_dict())}:
-        torch.save(content, tmp_path / "weights.pth")
-        convert(tmp_path / "weights.pth", target)
-        assert same(safetensors.torch.load_file(target), dict(model.state_dict()))
-    for content in {"epoch": 3}, torch.ones(2), model, {".a": torch.ones(2)}:
-        torch.save(content, tmp_path / "weights.pth")
-        with pytest.raises(ValueError, match="weights.pth"):
-            convert(tmp_path / "weights.pth", target)
-    with pytest.raises(FileNotFoundError, match="missing.pth"):
-        convert(tmp_path / "missing.pth", target)

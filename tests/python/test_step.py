@@ -2,7 +2,11 @@
 
 import copy
 import functools
+import gc
+import pickle
 import sys
+import types
+import weakref
 
 import pytest
 import torch
@@ -111,9 +115,10 @@ def test_losses_have_the_gradients_of_the_whole_mini_batch(loss, count):
     pipe, (x, y) = make_pipe(), ignoring()
     expected = loss(nn.Sequential(*pipe)(x), y)
     expected_gradients = torch.autograd.grad(expected, list(pipe.parameters()))
-    torch.testing.assert_close(pipe.step(x, y, loss, count=count), expected)
+    counted = gpipe.Loss(loss, count=count)
+    torch.testing.assert_close(pipe.step(x, y, counted), expected)
     torch.testing.assert_close(gradients(pipe), list(expected_gradients))
-    assert gpipe.check_loss(loss, pipe(x), y, 3, count=count) == pytest.approx((expected.item(), expected.item()))
+    assert gpipe.losses.check_loss(counted, pipe(x), y, 3) == pytest.approx((expected.item(), expected.item()))
 
 
 def test_another_loss_is_compared_once_with_the_whole_mini_batch():
@@ -128,16 +133,35 @@ def test_another_loss_is_compared_once_with_the_whole_mini_batch():
     assert all(gradient is None for gradient in gradients(pipe))
     with pytest.raises(ValueError, match="but the micro-batches give nan"):
         pipe.step(x, y, lambda output, target: F.cross_entropy(output, target))
-    pipe.step(x, y, total, check=False)
-    pipe.step(x, y, total, reduction="sum")
-    sizes = []
+    pipe.step(x, y, gpipe.Loss(total, check=False))
+    pipe.step(x, y, gpipe.Loss(total, reduction="sum"))
+    calls = Calls()
     for _ in range(2):
-        pipe.step(x, y, lambda output, target: sizes.append(len(target)) or output.square().mean())
-    assert sizes.count(7) == 1
+        pipe.step(x, y, lambda output, target: calls.add(target) or output.square().mean())
+    assert calls.sizes.count(7) == 2
+    calls = Calls()
+    loss = lambda output, target: calls.add(target) or output.square().mean()  # noqa: E731
+    for _ in range(2):
+        pipe.step(x, y, loss)
+    assert calls.sizes.count(7) == 1
 
     # A loss that draws, or that takes no whole mini-batch, is not compared.
     pipe.step(x, y, lambda output, target: F.dropout(output).square().mean())
     pipe.step(x, y, lambda output, target: output.sum() if len(target) <= 3 else 1 / 0)
+
+
+class Calls:
+    """Notes the sizes of micro-batches where the comparison of losses does not look."""
+
+    def __init__(self):
+        self._hidden = types.SimpleNamespace(sizes=[])
+
+    def add(self, target):
+        self.sizes.append(len(target))
+
+    @property
+    def sizes(self):
+        return self._hidden.sizes
 
 
 def squares(output, target, total=False):
@@ -149,19 +173,20 @@ def test_each_loss_is_compared_once():
     x, y = torch.randn(7, 4).double(), torch.randn(7, 3).double()
 
     class Module(nn.Module):
-        def __init__(self, total):
+        def __init__(self, total=False, calls=None):
             super().__init__()
-            self.total, self.sizes = total, []
+            self.total, self.calls = total, calls
 
         def forward(self, output, target):
-            self.sizes.append(len(output))
+            if self.calls:
+                self.calls.add(target)
             return squares(output, target, self.total)
 
-    def closure(total, sizes=()):
+    def closure(total, calls=None):
         def inner(output, target):
             return squares(output, target, total)
 
-        return lambda output, target: sizes and sizes.append(len(output)) or inner(output, target)
+        return lambda output, target: calls and calls.add(target) or inner(output, target)
 
     for make in (Module, closure, lambda total: Module(total).forward, lambda total: functools.partial(squares, total=total)):
         pipe = make_pipe()
@@ -169,14 +194,40 @@ def test_each_loss_is_compared_once():
         with refused:
             pipe.step(x, y, make(True))
         with refused:
-            pipe.step(x, y, make(False), count=lambda target: 1)
-    pipe, module, sizes = make_pipe(), Module(False), [0]
-    for weight in (1.0, 0.5, 0.25):  # one variable of all functions
-        pipe.step(x, y, closure(False, sizes))
-        pipe.step(x, y, lambda output, target: sizes.append(len(output)) or weight * squares(output, target))
-        pipe.step(x, y, module.forward)
-        pipe.step(x, y, module)
-    assert sizes.count(7) == 2 and module.sizes.count(7) == 2
+            pipe.step(x, y, gpipe.Loss(make(False), count=lambda target: 1))
+    calls = Calls()
+    method, loss = Module(calls=calls), gpipe.Loss(Module(calls=calls))
+    for each in (closure(False, calls), method.forward, Module(calls=calls), loss):
+        pipe, others = make_pipe(), calls.sizes.count(7)
+        for _ in range(3):
+            pipe.step(x, y, method.forward if each == method.forward else each)
+        assert calls.sizes.count(7) == others + 1
+    make_pipe().step(x, y, loss)  # another pipeline
+    assert calls.sizes.count(7) == 4
+    assert pickle.loads(pickle.dumps(gpipe.Loss(F.mse_loss, reduction="sum"))).reduction == "sum"
+
+
+def test_losses_made_anew_are_told_and_not_kept():
+    pipe, (x, y), alive = make_pipe(), batch(), weakref.WeakSet()
+
+    def step():
+        loss = lambda output, target: output.square().mean()  # noqa: E731
+        alive.add(loss)
+        pipe.step(x, y, loss)
+
+    with pytest.warns(UserWarning, match="made anew in each step; make it once, before the loop") as warned:
+        for _ in range(6):
+            step()
+    assert len(warned) == 1 and warned[0].filename == __file__
+    gc.collect()
+    assert not alive
+
+
+TOTALS = {}
+
+
+class Meter:
+    total = 0
 
 
 def test_the_comparison_leaves_the_state_of_a_loss():
@@ -186,13 +237,24 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             self.scale = nn.Parameter(torch.ones(()))
             self.register_buffer("center", torch.zeros(3))
             self.register_buffer("mean", torch.zeros(3))
-            self.calls = 0
+            self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, Meter()
 
         def forward(self, output, target):
             self.calls += 1
             self.mean = output.detach().mean(0)
             self.center.lerp_(self.mean, 0.1)
+            self.means.append(self.mean.clone())
+            self.meter.total += 1
+            self.of_sizes[len(output)] = self.of_sizes.get(len(output), 0) + 1
             return (output * self.scale).square().mean()
+
+    class Trainer:
+        def __init__(self, module):
+            self.module = module
+
+        def loss(self, output, target):
+            TOTALS["calls"] += 1
+            return self.module(output, target)
 
     module, x = Centered().double(), batch()[0]
     kept, calls = torch.zeros(3).double(), 0
@@ -200,20 +262,22 @@ def test_the_comparison_leaves_the_state_of_a_loss():
     def function(output, target):
         nonlocal calls
         calls += 1
+        TOTALS["calls"] += 1
         kept.add_(output.detach().sum(0))
         return module(output, target)
 
     states = []
     for check in (False, True):
-        for loss in (module, function, functools.partial(function), module.forward):
+        for loss in (module, function, functools.partial(function), module.forward, Trainer(module).loss):
             module.load_state_dict(Centered().double().state_dict())
             module.scale.grad, module.calls, calls = None, 0, 0
+            module.means, module.of_sizes, module.meter.total, TOTALS["calls"] = [], {}, 0, 0
             kept.zero_()
-            make_pipe().step(x, x, loss, check=check)
+            make_pipe().step(x, x, gpipe.Loss(loss, check=check))
             tensors = [module.center.clone(), module.mean.clone(), kept.clone(), module.scale.grad]
-            states.append([module.calls, calls, *tensors])
-    assert [state[0] for state in states] == [3] * 8
-    torch.testing.assert_close(states[:4], states[4:], rtol=0, atol=0)
+            states.append([module.calls, calls, module.meter.total, TOTALS["calls"], module.of_sizes, *module.means, *tensors])
+    assert [state[0] for state in states] == [3] * 10
+    torch.testing.assert_close(states[:5], states[5:], rtol=0, atol=0)
     make_pipe().step(x, x[:, :3], torch.jit.script(nn.MSELoss()))  # whose buffers are not in a dict
 
 
@@ -270,16 +334,16 @@ def test_a_loss_that_ignores_targets_is_refused_without_a_count_that_is_right(dt
     def masked(output, target):
         return F.cross_entropy(output, target[0], reduction="none")[target[1]].mean()
 
-    refused = pytest.raises(ValueError, match="gradients that are .* % off; if the loss ignores some targets, pass count")
+    refused = pytest.raises(ValueError, match="gradients that are .* % off; if the loss ignores some targets, give count")
     pipe.step(x, y, loss)  # ignores none yet
     pipe.step(x, (y, torch.ones_like(mask)), masked)
     for target, each in ((ignoring, loss), ((y, mask), masked)):
         with refused:
-            pipe.step(x, target, each, reduction="mean")
+            pipe.step(x, target, gpipe.Loss(each, reduction="mean"))
     with refused:
-        pipe.step(x, ignoring, F.cross_entropy, count=len)
-    pipe.step(x, ignoring, loss, count=lambda target: (target >= 0).sum())
-    pipe.step(x, (y, mask), masked, count=lambda target: target[1].sum())
+        pipe.step(x, ignoring, gpipe.Loss(F.cross_entropy, count=len))
+    pipe.step(x, ignoring, gpipe.Loss(loss, count=lambda target: (target >= 0).sum()))
+    pipe.step(x, (y, mask), gpipe.Loss(masked, count=lambda target: target[1].sum()))
 
 
 def test_forward_and_backward_warn_of_another_schedule_once():

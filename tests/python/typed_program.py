@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 
 import gpipe
 from gpipe import balance, snapshot
+from gpipe.plan import Plan
 from gpipe.skip import Namespace, Skippable, peek, pop, skippable, stash
 
 
@@ -54,12 +55,14 @@ def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
     for _ in range(2):
         optimizer.zero_grad()
         assert_type(pipe.step(x, y, criterion), Tensor)
-        loss, output = pipe.step(x, y, criterion, reduction="mean", return_output=True)
+        weighted = gpipe.Loss(criterion, count=lambda target: target.ne(-100).sum(), reduction="mean")
+        loss, output = pipe.step(x, y, weighted, return_output=True)
         assert_type(loss, Tensor)
         assert isinstance(output, Tensor)
         torch.autograd.backward(assert_type(pipe.compute_loss(x, y, nn.CrossEntropyLoss()), Tensor))
         assert_type(pipe.clip_grad_norm_(1.0), Tensor)
         optimizer.step()
+        assert_type(pipe.team.largest(0), int)
     model, state = snapshot.capture_model(pipe), snapshot.capture_optimizer(optimizer, pipe)
     snapshot.write(file, snapshot.Snapshot(model, state, epoch=1, options={"schedule": pipe.schedule}))
     saved = snapshot.read(file)
@@ -80,7 +83,7 @@ def main(folder: Path) -> None:
     pipe.chunks = 2
     train(pipe, x, y, folder / "latest.snapshot")
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
-    plan: gpipe.Plan = chosen.plan
+    plan: Plan = chosen.plan
     train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()

@@ -143,12 +143,14 @@ def compare(model, args, kwargs, sequence, chunks, **options):
         return backward(map(weighted_sum, outputs), [torch.cat(each) for each in leaves])
 
     def by_pipeline():
-        return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), weighted_sum, reduction="sum", return_output=True))
+        total = gpipe.Loss(weighted_sum, reduction="sum")
+        return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), total, return_output=True))
 
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
         # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
-        theirs = state_after(model, lambda: on(functools.partial(gpipe.run_unpartitioned, chunks=chunks), sequence, input))
+        unpartitioned = functools.partial(gpipe.randomness.run_unpartitioned, chunks=chunks)
+        theirs = state_after(model, lambda: on(unpartitioned, sequence, input))
     yield {"pipeline": difference(ours, theirs)}
 
 

@@ -177,11 +177,11 @@ def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
     return converted(module, input)
 
 
-def converted(module: nn.Module, input: Any) -> nn.Sequential:
+def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequential:
     """Returns the sequence of a module for an input of the sequence."""
     if isinstance(input, dict):
-        return to_sequential(module, **input)
-    return to_sequential(module, *(input if isinstance(input, tuple) else (input,)))
+        return to_sequential(module, native=native, **input)
+    return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
 class _Tree:
