@@ -147,7 +147,7 @@ _KINDS = [each for each in vars(torch).values() if isinstance(each, torch.dtype)
 
 def _sum(tensor: Tensor) -> Tensor:
     """Returns a number that depends on a tensor's type, and on a sample of its elements and their order."""
-    elements = (tensor if tensor.is_contiguous() else tensor[..., :8]).reshape(-1)
+    elements = tensor.reshape(-1)
     elements = elements[:: max(1, len(elements) // 1000)]
     elements = (elements.abs() if elements.is_complex() else elements).to(torch.get_default_dtype())
     return (elements * torch.linspace(1, 2, len(elements), device=elements.device)).mean() / 16 + _KINDS.index(tensor.dtype)

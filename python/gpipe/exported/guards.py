@@ -209,7 +209,11 @@ class Twins:
             modes.insert(0, nullcontext)
         for context in modes:
             with context():
-                if reason := self._difference(arguments, calls=2):
+                reason = self._difference(arguments, calls=2)
+                if reason and self._blocks:  # an export may call them with other arguments, such as an explicit mask
+                    self._blocks = []
+                    reason = self._difference(arguments, calls=2)
+                if reason:
                     name = type(module).__name__
                     raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
         with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
@@ -237,10 +241,12 @@ class Twins:
                         self._record()
                     reasons.append(self._difference(given))
             tested[about] = next(filter(None, reasons), "")
-        if not self._has_own_floats:
+        if self._blocks and not self._has_own_floats:
             for dtype in _FLOATS - {torch.uint8}:
                 cast = tree_map_only(Tensor, lambda each, to=dtype: each.to(to) if each.is_floating_point() else each, arguments)
-                tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
+                with unchanged(module):
+                    _pretend(module, dtype)
+                    tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
         return tested
 
     def _record(self) -> None:
@@ -248,6 +254,16 @@ class Twins:
         with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
             args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
             self._module(*args, **kwargs)
+
+
+def _pretend(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a model, whose blocks are not called, parameters and buffers of a dtype, without memory."""
+    for each in module.modules():
+        for tensors in () if isinstance(each, torch.jit.ScriptModule) else (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point():
+                    other = torch.zeros((), dtype=dtype, device=tensor.device).expand(tensor.shape)
+                    tensors[name] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become

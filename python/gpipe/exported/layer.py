@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from gpipe import _C
@@ -183,12 +184,18 @@ class ExportedLayer(ConvertedLayer, Skippable):
             inputs = list(input) if isinstance(input, tuple) else [input]
         graph = self._graph
         owned = [name.rpartition(".") for name in graph.tensors]
-        outputs = graph.run(
-            inputs,
-            [getattr(self.model.get_submodule(path), name) for path, _, name in owned],
-            [module.training for module in self._places],
-            *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
-        )
+        depth = _functorch.maybe_current_level() or 0
+        try:
+            outputs = graph.run(
+                inputs,
+                [getattr(self.model.get_submodule(path), name) for path, _, name in owned],
+                [module.training for module in self._places],
+                *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
+            )
+        except Exception:
+            while (_functorch.maybe_current_level() or 0) > depth:  # vmap() was not left
+                _functorch._vmap_decrement_nesting()
+            raise
         if self._output is not None:
             return self.unflattened(outputs, self.model.training)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
