@@ -4,6 +4,7 @@ An export sees one run. So the conversion compares the model with its sequence i
 each call compares the model with what it was.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -41,10 +42,12 @@ class Attributes:
             return "its class"
         now = vars(module)
         new = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if added or hasattr(self._class, name)}
+        if "forward" in new and _runs(now["forward"]):  # and calls the pipeline
+            new.remove("forward")
         for name in new | self._plain.keys():
             if name not in now or name in new or not _same(self._plain[name], now[name]):
                 return f"its attribute '{name}'"
-        if self._globals != _globals_of(module):
+        if "forward" not in now and self._globals != _globals_of(module):
             return "a global that its forward() reads"
         for name, hooks in self._hooks.items():
             if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
@@ -53,6 +56,15 @@ class Attributes:
             if list(getattr(module, kind)) != names:
                 return f"its {kind.strip('_')}"
         return ""
+
+
+def _runs(function: Any) -> bool:
+    """Returns whether a function, or one that it wraps, runs on this thread."""
+    codes = {getattr(each, "__code__", None) for each in (function, inspect.unwrap(function))}
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _globals_of(module: nn.Module) -> dict[str, Any]:
