@@ -155,6 +155,7 @@ class GPipe(StagedModel):
         kwargs: Mapping[str, Any] | None = None,
         *,
         opaque: Iterable[type[nn.Module]] = (),
+        native: bool = False,
         stages: int | None = None,
         balance: Iterable[int] | None = None,
         devices: Iterable[torch.device | int | str] | None = None,
@@ -179,7 +180,7 @@ class GPipe(StagedModel):
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            opaque: classes of submodules to keep whole; see :func:`gpipe.to_sequential`.
+            opaque, native: see :func:`gpipe.to_sequential`.
             stages: the number of stages. Default: one per worker, or two, whichever is faster; then a warning tells if plain
                 PyTorch is predicted to be faster.
             balance: the number of layers of each stage, instead of ``stages``.
@@ -195,7 +196,7 @@ class GPipe(StagedModel):
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
         balance = None if balance is None else checks.check_list(balance, "balance", "numbers of layers")
-        model = _as_layers(module, args, kwargs or {}, opaque, max(2, stages or len(balance or ())))
+        model = _as_layers(module, args, kwargs or {}, opaque, native, max(2, stages or len(balance or ())))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
@@ -445,15 +446,24 @@ class GPipe(StagedModel):
 
 
 def _as_layers(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]], stages: int
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    opaque: Iterable[type[nn.Module]],
+    native: bool,
+    stages: int,
 ) -> nn.Sequential:
     """Returns a sequence that a pipeline of so many stages takes as it is, or that a module was converted to."""
     opaque = tuple(opaque)
-    if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque:
+    if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque and not native:
         if any(isinstance(each, Skippable) for each in module.modules()):  # which cannot be converted
             return module
         with suppress(TypeError, ValueError):
             verify_module(module)
             if len(module) >= stages:
                 return module
-    return to_sequential(module, *args, opaque=opaque, **kwargs)
+    model = to_sequential(module, *args, opaque=opaque, native=native, **kwargs)
+    if not native and len(model) > 100:
+        advice = "native=True runs most of them without Python, which is faster if they are small"
+        warnings.warn(f"the model has {len(model)} layers; {advice}", stacklevel=4)
+    return model

@@ -26,7 +26,7 @@ class Wrapper(nn.Module):
         if "module" in self.__dict__:  # else nn.Module.__init__ sets it
             self.module.training = mode
 
-    training = property(attrgetter("module.training"), _set_training)  # type: ignore[assignment]
+    training = property(attrgetter("module.training"), _set_training)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -63,7 +63,7 @@ class WrappingSequence(Wrapper, nn.Sequential):
         self.guards.check(tree_leaves(input))
         for layer in self:
             layer.follow_model()  # type: ignore[operator]
-        return super().forward(input)
+        return super().forward(input)  # type: ignore[no-untyped-call]
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)
@@ -84,7 +84,7 @@ class Shell(nn.Module):
         if "original" in self.__dict__:
             self.original.training = mode
 
-    training = property(attrgetter("original.training"), _set_training)  # type: ignore[assignment]
+    training = property(attrgetter("original.training"), _set_training)
 
 
 class ConvertedLayer(nn.Module):

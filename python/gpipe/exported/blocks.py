@@ -175,6 +175,7 @@ def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, runs: bool) -> 
     plain run. ``runs``: whether blocks run on fake tensors to learn sizes, else only dimension 0 may have any size."""
     _tracing.blocks, _tracing.calls, _tracing.runs = blocks, calls, runs
     with ExitStack() as stack:
+        stack.callback(vars(_tracing).clear)
         for path, block in blocks.items():
             call = functools.partial(_call, path, calls.changed.get(block, []))
             # With this attribute, nn.Module calls neither forward() nor hooks.
@@ -216,7 +217,7 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
         # Without torch functions, because nothing inside is recorded.
         quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
         with torch.random.fork_rng([]), quietly, torch._C.DisableTorchFunction():
-            output = block._call_impl(*args, **kwargs)
+            output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             raise ValueError("the sizes of its output depend on data")
     except Exception:  # it does what fake tensors cannot; then only dimension 0 may have any size

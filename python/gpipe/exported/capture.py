@@ -1,5 +1,6 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -16,31 +17,16 @@ from gpipe.exported.graph import Graph, Reader, Value
 from gpipe.exported.modes import Combination
 
 
-class Owned(NamedTuple):
-    """A tensor of a model."""
-
-    tensor: Tensor
-    persistent: bool  # whether it is part of the model's state
-
-
 class Captured(NamedTuple):
     """A model as a graph, with its tensors."""
 
     graph: Graph
-    tensors: dict[str, Owned]  # by name, also tensors that the graph does not use
-    modes: dict[str, bool]  # whether each module is in training mode, by path
+    tensors: dict[str, Tensor]  # by name, also tensors that the graph does not use
     whole: dict[str, nn.Module]  # the modules that are kept whole, by path
 
 
 def capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    blocks: Mapping[str, nn.Module],
-    calls: Calls,
-    *,
-    any_shape: bool,
-    runs: bool,
+    module: nn.Module, arguments: Any, blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool
 ) -> Captured:
     """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
     where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
@@ -48,7 +34,7 @@ def capture(
     programs, called = [], []
     for training in (True, False):
         with mode(module, training), kept_whole(blocks, calls, runs=runs), _calls_of(module) as paths:
-            programs.append(exported(module, args, kwargs, any_shape=any_shape))
+            programs.append(exported(module, *arguments, any_shape=any_shape))
         called.append(paths)
     own = _tensors_of_module(module)
     tensors = dict(own)
@@ -56,30 +42,25 @@ def capture(
     check_outputs(graph)
     check_outputs(evaluation)
     combined = Combination(graph, evaluation, called[0] & called[1]).graph
-    modes = {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
-    return Captured(combined, tensors, modes, dict(blocks))
+    return Captured(combined, tensors, dict(blocks))
 
 
-def _tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
+def _tensors_of_program(program: ExportedProgram) -> dict[str, Tensor]:
     """Returns the tensors that an exported program uses, by name."""
-    found = {name: Owned(tensor, True) for name, tensor in program.state_dict.items()}
+    found: dict[str, Tensor] = dict(program.state_dict)
     for spec in program.graph_signature.input_specs:
         if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
-            found[spec.target] = Owned(program.constants[spec.target], False)
+            found[spec.target] = program.constants[spec.target]
     return found
 
 
-def _tensors_of_module(module: nn.Module) -> dict[str, Owned]:
+def _tensors_of_module(module: nn.Module) -> dict[str, Tensor]:
     """Returns all parameters and buffers of a module, by name. A tensor can have several names."""
-    found = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
-            if tensor is not None:
-                found[f"{path}.{name}".lstrip(".")] = Owned(tensor, name not in each._non_persistent_buffers_set)
-    return found
+    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return dict(itertools.chain(*named))
 
 
-def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Owned]) -> dict[str, str]:
+def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Tensor]) -> dict[str, str]:
     """Returns one name for each tensor of a program, also if it is tied. ``own`` are the names of the model's tensors.
     Adds constants to ``tensors``, except those that equal a constant of an earlier program."""
     free = [name for name in tensors if name not in own]
@@ -87,7 +68,7 @@ def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, 
     for name, owned in _tensors_of_program(program).items():
         new = name
         if name not in own:
-            equal = [each for each in free if _equal(owned.tensor, tensors[each].tensor)]
+            equal = [each for each in free if _equal(owned, tensors[each])]
             while not equal and new in tensors:
                 new += "_eval"
             if equal:
@@ -95,8 +76,8 @@ def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, 
                 free.remove(new)
             tensors.setdefault(new, owned)
         names[name] = new
-    first = {id(owned.tensor): name for name, owned in reversed(tensors.items())}
-    return {name: first[id(tensors[new].tensor)] for name, new in names.items()}
+    first = {id(owned): name for name, owned in reversed(tensors.items())}
+    return {name: first[id(tensors[new])] for name, new in names.items()}
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, inference_mode, enable_grad, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.blocks import Calls
-from gpipe.exported.capture import Captured, Owned, capture, examples_of, refuse_modules
+from gpipe.exported.capture import Captured, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
 from gpipe.exported.graph import Value
 from gpipe.exported.guards import Guards, Twins, copy_of, effects_on, prove_batch
@@ -81,7 +81,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
     refuse_modules({"": module})
     examples = examples_of(arguments)
     for samples in (2, 4, None):  # some code needs more, or treats one sample differently
-        few = tree_map_only(Tensor, lambda tensor, end=samples: tensor[:end], examples)
+        few = tree_map_only(Tensor, partial(_first, samples), examples)
         try:
             calls, effects, output = _plain_runs(module, few)
             prove_batch(module, few, output)
@@ -100,7 +100,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                 if each in effects:
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            model = capture(module, *examples, blocks, calls, **way)
+            model = capture(module, examples, blocks, calls, **way)
             sequence = _assemble(model, module)
             may_break = model.graph.sizes.guards_of_one_sample()
             twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)
@@ -125,14 +125,19 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
     return sequence
 
 
+def _first(samples: int | None, tensor: Tensor) -> Tensor:
+    return tensor[:samples]
+
+
 def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return nn.Sequential.forward(sequence, input_of(args, kwargs))  # without guards
+    return nn.Sequential.forward(sequence, input_of(args, kwargs))  # type: ignore[no-untyped-call]  # without guards
 
 
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str], Any]:
     """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, and the output
     in evaluation mode."""
-    calls, effects, outputs = Calls(), {}, []
+    calls, outputs = Calls(), []
+    effects: dict[nn.Module, str] = {}
 
     def run() -> None:
         args, kwargs = tree_map_only(Tensor, copy_of, arguments)
@@ -201,14 +206,14 @@ class _Tree:
             self.place(outer)._modules[name] = self._places[path]
         return self._places[path]
 
-    def add(self, name: str, owned: Owned) -> None:
+    def add(self, name: str, owned: Tensor) -> None:
         """Registers a tensor under its name."""
         path, _, own = name.rpartition(".")
         place = self.place(path)
         assert isinstance(place, Shell)
-        kind = "_parameters" if isinstance(owned.tensor, nn.Parameter) else "_buffers"
-        getattr(place, kind)[own] = owned.tensor
-        if getattr(place.original, kind).get(own) is not owned.tensor:
+        kind = "_parameters" if isinstance(owned, nn.Parameter) else "_buffers"
+        getattr(place, kind)[own] = owned
+        if getattr(place.original, kind).get(own) is not owned:
             place.own.add(own)
 
 
@@ -248,10 +253,10 @@ def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
     """Returns the names of each layer's tensors, without those of modules that are kept whole. One that is not used belongs to
     the layer with the nearest name."""
     owned = [[value.tensor for value in each.owned] for each in routes]
-    used = {id(model.tensors[name].tensor) for names in owned for name in names}
+    used = {id(model.tensors[name]) for names in owned for name in names}
     paths = [route.name.split(".") for route in routes]
     for name, each in model.tensors.items():
-        if id(each.tensor) not in used and not is_inside(name, model.whole):
+        if id(each) not in used and not is_inside(name, model.whole):
             common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]
             owned[common.index(max(common))].append(name)
     return owned

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from gpipe.generators import GeneratorState, is_generator
@@ -92,7 +92,7 @@ def unchanged(module: nn.Module, seed: int | None = None, *, values: bool = Fals
     owners = {id(each): each for inner in modules for each in (inner._parameters, inner._buffers)}.values()
     held = [(owner, dict(owner)) for owner in owners]
     kept = [*module.buffers(), *(module.parameters() if values else ())]
-    saved = [(tensor, tensor.detach().clone()) for tensor in kept if not isinstance(tensor, UninitializedTensorMixin)]
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept if not is_lazy(tensor)]
     devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
     with _same_attributes(module), torch.random.fork_rng(devices):
         if seed is not None:  # torch.manual_seed() would seed devices that are not restored

@@ -127,11 +127,11 @@ class Guards:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
         self._name = type(module).__name__
         self._dtypes = [
-            (each._parameters, name, tensor.dtype)
+            (each._parameters, name, parameter.dtype)
             for each in module.modules()
             if not isinstance(each, torch.jit.ScriptModule)
-            for name, tensor in each._parameters.items()
-            if tensor is not None
+            for name, parameter in each._parameters.items()
+            if parameter is not None
         ]
         self._of_inputs, self._tested = dtypes, tested
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
@@ -157,11 +157,11 @@ class Guards:
         if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
             yield "with another default dtype or device"
         for parameters, name, dtype in self._dtypes:
-            tensor = parameters.get(name)
-            if tensor is not None and tensor.dtype != dtype:
-                yield f"with parameters of {tensor.dtype}"
-        for kind, dtype in self._autocast.items():
-            if (now := autocast_dtype(kind)) != dtype:
+            parameter = parameters.get(name)
+            if parameter is not None and parameter.dtype != dtype:
+                yield f"with parameters of {parameter.dtype}"
+        for kind, of_kind in self._autocast.items():
+            if (now := autocast_dtype(kind)) != of_kind:
                 yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"
         for tensor, dtype in zip(inputs, self._of_inputs):
             if tensor.dtype != dtype:
@@ -255,7 +255,7 @@ class Twins:
             tested[about] = next(filter(None, reasons), "")
         if self._blocks and not self._has_own_floats:
             for dtype in _FLOATS - {torch.uint8}:
-                cast = tree_map_only(Tensor, lambda each, to=dtype: each.to(to) if each.is_floating_point() else each, arguments)
+                cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
                 with unchanged(module):
                     _pretend(module, dtype)
                     tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
@@ -268,10 +268,15 @@ class Twins:
             self._module(*args, **kwargs)
 
 
+def _float_of(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _pretend(module: nn.Module, dtype: torch.dtype) -> None:
     """Gives a model, whose blocks are not called, parameters and buffers of a dtype, without memory."""
     for each in module.modules():
-        for tensors in () if isinstance(each, torch.jit.ScriptModule) else (each._parameters, each._buffers):
+        of_each: Any = () if isinstance(each, torch.jit.ScriptModule) else (each._parameters, each._buffers)
+        for tensors in of_each:
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_floating_point():
                     other = torch.zeros((), dtype=dtype, device=tensor.device).expand(tensor.shape)
@@ -308,7 +313,7 @@ def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any
             except Exception as error:
                 return error
             found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
-            wanted = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
+            wanted: dict[str, Tensor] = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
             wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
             wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
             roots = [each for each in outputs if _needs_grad(each)]
