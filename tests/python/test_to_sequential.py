@@ -274,6 +274,16 @@ def test_parameters_of_the_model_that_are_replaced_are_used():
         pipe(batch())
 
 
+def test_parameters_of_exported_code_stay_tied():
+    model = Calls(lambda m, x: m.a(x * m.scale) * m.again)
+    model.scale = model.again = nn.Parameter(torch.ones(4).double())
+    sequence = to_sequential(model, batch())
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.again = nn.Parameter(torch.ones(4).double())
+    with pytest.raises(RuntimeError, match=r"'scale' and 'again' of the model \(Calls\) are no longer one tensor"):
+        sequence(batch())
+
+
 def test_copies_and_pickles():
     net = make_net()
     sequence = to_sequential(net, batch(), native=True).eval()

@@ -134,6 +134,12 @@ class Guards:
             if parameter is not None
         ]
         self._of_inputs, self._tested = dtypes, tested
+        names: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
+        for path, each in exported.items():
+            for tensors in (each._parameters, each._buffers):
+                for name, tensor in tensors.items():
+                    names.setdefault(id(tensor), []).append((f"{path}.{name}".lstrip("."), tensors, name))
+        self._ties = [tied for tied in names.values() if len(tied) > 1 and tied[0][1].get(tied[0][2]) is not None]
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
 
@@ -145,6 +151,13 @@ class Guards:
                     f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "
                     f"{difference}, which its exported code may read; change the model first, then convert it"
                 )
+        for (first, tensors, name), *others in self._ties:
+            for other, its_tensors, its_name in others:
+                if its_tensors.get(its_name) is not tensors.get(name):
+                    raise RuntimeError(
+                        f"'{first}' and '{other}' of the model ({self._name}) are no longer one tensor, as they were at the "
+                        "conversion; change the model first, then convert it"
+                    )
         for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
