@@ -42,6 +42,7 @@ class StagedModel(Wrapper):
     whole_state: dict[str, str]
     partitions: Stages
     _sequence: nn.Sequential
+    _batch_dim: int
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class StagedModel(Wrapper):
         self._schedule = schedule
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         of_stages = [self.devices[worker] for worker in self.placement]
-        self.__dict__["_sequence"] = sequence
+        self.__dict__.update(_sequence=sequence, _batch_dim=vars(sequence).get("batch_dim", 0))
         self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here))
         state = {} if ranks is None else self.module.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}

@@ -32,6 +32,7 @@ from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
+from gpipe.wrapper import batch_first
 from gpipe.wrapper import WrappingSequence
 
 _Result = TypeVar("_Result")
@@ -156,6 +157,7 @@ class GPipe(StagedModel):
         *,
         opaque: Iterable[type[nn.Module]] = (),
         native: bool = False,
+        batch_dim: int = 0,
         stages: int | None = None,
         balance: Iterable[int] | None = None,
         devices: Iterable[torch.device | int | str] | None = None,
@@ -180,7 +182,7 @@ class GPipe(StagedModel):
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
-            opaque, native: see :func:`gpipe.to_sequential`.
+            opaque, native, batch_dim: see :func:`gpipe.to_sequential`.
             stages: the number of stages. Default: one per worker, or two, whichever is faster; then a warning tells if plain
                 PyTorch is predicted to be faster.
             balance: the number of layers of each stage, instead of ``stages``.
@@ -196,14 +198,14 @@ class GPipe(StagedModel):
             raise ValueError("balance and stages exclude each other: a balance has a number per stage; leave stages out")
         args = args if isinstance(args, tuple) else (args,)
         balance = None if balance is None else checks.check_list(balance, "balance", "numbers of layers")
-        model = _as_layers(module, args, kwargs or {}, opaque, native, max(2, stages or len(balance or ())))
+        model = _as_layers(module, args, kwargs or {}, opaque, native, batch_dim, max(2, stages or len(balance or ())))
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
         plan: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
         if None in plan.values():
             options = {"devices": placed, "stages": stages, "placement": placement, "ranks": ranks, "seconds": seconds, **plan}
-            batch = args[0] if model is module else input_of(args, kwargs or {})
+            batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
             plan["placement"] = "looped" if placement is None else placement
@@ -261,7 +263,7 @@ class GPipe(StagedModel):
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
         with self.team.refusing():
-            input = self._one_input(args, kwargs)
+            input = batch_first(self._one_input(args, kwargs), self._batch_dim)
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
@@ -272,7 +274,8 @@ class GPipe(StagedModel):
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
-            return pipeline.forward(input, self.chunks, checkpoint, self.training)
+            output = pipeline.forward(input, self.chunks, checkpoint, self.training)
+        return batch_first(output, self._batch_dim)
 
     def _one_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the input of the first layer. That of a converted model takes all arguments in one."""
@@ -405,6 +408,7 @@ class GPipe(StagedModel):
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
+            input, target = batch_first((input, target), self._batch_dim)
             self._check_model(input)
             pipeline = self._pipeline()
             chosen = self._losses.loss_of(loss, self.chunks)
@@ -422,7 +426,7 @@ class GPipe(StagedModel):
             factor = self.team.common_scale(factor)
         with self.team.refusing():
             options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
-            native = native_loss(function)
+            native = None if self._batch_dim else native_loss(function)
             if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
@@ -430,11 +434,13 @@ class GPipe(StagedModel):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
-            arguments = checked(function), native, chosen._record, hold, options, self.training, keeps_graph
+            checking = checked(function)
+            called = checking if not self._batch_dim else lambda *given: checking(*batch_first(given, self._batch_dim))
+            arguments = called, native, chosen._record, hold, options, self.training, keeps_graph
             result = pipeline.train(input, target, *arguments)
         if scales:
             self.team.spread_overflow()
-        return result
+        return result[0], batch_first(result[1], self._batch_dim)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait
@@ -451,18 +457,19 @@ def _as_layers(
     kwargs: Mapping[str, Any],
     opaque: Iterable[type[nn.Module]],
     native: bool,
+    batch_dim: int,
     stages: int,
 ) -> nn.Sequential:
     """Returns a sequence that a pipeline of so many stages takes as it is, or that a module was converted to."""
     opaque = tuple(opaque)
-    if type(module) is nn.Sequential and len(args) == 1 and not kwargs and not opaque and not native:
+    if type(module) is nn.Sequential and len(args) == 1 and not (kwargs or opaque or native or batch_dim):
         if any(isinstance(each, Skippable) for each in module.modules()):  # which cannot be converted
             return module
         with suppress(TypeError, ValueError):
             verify_module(module)
             if len(module) >= stages:
                 return module
-    model = to_sequential(module, *args, opaque=opaque, native=native, **kwargs)
+    model = to_sequential(module, *args, opaque=opaque, native=native, batch_dim=batch_dim, **kwargs)
     if not native and len(model) > 100:
         advice = "native=True runs most of them without Python, which is faster if they are small"
         warnings.warn(f"the model has {len(model)} layers; {advice}", stacklevel=4)

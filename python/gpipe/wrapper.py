@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self  # comes with torch
 
 
@@ -45,13 +45,15 @@ class Wrapper(nn.Module):
 
 class WrappingSequence(Wrapper, nn.Sequential):
     """A sequence of layers that computes what ``module`` does, and has its children in place of the layers.
-    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors."""
+    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors. Dimension
+    ``batch_dim``, 0 or 1, of the model's inputs and outputs is the batch; of the layers' it is dimension 0."""
 
     guards: Any
+    batch_dim: int
 
-    def __init__(self, module: nn.Module, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, module: nn.Module, layers: dict[str, nn.Module], batch_dim: int) -> None:
         super().__init__(module)
-        self.__dict__["_layers_of_gpipe"] = layers
+        self.__dict__.update(_layers_of_gpipe=layers, batch_dim=batch_dim)
 
     def __len__(self) -> int:
         return len(layers_in(self))
@@ -63,7 +65,8 @@ class WrappingSequence(Wrapper, nn.Sequential):
         self.guards.check(tree_leaves(input))
         for layer in self:
             layer.follow_model()  # type: ignore[operator]
-        return super().forward(input)  # type: ignore[no-untyped-call]
+        output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
+        return batch_first(output, self.batch_dim)
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)
@@ -125,6 +128,17 @@ def _present(path: str, name: str, of_model: Mapping[str, Any]) -> Any:
     if (found := of_model.get(name)) is None:
         raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
     return found
+
+
+def batch_first(value: Any, batch_dim: int) -> Any:
+    """Swaps dimensions 0 and ``batch_dim`` of the tensors in a value. Raises ValueError for a tensor that lacks one."""
+
+    def swapped(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2:
+            raise ValueError(f"a tensor has the shape {tuple(tensor.shape)}, but dimension 1 of each must be the batch")
+        return tensor.transpose(0, 1).contiguous()
+
+    return tree_map_only(Tensor, swapped, value) if batch_dim else value
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.blocks import Calls, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode
@@ -95,7 +95,13 @@ def examples_of(arguments: Any) -> Any:
         copy = tensor.detach().repeat_interleave(2 if tensor.shape[0] == 1 else 1, 0)
         return copy.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, copied, arguments)
+    copies = tree_map_only(Tensor, copied, arguments)
+    if len(sizes := {len(leaf) for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)}) > 1:
+        raise ValueError(
+            f"dimension 0 of each input must be the batch, but the example's have {' and '.join(map(str, sorted(sizes)))} samples; "
+            "a model whose sequences come first needs batch_dim=1"
+        )
+    return copies
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """Turns any module into a sequence of layers."""
 
+import inspect
 import json
 import os
 import threading
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from torch import Tensor, inference_mode, enable_grad, nn
+from torch import Tensor, enable_grad, inference_mode, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.blocks import Calls
@@ -17,7 +20,7 @@ from gpipe.exported.graph import Value
 from gpipe.exported.guards import Guards, Twins, copy_of, effects_on, prove_batch
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
-from gpipe.wrapper import Shell, WrappingSequence
+from gpipe.wrapper import Shell, WrappingSequence, batch_first
 
 
 class ExportedSequential(WrappingSequence):
@@ -40,6 +43,7 @@ def to_sequential(
     *example_args: Any,
     opaque: Iterable[type[nn.Module]] = (),
     native: bool = False,
+    batch_dim: int = 0,
     **example_kwargs: Any,
 ) -> nn.Sequential:
     """Converts a module to a sequence of layers that computes the same. A value that a later layer than the next uses becomes
@@ -62,6 +66,8 @@ def to_sequential(
         opaque: classes of submodules to keep whole, each call as one layer.
         native: whether to export everything except ``opaque``, so that layers run without Python, and C++ can load the model:
             see :func:`gpipe.export_model`.
+        batch_dim: the dimension of all inputs and outputs that is the batch: 0, or 1 for a model whose sequences come first.
+            Pipelines cut inputs, targets and outputs along it.
 
     Runs the module on a few samples, to see what it calls and whether the sequence does the same. Leaves it unchanged. Raises
     ValueError, with the part and the reason, if the module cannot be converted.
@@ -73,12 +79,28 @@ def to_sequential(
     arguments = example_args, example_kwargs
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)):
         raise ValueError("give an example input, with tensors: to_sequential(module, input) or from_module(module, input)")
+    if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
+        raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
+    whole = whole_modules(module, opaque)
     with _lock, inference_mode(False), enable_grad(), unchanged(module, values=True):
-        return _converted(module, arguments, whole_modules(module, opaque), native)
+        refuse_modules({"": module})
+        forward = module.forward
+
+        def transposed(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = batch_first((args, kwargs), 1)
+            return batch_first(forward(*args, **kwargs), 1)
+
+        transposed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        with patch.object(module, "forward", transposed) if batch_dim else nullcontext():
+            sequence, guards = _converted(module, batch_first(arguments, batch_dim), whole, native, batch_dim)
+        sequence.guards = guards()
+        return sequence
 
 
-def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool) -> ExportedSequential:
-    refuse_modules({"": module})
+def _converted(
+    module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int
+) -> tuple[ExportedSequential, Callable[[], Guards]]:
+    """Returns the sequence of a model, and what makes its guards."""
     examples = examples_of(arguments)
     for samples in (2, 4, None):  # some code needs more, or treats one sample differently
         few = tree_map_only(Tensor, partial(_first, samples), examples)
@@ -101,7 +123,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             model = capture(module, examples, blocks, calls, **way)
-            sequence = _assemble(model, module)
+            sequence = _assemble(model, module, batch_dim)
             may_break = model.graph.sizes.guards_of_one_sample()
             twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)
             if not twins.take():
@@ -120,9 +142,8 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                     _plain_runs(module, examples)  # which may tell more
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
-    sequence.guards = Guards(module, exported, dtypes, tested)
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
-    return sequence
+    return sequence, partial(Guards, module, exported, dtypes, tested)
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
@@ -217,7 +238,7 @@ class _Tree:
             place.own.add(own)
 
 
-def _assemble(model: Captured, original: nn.Module) -> ExportedSequential:
+def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
     """Returns the sequence of the layers of a model, which was captured from ``original``."""
     routes = Routes(model.graph, divide(model.graph)).routes
     layers: dict[str, nn.Module] = {}
@@ -237,7 +258,7 @@ def _assemble(model: Captured, original: nn.Module) -> ExportedSequential:
         layers[_key(each.name, layers)] = ExportedLayer(
             each.name, tree.root, str(description), example if first else None, returned if last else None
         )
-    return ExportedSequential(original, layers)
+    return ExportedSequential(original, layers, batch_dim)
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

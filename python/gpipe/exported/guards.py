@@ -391,6 +391,6 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any) -> None:
                 return
             raise ValueError(
                 f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
-                "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), and compute losses "
+                "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), or batch_dim=1, and compute losses "
                 "and statistics over samples in the loss function"
             ) from None
