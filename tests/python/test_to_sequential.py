@@ -446,6 +446,16 @@ def test_modes_that_an_export_does_not_show_are_refused():
     assert torch.equal(sequence.eval()(batch()), model.eval()(batch()))
 
 
+def test_tensors_that_are_attributes_of_the_model_are_used():
+    model = Calls(lambda m, x: m.b(m.a(x) + m.table.detach()))
+    model.table = torch.arange(4.0)
+    sequence = to_sequential(model, batch())
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.table += 1
+    with pytest.raises(RuntimeError, match="its attribute 'table'"):
+        sequence(batch())
+
+
 class Masked(nn.Linear):
     """Rounds in another way without a mask."""
 
