@@ -456,6 +456,41 @@ def test_modes_that_an_export_does_not_show_are_refused():
     assert torch.equal(sequence.eval()(batch()), model.eval()(batch()))
 
 
+def test_tensors_that_are_attributes_of_the_model_are_used():
+    model = Calls(lambda m, x: m.b(m.a(x) + m.table.detach()))
+    model.table = torch.arange(4.0)
+    sequence = to_sequential(model, batch())
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.table += 1
+    with pytest.raises(RuntimeError, match="its attribute 'table'"):
+        sequence(batch())
+
+
+class Masked(nn.Linear):
+    """Rounds in another way without a mask."""
+
+    def forward(self, x, mask=None):
+        y = super().forward(x)
+        return (y + 32) - 32 if mask is None else y * mask
+
+
+@pytest.mark.parametrize(("scale", "dtype", "equal"), [(1, torch.bool, True), (2, torch.bool, False), (1, torch.float32, False)])
+def test_a_mask_that_only_an_export_makes_does_not_hide_what_autocast_changes(scale, dtype, equal):
+    def forward(x):
+        mask = torch.ones_like(x, dtype=dtype) if torch.compiler.is_exporting() else None
+        return model[0](x * (scale if torch.is_autocast_enabled("cpu") else 1), mask)
+
+    model, x = nn.ModuleList([Masked(4, 4)]), batch().float()
+    model.forward = forward
+    sequence = to_sequential(model, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        if equal:
+            torch.testing.assert_close(sequence(x), model(x), atol=0.25, rtol=0)
+        else:
+            with pytest.raises(RuntimeError, match="under autocast to torch.bfloat16"):
+                sequence(x)
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -4,6 +4,7 @@ A block becomes one operator of the export. To learn the shapes of its outputs, 
 """
 
 import functools
+import itertools
 import json
 import threading
 from collections import Counter
@@ -30,6 +31,7 @@ class Calls:
     counts: list[Counter[nn.Module]] = field(default_factory=list)  # calls of each module, by run
     outputs: dict[Any, Any] = field(default_factory=dict)  # of the last call in each mode, without gradients; see _key()
     samples: dict[nn.Module, int] = field(default_factory=dict)  # dimension 0 of the first tensor that it took
+    given: dict[nn.Module, list[bool]] = field(default_factory=dict)  # which leaves of its arguments were tensors
     changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
 
@@ -41,6 +43,7 @@ class Calls:
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
+            self.given[each] = [isinstance(leaf, Tensor) for leaf in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
             if under_vmap or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
@@ -73,14 +76,20 @@ class Calls:
             yield
 
     @contextmanager
-    def replayed(self, blocks: Iterable[nn.Module], dtype: torch.dtype | None = None) -> Iterator[list[Tensor]]:
+    def replayed(
+        self, blocks: Iterable[nn.Module], dtype: torch.dtype | None = None, *, given: bool = False
+    ) -> Iterator[list[Tensor]]:
         """Makes calls of some modules cheap for a block of code: they return what they returned in a recorded run in the present
-        mode, plus a number that depends on all that they get. Floating-point outputs are of a ``dtype``, if one is given. Gives
-        the block a tensor per module that trains, to which its outputs' gradients flow."""
+        mode, plus a number that depends on all tensors that they get; with ``given``, on those that they got in that run too.
+        Floating-point outputs are of a ``dtype``, if one is given. Gives the block a tensor per module that trains, to which its
+        outputs' gradients flow."""
         trained = {each: torch.zeros((), requires_grad=True) for each in blocks if any(p.requires_grad for p in each.parameters())}
 
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            leaves = tree_leaves((args, kwargs))
+            if given and len(leaves) == len(self.given[each]):
+                leaves = itertools.compress(leaves, self.given[each])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
 
             def recalled(recorded: Tensor) -> Tensor:

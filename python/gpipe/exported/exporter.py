@@ -71,8 +71,9 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
             vars(each).update(attributes)
         for value, copy in held:
             if isinstance(value, Tensor):
-                with torch.no_grad():
-                    value.copy_(copy)
+                if not torch.equal(value, copy):  # guards see each write
+                    with torch.no_grad():
+                        value.copy_(copy)
             elif type(value) is list:
                 value[:] = copy
             elif value != copy or len(value) != len(copy):
