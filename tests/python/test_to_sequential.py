@@ -492,6 +492,8 @@ def masked_encoder():
     [
         (lambda: convert(lambda x: x.view(6, 2, 2)), ValueError, "fixes dimension 0 of an input, the batch, to 6"),
         (lambda: convert(lambda x: (x * 2, x.mean())), ValueError, r"output 1 of 2 has the shape \(\), without"),
+        (lambda: convert(lambda x: x.softmax(0)), ValueError, "output 0 for one sample depends on the other samples"),
+        (lambda: to_sequential(nn.LSTM(4, 4), torch.randn(6, 5, 4)), ValueError, "output 0 for one sample depends"),
         (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
         (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
         (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
