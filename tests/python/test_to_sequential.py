@@ -107,6 +107,22 @@ def test_blocks_are_modules_of_a_class_that_repeats_and_modules_without_others()
     assert [layer.model.get_submodule(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
 
 
+def test_blocks_may_have_submodules_that_fake_tensors_cannot_run():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > -1e6 else x
+
+    class Outer(nn.ModuleList):
+        def forward(self, x):
+            return x + self[0](x)
+
+    body = nn.Sequential(*(Outer([Inner(4, 4).double()]) for _ in range(2)))
+    model = nn.Sequential(body, nn.ReLU())
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0.0", "0.1", "1"]
+    assert torch.equal(sequence(batch(9)), model(batch(9)))
+
+
 def test_layers_are_named_after_modules():
     sequence = to_sequential(make_net(), batch(), native=True)
     block = ["linear", "norm", "act"]
