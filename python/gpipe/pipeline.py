@@ -56,11 +56,12 @@ class GPipe(StagedModel):
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
-    layers are the caller's own modules, moved to their devices; ``to()`` changes their dtype only. ``state_dict()`` has
-    the unpartitioned model's keys. Any thread except the pipeline's workers may call it; calls take turns.
+    pipeline has the model's own children, moved to their devices, so names, state and modes are the model's; ``to()``
+    changes their dtype only. Any thread except the pipeline's workers may call it; calls take turns.
 
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
-    it. Over ranks, only the first one's rank lists it in ``parameters()``.
+    it. Over ranks, only the first one's rank lists it in ``parameters()``. Other ranks' tensors move to the ``meta``
+    device, so a model serves one pipeline.
 
     Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
     returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
@@ -109,7 +110,8 @@ class GPipe(StagedModel):
         placement: the worker of each stage.
         ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
         whole_state: over ranks, each name of the whole model's state, in order, with the first name of the same tensor.
-        partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
+        module: the model, which is whole in one process. Of a converted sequence, its model.
+        partitions: the stages, which are no children, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
     deferred_batch_norm: bool

@@ -107,6 +107,22 @@ def test_blocks_are_modules_of_a_class_that_repeats_and_modules_without_others()
     assert [layer.model.get_submodule(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
 
 
+def test_blocks_may_have_submodules_that_fake_tensors_cannot_run():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > -1e6 else x
+
+    class Outer(nn.ModuleList):
+        def forward(self, x):
+            return x + self[0](x)
+
+    body = nn.Sequential(*(Outer([Inner(4, 4).double()]) for _ in range(2)))
+    model = nn.Sequential(body, nn.ReLU())
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0.0", "0.1", "1"]
+    assert torch.equal(sequence(batch(9)), model(batch(9)))
+
+
 def test_layers_are_named_after_modules():
     sequence = to_sequential(make_net(), batch(), native=True)
     block = ["linear", "norm", "act"]
@@ -537,6 +553,8 @@ def masked_encoder():
     [
         (lambda: convert(lambda x: x.view(6, 2, 2)), ValueError, "fixes dimension 0 of an input, the batch, to 6"),
         (lambda: convert(lambda x: (x * 2, x.mean())), ValueError, r"output 1 of 2 has the shape \(\), without"),
+        (lambda: convert(lambda x: x.softmax(0)), ValueError, "output 0 for one sample depends on the other samples"),
+        (lambda: to_sequential(nn.LSTM(4, 4), torch.randn(6, 5, 4)), ValueError, "output 0 for one sample depends"),
         (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
         (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
         (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),

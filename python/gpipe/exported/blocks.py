@@ -223,9 +223,10 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
     try:
         if not _tracing.runs:
             raise ValueError("blocks do not run")
-        # Without torch functions, because nothing inside is recorded.
+        # Without torch functions and the tracer's calls of modules, because nothing inside is recorded.
         quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
-        with torch.random.fork_rng([]), quietly, torch._C.DisableTorchFunction():
+        plainly = patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
+        with torch.random.fork_rng([]), quietly, plainly, torch._C.DisableTorchFunction():
             output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             raise ValueError("the sizes of its output depend on data")

@@ -24,7 +24,7 @@ from gpipe.wrapper import Shell, WrappingSequence, batch_first
 
 
 class ExportedSequential(WrappingSequence):
-    """A converted model: the layers in order of execution, with the names, parameters and buffers of the original."""
+    """A converted model: the layers in order of execution. It has the children of the model."""
 
     def report(self) -> str:
         """Returns how many layers run without Python, and for each other one the functions that it calls."""
@@ -55,7 +55,7 @@ def to_sequential(
     A *block* is a submodule that a forward calls once, with tensors: one of a class that the model has several times, such
     as the layers of a transformer, else one without submodules of its own. Its layer calls the module itself, so its code,
     hooks, attributes and state are used as they are then. The code between blocks is exported by :func:`torch.export.export`
-    and belongs to the layer before it. Calls refuse what has changed there since the conversion: see :class:`Guards`.
+    and belongs to the layer before it. Calls refuse what has changed there since the conversion.
 
     Args:
         module: the model. The sequence has its children, parameters, buffers and modes. A converted sequence stays as it is.

@@ -13,8 +13,8 @@ from gpipe.wrapper import layers_in
 
 
 def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
-    """Writes a model of :func:`gpipe.to_sequential` as a file that the C++ function ``gpipe::load_model`` reads. Raises
-    TypeError for another model; ValueError, with names, if a layer calls Python functions, or if different parameters
+    """Writes a model of ``gpipe.to_sequential(..., native=True)`` as a file that the C++ function ``gpipe::load_model`` reads.
+    Raises TypeError for another model; ValueError, with names, if a layer calls Python functions, or if different parameters
     share memory; and OSError."""
     if not isinstance(sequence, ExportedSequential):
         raise TypeError(f"sequence must be a model of gpipe.to_sequential, but is {type(sequence).__name__}")
@@ -26,7 +26,8 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
         if not isinstance(layer, ExportedLayer):
             raise TypeError(f"layer '{key}' is a {type(layer).__name__}; add it to the module before the conversion")
         if layer.python_functions:
-            raise ValueError(f"layer '{layer.name}' calls {', '.join(layer.python_functions)}, which C++ cannot run")
+            calls = ", ".join(layer.python_functions)
+            raise ValueError(f"layer '{layer.name}' calls {calls}, which C++ cannot run; convert with native=True")
         listed, model = [], layer.model
         for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             in_file = name if name in state else f".{name}"
