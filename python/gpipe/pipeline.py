@@ -111,7 +111,7 @@ class GPipe(StagedModel):
         ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
         whole_state: over ranks, each name of the whole model's state, in order, with the first name of the same tensor.
         module: the model, which is whole in one process. Of a converted sequence, its model.
-        partitions: the stages, which are no children, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
+        partitions: the stages, each a :class:`gpipe.pipeline.Partition`; no children. Those of other ranks are empty.
     """
 
     deferred_batch_norm: bool
