@@ -24,14 +24,18 @@ _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _CONSTANTS = bool, int, float, str, type(None)
 
 
+Shapes = list[torch.Size]
+
+
 @dataclass
 class Calls:
     """What plain runs of a model did."""
 
     counts: list[Counter[nn.Module]] = field(default_factory=list)  # calls of each module, by run
     outputs: dict[Any, Any] = field(default_factory=dict)  # of the last call in each mode, without gradients; see _key()
-    samples: dict[nn.Module, int] = field(default_factory=dict)  # dimension 0 of the first tensor that it took
     given: dict[nn.Module, list[bool]] = field(default_factory=dict)  # which leaves of its arguments were tensors
+    shapes: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # of the tensors that it took and gave
+    fewer: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # the same, of a run with fewer samples
     changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
 
@@ -39,7 +43,7 @@ class Calls:
     def recorded(self, module: nn.Module) -> Iterator[None]:
         """Records the calls of a model's submodules in a block."""
         self.counts.append(Counter())
-        running: list[list[tuple[Tensor, int]]] = []
+        running: list[tuple[list[tuple[Tensor, int]], Shapes]] = []
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
@@ -53,9 +57,7 @@ class Calls:
                     treespec_loads(treespec_dumps(spec))
                 except Exception:  # a class that pytree cannot write
                     self.unfit.add(each)
-            if tensors and tensors[0].dim():
-                self.samples[each] = len(tensors[0])
-            running.append([(tensor, _version(tensor)) for tensor in tensors])
+            running.append(([(tensor, _version(tensor)) for tensor in tensors], _shapes(tensors)))
 
         def end(each: nn.Module, args: Any, output: Any) -> None:
             self.counts[-1][each] += 1
@@ -65,7 +67,9 @@ class Calls:
             if not all(leaf is None or type(leaf) is Tensor or isinstance(leaf, nn.Parameter) for leaf in leaves):
                 self.unfit.add(each)
             self.outputs[each] = self.outputs[_key(each)] = tree_map_only(Tensor, Tensor.detach, output)
-            changed = [number for number, (tensor, before) in enumerate(running.pop()) if _version(tensor) != before]
+            versions, taken = running.pop()
+            self.shapes[each] = taken, _shapes(leaves)
+            changed = [number for number, (tensor, before) in enumerate(versions) if _version(tensor) != before]
             self.changed[each] = sorted({*self.changed.get(each, ()), *changed})
 
         with ExitStack() as hooks:
@@ -88,13 +92,13 @@ class Calls:
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
             if given and len(leaves) == len(self.given[each]):
-                leaves = itertools.compress(leaves, self.given[each])
+                leaves = list(itertools.compress(leaves, self.given[each]))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
+            shapes = iter(self.shapes_for(each, tensors))
 
             def recalled(recorded: Tensor) -> Tensor:
-                if tensors[0].dim() and recorded.shape[:1] == (self.samples[each],):
-                    recorded = recorded[: len(tensors[0])]
+                recorded = recorded[tuple(map(slice, next(shapes)))]
                 return (recorded + number).to(dtype or recorded.dtype) if recorded.is_floating_point() else recorded.clone()
 
             return tree_map_only(Tensor, recalled, self.outputs.get(_key(each), self.outputs[each]))
@@ -103,6 +107,21 @@ class Calls:
             for each in blocks:
                 stack.enter_context(patch.object(each, "_compiled_call_impl", functools.partial(call, each)))
             yield list(trained.values())
+
+    def shapes_for(self, each: nn.Module, inputs: list[Tensor]) -> list[list[int]]:
+        """Returns the shapes of the tensors that a module gives for inputs with another number of samples than in the recorded
+        run. Which sizes change with it is known from a run with fewer samples, else only dimension 0 does."""
+        (taken, given) = self.shapes[each]
+        samples = next(iter(taken[0]), 0)
+        fewer = [[torch.Size((0, *shape[1:])) if shape[:1] == (samples,) else shape for shape in shapes] for shapes in (taken, given)]
+        few_taken, few_given = self.fewer.get(each, fewer)
+        sizes = zip(*map(itertools.chain.from_iterable, ([each.shape for each in inputs], taken, few_taken)))
+        now, size, few = next((sizes for sizes in sizes if sizes[1] != sizes[2]), (1, 1, 1))
+
+        def shape_for(shape: torch.Size, few_shape: torch.Size) -> list[int]:
+            return [now * a // size if a != b and a * few == b * size else a for a, b in zip(shape, few_shape)]
+
+        return [shape_for(a, b if len(a) == len(b) else a) for a, b in zip(given, few_given)]
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -149,6 +168,10 @@ def _key(module: nn.Module) -> Any:
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Returns the type that operators on a kind of device compute in under autocast; ``None`` without autocast."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _shapes(leaves: Iterable[Any]) -> Shapes:
+    return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 _KINDS = [each for each in vars(torch).values() if isinstance(each, torch.dtype)]
@@ -226,21 +249,43 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
         # Without torch functions and the tracer's calls of modules, because nothing inside is recorded.
         quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
         plainly = patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
-        with torch.random.fork_rng([]), quietly, plainly, torch._C.DisableTorchFunction():
+        with torch.random.fork_rng([]), quietly, plainly, torch._C.DisableTorchFunction(), _sizes_only(block):
             output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             raise ValueError("the sizes of its output depend on data")
-    except Exception:  # it does what fake tensors cannot; then only dimension 0 may have any size
-        samples, calls = inputs[0].shape[0], _tracing.calls
-
-        def of_any_batch(tensor: Tensor) -> Tensor:
-            shape = [samples if size == calls.samples.get(block) else size for size in tensor.shape[:1]]
-            return inputs[0].new_empty((*shape, *tensor.shape[1:]), dtype=tensor.dtype)
-
-        output = tree_map_only(Tensor, of_any_batch, calls.outputs[block])
+    except Exception:  # it does what fake tensors cannot; then only the number of samples may change
+        shapes = iter(_tracing.calls.shapes_for(block, inputs))
+        output = tree_map_only(
+            Tensor, lambda each: inputs[0].new_empty(next(shapes), dtype=each.dtype), _tracing.calls.outputs[block]
+        )
     leaves, spec = tree_flatten(output)
     _tracing.output = [isinstance(leaf, Tensor) for leaf in leaves], spec
     return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _sizes_only(block: nn.Module) -> Iterator[None]:
+    """Makes modules of PyTorch in a block, whose code fixes sizes or reads values, run on fake tensors in a block of code."""
+    with ExitStack() as stack:
+        # Whether a mask is causal decides about no size.
+        stack.enter_context(patch("torch.nn.modules.transformer._detect_is_causal_mask", lambda *args: False))
+        for each in block.modules():
+            if isinstance(each, nn.RNNBase) and each in _tracing.calls.outputs:
+                stack.enter_context(patch.object(each, "forward", functools.partial(_recurrent, each)))
+        yield
+
+
+def _recurrent(module: nn.RNNBase, input: Tensor, state: Any = None) -> Any:
+    """Returns what a recurrent module does, on fake tensors: its own operators would fix the length to that of the example."""
+    recorded, states = _tracing.calls.outputs[module]
+    batch, is_transposed = 0 if module.batch_first else 1, module.batch_first and not recorded.is_contiguous()
+    sizes = input.transpose(0, 1).shape if is_transposed else input.shape
+    output = input.new_empty((*sizes[:2], recorded.shape[2]), dtype=recorded.dtype)
+
+    def state_like(each: Tensor) -> Tensor:
+        return input.new_empty((each.shape[0], input.shape[batch], each.shape[2]), dtype=each.dtype)
+
+    return output.transpose(0, 1) if is_transposed else output, tree_map_only(Tensor, state_like, states)
 
 
 class _Parsed(NamedTuple):

@@ -106,7 +106,7 @@ def _converted(
         few = tree_map_only(Tensor, partial(_first, samples), examples)
         try:
             calls, effects, output = _plain_runs(module, few)
-            prove_batch(module, few, output)
+            prove_batch(module, few, output, calls)
             break
         except ValueError:
             if samples is None:

@@ -358,15 +358,16 @@ def _difference(ours: Any, theirs: Any, **tolerance: float) -> str:
         return f"the layers raise {type(theirs).__name__}: {theirs}"
     for name in (*ours, *theirs):
         try:
-            torch.testing.assert_close(ours.get(name), theirs.get(name), equal_nan=True, **tolerance)
+            torch.testing.assert_close(ours.get(name), theirs.get(name), equal_nan=True, **tolerance)  # type: ignore[arg-type]
         except (AssertionError, TypeError) as error:
             return f"{name} differs: {next(line for line in str(error).splitlines() if line.strip())}"
     return ""
 
 
-def prove_batch(module: nn.Module, arguments: Any, output: Any) -> None:
+def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) -> None:
     """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
-    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs."""
+    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs. Adds the
+    shapes for fewer samples to ``calls``."""
 
     def outputs(begin: int, end: int, seed: int) -> list[Tensor]:
         args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
@@ -374,16 +375,18 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any) -> None:
             leaves = tree_leaves(module(*args, **kwargs))
         return [each.detach() for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
-    if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
-        return
     samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
     close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
     part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
     with mode(module, False):  # with grad mode, as for ``output``: code and kernels may differ without
         try:
-            parts = [outputs(0, part, 0), outputs(samples - part, samples, 0)]
+            with (few := Calls()).recorded(module):
+                parts = [outputs(0, part, 0), outputs(samples - part, samples, 0)]
         except Exception:  # for so few samples, or the export explains it
             return
+    calls.fewer = few.shapes
+    if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
+        return
     whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     for number, (output, first, last) in enumerate(zip(whole, *parts)):
         rows = first.shape[0] if first.dim() else 0
