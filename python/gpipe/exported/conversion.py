@@ -120,7 +120,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
                     _plain_runs(module, examples)  # which may tell more
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
-    sequence.guards = Guards(module, exported, dtypes, tested)
+    sequence.__dict__["guards"] = Guards(module, exported, dtypes, tested)
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
@@ -208,8 +208,8 @@ class _Tree:
         assert isinstance(place, Shell)
         kind = "_parameters" if isinstance(owned.tensor, nn.Parameter) else "_buffers"
         getattr(place, kind)[own] = owned.tensor
-        if getattr(place.original, kind).get(own) is not owned.tensor:
-            place.own.add(own)
+        if getattr(place.original_of_gpipe, kind).get(own) is not owned.tensor:
+            place.own_of_gpipe.add(own)
 
 
 def _assemble(model: Captured, original: nn.Module) -> ExportedSequential:
