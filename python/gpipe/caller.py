@@ -17,13 +17,12 @@ _TRACERS = {
 
 
 def refuse_tracing() -> None:
-    """Raises NotImplementedError while PyTorch traces. A trace does not follow the pipeline's worker threads."""
+    """Raises NotImplementedError while PyTorch traces on this thread. A trace does not follow the pipeline's worker threads."""
     tracers = [name for key, name in _TRACERS.items() if torch._C._get_dispatch_mode(key) is not None]
-    if torch.compiler.is_exporting():
-        tracers.insert(0, "torch.export")
     if tracers:
+        tracer = "torch.export" if torch.compiler.is_exporting() else tracers[0]  # is_exporting() is of all threads
         raise NotImplementedError(
-            f"a pipeline cannot be traced ({tracers[0]}) because its layers run in worker threads; trace the unpartitioned "
+            f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
             "model, whose state has the same keys"
         )
 

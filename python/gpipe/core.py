@@ -43,6 +43,9 @@ class StagedModel(Wrapper):
     partitions: Stages
     _sequence: nn.Sequential
     _batch_dim: int
+    _made: _C.Pipeline | None
+    _layers: list[nn.Module]  # of the C++ pipeline
+    _norms: list[DeferredBatchNorm]  # of these layers
 
     def __init__(
         self,
@@ -57,34 +60,31 @@ class StagedModel(Wrapper):
         super().__init__(sequence.__dict__.get("module", sequence))
         rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
         self.__dict__.update(balance=balance, ranks=ranks, devices=workers.devices, placement=workers.placement)
-        self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
-        self._schedule = schedule
+        self.__dict__.update(_sequence=sequence, _schedule=schedule)
+        self.__dict__["_is_here"] = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         of_stages = [self.devices[worker] for worker in self.placement]
-        self.__dict__.update(_sequence=sequence, _batch_dim=vars(sequence).get("batch_dim", 0))
+        self.__dict__["_batch_dim"] = vars(sequence).get("batch_dim", 0)
         self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here))
         state = {} if ranks is None else self.module.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}
         self.__dict__["whole_state"] = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         places = {id(each): place for place, (_, each) in enumerate(super().named_parameters())}
         of_layers = [places[id(each)] for each in self.partitions.parameters()]
-        self._options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks, of_layers
-        self._borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
+        options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks, of_layers
+        borrowed = borrowed_across_ranks(list(self.partitions), self._is_here)
+        self.__dict__.update(_options=options, _borrowed=borrowed)
         self._forget()
         if balance:
             self._pipeline()  # raises what it refuses
 
     def _forget(self) -> None:
-        self._lock = threading.RLock()
-        self._made: _C.Pipeline | None = None
-        self._layers: list[nn.Module] = []  # of the C++ pipeline
-        self._norms: list[DeferredBatchNorm] = []  # of these layers
-        self._losses = Losses()
+        layers = list(self.partitions.layers().values())
+        self.__dict__.update(_lock=threading.RLock(), _made=None, _layers=layers, _norms=[], _losses=Losses())
 
     def _pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
         prepare_compilation()
-        self._refresh_layers()
         with self._lock:
             replaced = any(a is not b for a, b in zip_longest(self, self._layers))
             if self._made is not None and not replaced and self._made.refresh():
@@ -119,7 +119,7 @@ class StagedModel(Wrapper):
         known = set(self._layers)
         for stage in self.partitions:
             for name, layer in stage._modules.items():
-                if layer is not present[name] and layer not in known and known:
+                if layer is not present[name] and layer not in known:
                     present[name] = layer
                 stage._modules[name] = present[name]
                 if isinstance(layer, ConvertedLayer):
@@ -170,7 +170,8 @@ class StagedModel(Wrapper):
         if not name.startswith("_") and name not in _SETTINGS and not hasattr(self, name):
             for near in get_close_matches(name, _SETTINGS, 1, 0.8):
                 raise AttributeError(f"a pipeline has no '{name}'; did you mean '{near}'?")
-        if name in _SETTINGS or (name.startswith("_") and name in self._modules):  # the model may have a child with the name
+        own = name in self.__dict__ and any(name in each for each in (self._modules, self._parameters, self._buffers))
+        if name in _SETTINGS or own:  # the model may have a child or a tensor with the name
             self.__dict__[name] = _SETTINGS.get(name, lambda given: given)(value)
         else:
             super().__setattr__(name, value)

@@ -138,7 +138,7 @@ def forget_others(module: nn.Module, stages: Sequence[nn.Module]) -> None:
     is free. A tensor that another rank's layer has too stays under the names of the layers here."""
     here: set[tuple[int, str]] = set()
     for each in chain.from_iterable(stage.modules() for stage in stages):
-        owner = each.original if isinstance(each, Shell) else each
+        owner = each.original_of_gpipe if isinstance(each, Shell) else each
         here.update((id(owner), name) for name in (*each._parameters, *each._buffers))
     made: dict[int, Tensor] = {}
     for each in module.modules():

@@ -146,8 +146,7 @@ class GPipe(StagedModel):
         workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.chunks, self.checkpoint = chunks or 1, checkpoint
-        self.__dict__ |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
-        self._warned = False
+        self.__dict__.update(deferred_batch_norm=deferred_batch_norm, keep_memory=keep_memory, _warned=False)
 
     @classmethod
     @checks.checks_arguments

@@ -11,15 +11,15 @@ from typing_extensions import Self  # comes with torch
 
 
 class Wrapper(nn.Module):
-    """A module with the children, parameters and buffers of another one, ``module``. Both have the same dicts of them, so
-    names, state, modes and changes of one are the other's."""
+    """A module with the children, parameters, buffers and hooks of the state of another one, ``module``. Both have the same
+    dicts of them, so names, state, modes and changes of one are the other's."""
 
     module: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[name] = module.__dict__[name]
+        tables = "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
+        self.__dict__ |= {name: table for name, table in vars(module).items() if name in tables or "_state_dict_" in name}
         self.__dict__["module"] = module
 
     def _set_training(self, mode: bool) -> None:
@@ -74,20 +74,21 @@ class WrappingSequence(Wrapper, nn.Sequential):
 
 
 class Shell(nn.Module):
-    """Stands in a layer for a module of the model whose tensors the layer uses without calling it. Has the module's mode."""
+    """Stands in a layer for a module of the model whose tensors the layer uses without calling it. Has the module's mode. Its
+    own names are none that a tensor or a child of the model may have."""
 
-    original: nn.Module
-    own: set[str]  # names of tensors that the original does not have: constants
+    original_of_gpipe: nn.Module
+    own_of_gpipe: set[str]  # names of tensors that the original does not have: constants
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(original=original, own=set())
+        self.__dict__.update(original_of_gpipe=original, own_of_gpipe=set())
 
-    def _set_training(self, mode: bool) -> None:
-        if "original" in self.__dict__:
-            self.original.training = mode
+    def __set_training(self, mode: bool) -> None:
+        if "original_of_gpipe" in self.__dict__:
+            self.original_of_gpipe.training = mode
 
-    training = property(attrgetter("original.training"), _set_training)
+    training = property(attrgetter("original_of_gpipe.training"), __set_training)
 
 
 class ConvertedLayer(nn.Module):
@@ -100,8 +101,8 @@ class ConvertedLayer(nn.Module):
         for path, shell in self.model.named_modules():
             if isinstance(shell, Shell):
                 for kind in ("_parameters", "_buffers"):
-                    own, of_model = getattr(shell, kind), getattr(shell.original, kind)
-                    yield from ((path, name, own, of_model) for name in own if name not in shell.own)
+                    own, of_model = getattr(shell, kind), getattr(shell.original_of_gpipe, kind)
+                    yield from ((path, name, own, of_model) for name in own if name not in shell.own_of_gpipe)
 
     def follow_model(self) -> None:
         """Takes the tensors, and the modules to call, that the model has now. Raises RuntimeError if it has one no more."""
@@ -109,10 +110,10 @@ class ConvertedLayer(nn.Module):
             own[name] = _present(path, name, of_model)
         for path, shell in self.model.named_modules():
             for name, child in shell._modules.items() if isinstance(shell, Shell) else ():
-                present = _present(path, name, shell.original._modules)
+                present = _present(path, name, shell.original_of_gpipe._modules)
                 if not isinstance(child, Shell):
                     shell._modules[name] = present
-                elif child.original is not present:
+                elif child.original_of_gpipe is not present:
                     raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
 
     def return_tensors(self) -> None:

@@ -77,6 +77,13 @@ def test_parameters_and_layers_can_be_replaced(replace):
     torch.testing.assert_close(pipe(x), expected)
 
 
+@pytest.mark.parametrize("copies", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_layer_in_a_stage_of_a_copy_can_be_replaced(copies):
+    copied = copies(gpipe.GPipe(make_linears(), [2, 2], chunks=2))
+    copied.partitions[1][1] = layer = Double()
+    assert copied[3] is copied.module[3] is layer
+
+
 def test_hooks_of_pipeline_stages_layers_and_parameters_run():
     pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2, checkpoint="never")
     seen = []

@@ -53,6 +53,52 @@ def test_layers_may_have_the_names_of_what_a_pipeline_has():
     assert pipe.partitions[0] is not plain.partitions
 
 
+class Named(nn.Module):
+    """Has modules, parameters or buffers of some names, and a child that has them too."""
+
+    def __init__(self, names, make, inner):
+        super().__init__()
+        self._linear, self.inner, self.used = nn.Linear(3, 3), inner, names
+        for name in names:
+            setattr(self, name, make())
+
+    def forward(self, x):
+        x = self.inner(self._linear(x))
+        for own in [getattr(self, name) for name in self.used]:
+            x = own(x) + own.bias if isinstance(own, nn.Module) else x + own
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "native"), [(lambda: nn.Parameter(torch.ones(3)), False), (lambda: nn.Buffer(torch.ones(3)), True)]
+)
+def test_a_converted_model_may_have_the_names_of_what_a_pipeline_has(make, native):
+    x = torch.randn(4, 3)
+    sequence = gpipe.to_sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), x, native=True)
+    taken = [*vars(gpipe.GPipe(sequence, [2])), *vars(sequence), "original", "own"]
+    names = [name for name in dict.fromkeys(taken) if not hasattr(nn.Sequential(), name)]
+    few = "_sequence", "guards", "original", "own"
+    model = Named(names, make, Named(few, lambda: nn.Linear(3, 3), nn.Tanh()))
+    sequence = gpipe.to_sequential(model, x, native=native)
+    pipe = gpipe.GPipe(sequence, [1, len(sequence) - 1], chunks=2)
+    torch.testing.assert_close(pipe(x), model(x))
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(copy.deepcopy(pipe)(x), model(x))
+    pipe._linear = linear = nn.Linear(3, 3)
+    assert model._linear is linear
+
+
+def test_hooks_of_the_state_are_those_of_the_model():
+    x = torch.randn(4, 3)
+    pipe = gpipe.GPipe(gpipe.to_sequential(make_model(), x), [1, 3], chunks=2)
+    pipe.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more=1))
+    pipe.register_load_state_dict_pre_hook(lambda module, state, *others: state.pop("more"))
+    state = pipe.state_dict()
+    assert state["more"] == pipe.module.state_dict()["more"] == 1
+    pipe.load_state_dict(state)
+    assert pipe(x).shape == (4, 3)
+
+
 def scaled(state):
     return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
 

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import gc
 import logging
 import math
 import pickle
 import random
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -313,6 +315,23 @@ def test_copies_and_pickles():
     assert torch.equal(twice(batch()), sequence(batch()))
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_a_conversion_keeps_no_module(native):
+    net = make_net()
+    kept = weakref.ref(net)
+    to_sequential(net, batch(), native=native)
+    del net
+    gc.collect()
+    assert kept() is None
+
+
+def test_outputs_that_a_generator_of_the_model_draws_depend_on_no_sample():
+    model = nn.ModuleList([nn.Linear(4, 4), Draws()])
+    state = model[1].generator.get_state()
+    to_sequential(nn.Sequential(*model), batch().float())
+    assert torch.equal(model[1].generator.get_state(), state)
+
+
 def test_balances_of_modules():
     net = make_net()
     assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 4
@@ -526,6 +545,20 @@ def hooked(x):
     return y
 
 
+FREE = nn.Parameter(torch.ones(4).double())
+
+
+class Draws(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
 def net_with_a_hook():
     net = make_net()
     net.register_forward_hook(lambda *arguments: None)
@@ -563,6 +596,7 @@ def masked_encoder():
         (lambda: to_sequential(Calls(lambda m, x: m.a(x) + m.count.data), batch()), ValueError, r"\.data .*; use detach\(\)"),
         (lambda: convert(lambda x: reverse(x)), ValueError, "the gradient of input 0 differs"),
         (lambda: convert(hooked), ValueError, "the gradient of input 0 differs"),
+        (lambda: convert(lambda x: x * FREE), ValueError, "tensor 0 that requires grad and that no module has registered"),
         (lambda: convert(lambda x: x * random.random()), ValueError, "output 0 of a second call differs"),
         (lambda: to_sequential(3, batch()), TypeError, "must be nn.Module, but is <class 'int'>"),
         (lambda: to_sequential(make_net(), batch(), opaque=int), TypeError, "opaque must be a list .* <class 'int'>"),

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import random
+import threading
 import time
 
 import numpy
@@ -89,6 +90,27 @@ def test_tracing_and_transforms_are_refused(call, message):
         call(pipe, x)
     assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
     assert pipe(x).shape == (4, 3)
+
+
+class Elsewhere(nn.Module):
+    """Calls a function on another thread during an export."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        if torch.compiler.is_exporting():
+            thread = threading.Thread(target=self.call)
+            thread.start()
+            thread.join()
+        return x * 2
+
+
+def test_a_pipeline_runs_while_another_thread_exports():
+    pipe, x, outputs = make_pipe(), torch.rand(4, 3), []
+    torch.export.export(Elsewhere(lambda: outputs.append(pipe(x))), (x,))
+    assert {output.shape for output in outputs} == {x.shape}
 
 
 def test_the_profiler_shows_actions_and_layers():

@@ -212,6 +212,7 @@ def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, runs: bool) -> 
             call = functools.partial(_call, path, calls.changed.get(block, []))
             # With this attribute, nn.Module calls neither forward() nor hooks.
             stack.enter_context(patch.object(block, "_compiled_call_impl", call))
+        stack.callback(vars(_tracing).clear)
         yield
 
 

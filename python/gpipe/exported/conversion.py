@@ -234,8 +234,8 @@ class _Tree:
         assert isinstance(place, Shell)
         kind = "_parameters" if isinstance(owned, nn.Parameter) else "_buffers"
         getattr(place, kind)[own] = owned
-        if getattr(place.original, kind).get(own) is not owned:
-            place.own.add(own)
+        if getattr(place.original_of_gpipe, kind).get(own) is not owned:
+            place.own_of_gpipe.add(own)
 
 
 def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:

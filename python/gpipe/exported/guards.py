@@ -32,7 +32,7 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._class = type(module)
         self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in _OF_MODULES}
-        self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks")}
+        self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks") and "_state_dict" not in name}
         self._globals = _globals_of(module)
         self._names = {kind: list(getattr(module, kind)) for kind in ("_parameters", "_buffers", "_modules")}
 
@@ -325,6 +325,7 @@ def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any
     """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
     exception that they raise."""
     found: dict[str, Any] = {}
+    leaves: list[list[Tensor]] = []  # of each call, without parameters and inputs
     with unchanged(module, seed=0):
         for number in ("", " of a second call")[:calls]:
             own = tree_map_only(Tensor, copy_of, arguments)  # which the model may change
@@ -337,11 +338,27 @@ def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any
             wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
             wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
             roots = [each for each in outputs if _needs_grad(each)]
-            if roots and wanted and not number:
+            leaves.append([each for each in _leaves_of(roots) if all(each is not other for other in wanted.values())])
+            for index, each in enumerate(leaves[-1]):  # those of one call may be made in it
+                if any(each is other for other in leaves[0]) and number:
+                    wanted[f"the gradient of tensor {index} that requires grad and that no module has registered"] = each
+            if roots and wanted and len(leaves) == calls:
                 given = [torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots]
                 found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
             found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
     return found
+
+
+def _leaves_of(roots: list[Tensor]) -> Iterator[Tensor]:
+    """Yields the leaves of the autograd graph of some tensors."""
+    nodes = [each.grad_fn for each in roots]
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows
+        if node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
 
 
 def _needs_grad(value: object) -> bool:
@@ -369,10 +386,11 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) ->
     ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs. Adds the
     shapes for fewer samples to ``calls``."""
 
-    def outputs(begin: int, end: int, seed: int) -> list[Tensor]:
-        args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
-        with unchanged(module, seed):
-            leaves = tree_leaves(module(*args, **kwargs))
+    def outputs(begin: int, end: int, runs: int = 1) -> list[Tensor]:
+        with unchanged(module, seed=0):
+            for _ in range(runs):
+                args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
+                leaves = tree_leaves(module(*args, **kwargs))
         return [each.detach() for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
     samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
@@ -381,7 +399,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) ->
     with mode(module, False):  # with grad mode, as for ``output``: code and kernels may differ without
         try:
             with (few := Calls()).recorded(module):
-                parts = [outputs(0, part, 0), outputs(samples - part, samples, 0)]
+                parts = [outputs(0, part), outputs(samples - part, samples)]
         except Exception:  # for so few samples, or the export explains it
             return
     calls.fewer = few.shapes
@@ -397,7 +415,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) ->
             close(output[-rows:], last)
         except AssertionError:
             with mode(module, False):
-                random = not torch.equal(outputs(0, samples, 1)[number], output)
+                random = not torch.equal(outputs(0, samples, runs=2)[number], output)  # maybe by a generator of its own
             if random:
                 return
             raise ValueError(
