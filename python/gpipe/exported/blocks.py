@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
+from gpipe.exported.exporter import NotExported, first_line
+
 OPERATOR = "gpipe_export::whole"
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _CONSTANTS = bool, int, float, str, type(None)
@@ -172,6 +174,7 @@ class _Tracing(threading.local):
     blocks: Mapping[str, nn.Module]
     calls: Calls
     runs: bool  # whether blocks run on fake tensors
+    any_shape: bool  # whether other sizes than the number of samples are symbols
     output: tuple[list[bool], TreeSpec]  # of the last call: which leaves are tensors
 
 
@@ -179,10 +182,11 @@ _tracing = _Tracing()
 
 
 @contextmanager
-def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, runs: bool) -> Iterator[None]:
+def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool) -> Iterator[None]:
     """Makes each call of some modules, by path, one operator while this thread runs a block of code. ``calls`` are those of a
-    plain run. ``runs``: whether blocks run on fake tensors to learn sizes, else only dimension 0 may have any size."""
-    _tracing.blocks, _tracing.calls, _tracing.runs = blocks, calls, runs
+    plain run. ``runs``: whether blocks run on fake tensors to learn sizes; they must with ``any_shape``, else only dimension 0 may
+    have any size."""
+    _tracing.blocks, _tracing.calls, _tracing.any_shape, _tracing.runs = blocks, calls, any_shape, runs
     with ExitStack() as stack:
         for path, block in blocks.items():
             call = functools.partial(_call, path, calls.changed.get(block, []))
@@ -222,13 +226,16 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
     try:
         if not _tracing.runs:
             raise ValueError("blocks do not run")
-        # Without torch functions, because nothing inside is recorded.
+        # Without torch functions and a tracer's __call__(), because nothing inside is recorded.
+        untraced = patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
         quietly = environment.ignore_fresh_unbacked_symbols() if environment else nullcontext()
-        with torch.random.fork_rng([]), quietly, torch._C.DisableTorchFunction():
+        with torch.random.fork_rng([]), quietly, untraced, torch._C.DisableTorchFunction():
             output = block._call_impl(*args, **kwargs)
         if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             raise ValueError("the sizes of its output depend on data")
-    except Exception:  # it does what fake tensors cannot; then only dimension 0 may have any size
+    except Exception as error:  # it does what fake tensors cannot; then only dimension 0 may have any size
+        if _tracing.any_shape:
+            raise NotExported(f"cannot convert the model for any sizes: {first_line(error)}") from error
         samples, calls = inputs[0].shape[0], _tracing.calls
 
         def of_any_batch(tensor: Tensor) -> Tensor:
