@@ -257,6 +257,22 @@ def test_what_code_between_blocks_keeps_is_refused(function, name):
     assert set(vars(model)) == attributes
 
 
+class Keeps(nn.Linear):
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = torch.full_like(x[:1], 2)
+        return super().forward(x * self.scale)
+
+
+def test_a_module_that_is_called_twice_and_keeps_something_is_kept_whole_with_the_one_around_it():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([Keeps(4, 4), nn.Identity()])]).double()
+    model[1].forward = lambda x: model[1][1](model[1][0](model[1][0](x)))
+    model.forward = lambda x: model[1](model[0](x))
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0", "1"]
+    assert_equal_in_each_mode(sequence, model, batch())
+
+
 def test_parameters_of_the_model_that_are_replaced_are_used():
     net = make_net()
     pipe = gpipe.GPipe(to_sequential(net, batch(), native=True), [5, 7])

@@ -109,10 +109,13 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             tested = twins.compared()
             break
         except ValueError as error:
-            # Where code cannot be exported, its module is kept whole, if it can.
-            path = getattr(error, "path", "")
-            if path and not native and calls.can_be_block(inner := module.get_submodule(path)):
-                blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])} | {path: inner}
+            # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
+            names = getattr(error, "path", "").split(".")
+            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if names[0] and not native else []
+            path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
+            if path:
+                blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
+                blocks[path] = module.get_submodule(path)
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
