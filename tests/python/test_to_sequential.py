@@ -107,6 +107,22 @@ def test_blocks_are_modules_of_a_class_that_repeats_and_modules_without_others()
     assert [layer.model.get_submodule(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
 
 
+class Level(nn.Module):
+    """A level of a U-Net, with the levels below."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.down, self.inner, self.up = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.up(self.inner(self.down(x)))
+
+
+def test_blocks_have_no_module_of_their_own_class_inside():
+    sequence = to_sequential(Level(Level(Level(nn.ReLU()))), torch.randn(4, 4))
+    assert names_of(sequence) == ["down", "inner.down", "inner.inner", "inner.up", "up"]
+
+
 def test_layers_are_named_after_modules():
     sequence = to_sequential(make_net(), batch(), native=True)
     block = ["linear", "norm", "act"]

@@ -112,7 +112,7 @@ class Calls:
 
     def blocks(self, module: nn.Module, whole: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Returns the blocks of a model by path: modules in ``whole``; modules of a class that the model has more than once,
-        without a container of such modules inside; and modules that call no other module."""
+        without a container of such modules or another of its class inside; and modules that call no other module."""
         kinds = Counter(type(each) for each in self.outputs)
         given = set(whole)
         found: dict[str, nn.Module] = {}
@@ -120,8 +120,10 @@ class Calls:
         def calls_others(each: nn.Module) -> bool:
             return any(inner in self.outputs for inner in each.modules() if inner is not each)
 
-        def has_run(each: nn.Module) -> bool:
+        def has_more(each: nn.Module) -> bool:
             for container in each.modules():
+                if container is not each and type(container) is type(each) and container in self.outputs:
+                    return True
                 children = container.children() if isinstance(container, _CONTAINERS) else ()
                 inner = [type(child) for child in children if child in self.outputs and calls_others(child)]
                 if max(Counter(kind for kind in inner if not issubclass(kind, _CONTAINERS)).values(), default=0) > 1:
@@ -131,7 +133,7 @@ class Calls:
         def visit(path: str, each: nn.Module) -> None:
             for name, child in each.named_children():
                 at = f"{path}.{name}" if path else name
-                repeated = type(child) is not nn.Sequential and kinds[type(child)] > 1 and not has_run(child)
+                repeated = type(child) is not nn.Sequential and kinds[type(child)] > 1 and not has_more(child)
                 if child in found.values():
                     continue
                 if child in given or (self.can_be_block(child) and (repeated or not calls_others(child))):
