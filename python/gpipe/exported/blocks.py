@@ -90,7 +90,7 @@ class Calls:
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
             if given and len(leaves) == len(self.given[each]):
-                leaves = itertools.compress(leaves, self.given[each])
+                leaves = [*itertools.compress(leaves, self.given[each])]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
 
