@@ -126,6 +126,25 @@ def test_a_size_is_not_read_off_a_tensor_whose_shape_has_changed():
     assert torch.equal(sequence(x), function(x))
 
 
+class LooksAtData(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 1e9 else y * 2
+
+
+@pytest.mark.parametrize("inner", [LooksAtData(4, 4), Returns(LooksAtData(4, 4).forward)])
+def test_where_a_block_cannot_tell_its_sizes_other_sizes_are_refused(inner):
+    model = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([inner])])
+    model[1].forward = lambda x: inner(x)
+    model.forward = lambda x: model[1](model[0](x)).sum(1) / x.shape[1]
+    sequence = to_sequential(model, torch.randn(4, 5, 4))
+    assert [layer.name for layer in sequence] == ["0", "1.0"]
+    x = torch.randn(6, 5, 4)
+    assert torch.equal(sequence(x), model(x))
+    with pytest.raises(ValueError, match=r"has the shape \(6, 7, 4\), but the model was converted for \(batch, 5, 4\)"):
+        sequence(torch.randn(6, 7, 4))
+
+
 class Shortens(nn.Module):
     def forward(self, x):
         return x[:, 1:] if self.training else x

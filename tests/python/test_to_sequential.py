@@ -125,6 +125,22 @@ def test_blocks_may_have_submodules_that_fake_tensors_cannot_run():
     assert torch.equal(sequence(batch(9)), model(batch(9)))
 
 
+class Level(nn.Module):
+    """A level of a U-Net, with the levels below."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.down, self.inner, self.up = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.up(self.inner(self.down(x)))
+
+
+def test_blocks_have_no_module_of_their_own_class_inside():
+    sequence = to_sequential(Level(Level(Level(nn.ReLU()))), torch.randn(4, 4))
+    assert names_of(sequence) == ["down", "inner.down", "inner.inner", "inner.up", "up"]
+
+
 def test_layers_are_named_after_modules():
     sequence = to_sequential(make_net(), batch(), native=True)
     block = ["linear", "norm", "act"]
@@ -273,6 +289,22 @@ def test_what_code_between_blocks_keeps_is_refused(function, name):
     with pytest.raises(ValueError, match=rf"it \(Calls\) changes its attribute '{name}' in forward\(\), which an export loses"):
         to_sequential(model, batch())
     assert set(vars(model)) == attributes
+
+
+class Keeps(nn.Linear):
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = torch.full_like(x[:1], 2)
+        return super().forward(x * self.scale)
+
+
+def test_a_module_that_is_called_twice_and_keeps_something_is_kept_whole_with_the_one_around_it():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([Keeps(4, 4), nn.Identity()])]).double()
+    model[1].forward = lambda x: model[1][1](model[1][0](model[1][0](x)))
+    model.forward = lambda x: model[1](model[0](x))
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0", "1"]
+    assert_equal_in_each_mode(sequence, model, batch())
 
 
 def test_parameters_of_the_model_that_are_replaced_are_used():

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
+from gpipe.exported.exporter import NotExported, first_line
+
 OPERATOR = "gpipe_export::whole"
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _CONSTANTS = bool, int, float, str, type(None)
@@ -92,7 +94,7 @@ class Calls:
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
             if given and len(leaves) == len(self.given[each]):
-                leaves = list(itertools.compress(leaves, self.given[each]))
+                leaves = [*itertools.compress(leaves, self.given[each])]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
             shapes = iter(self.shapes_for(each, tensors))
@@ -129,7 +131,7 @@ class Calls:
 
     def blocks(self, module: nn.Module, whole: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Returns the blocks of a model by path: modules in ``whole``; modules of a class that the model has more than once,
-        without a container of such modules inside; and modules that call no other module."""
+        without a container of such modules or another of its class inside; and modules that call no other module."""
         kinds = Counter(type(each) for each in self.outputs)
         given = set(whole)
         found: dict[str, nn.Module] = {}
@@ -137,8 +139,10 @@ class Calls:
         def calls_others(each: nn.Module) -> bool:
             return any(inner in self.outputs for inner in each.modules() if inner is not each)
 
-        def has_run(each: nn.Module) -> bool:
+        def has_more(each: nn.Module) -> bool:
             for container in each.modules():
+                if container is not each and type(container) is type(each) and container in self.outputs:
+                    return True
                 children = container.children() if isinstance(container, _CONTAINERS) else ()
                 inner = [type(child) for child in children if child in self.outputs and calls_others(child)]
                 if max(Counter(kind for kind in inner if not issubclass(kind, _CONTAINERS)).values(), default=0) > 1:
@@ -148,7 +152,7 @@ class Calls:
         def visit(path: str, each: nn.Module) -> None:
             for name, child in each.named_children():
                 at = f"{path}.{name}" if path else name
-                repeated = type(child) is not nn.Sequential and kinds[type(child)] > 1 and not has_run(child)
+                repeated = type(child) is not nn.Sequential and kinds[type(child)] > 1 and not has_more(child)
                 if child in found.values():
                     continue
                 if child in given or (self.can_be_block(child) and (repeated or not calls_others(child))):
@@ -195,6 +199,7 @@ class _Tracing(threading.local):
     blocks: Mapping[str, nn.Module]
     calls: Calls
     runs: bool  # whether blocks run on fake tensors
+    any_shape: bool  # whether other sizes than the number of samples are symbols
     output: tuple[list[bool], TreeSpec]  # of the last call: which leaves are tensors
 
 
@@ -202,10 +207,11 @@ _tracing = _Tracing()
 
 
 @contextmanager
-def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, runs: bool) -> Iterator[None]:
+def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool) -> Iterator[None]:
     """Makes each call of some modules, by path, one operator while this thread runs a block of code. ``calls`` are those of a
-    plain run. ``runs``: whether blocks run on fake tensors to learn sizes, else only dimension 0 may have any size."""
-    _tracing.blocks, _tracing.calls, _tracing.runs = blocks, calls, runs
+    plain run. ``runs``: whether blocks run on fake tensors to learn sizes; they must with ``any_shape``, else only dimension 0 may
+    have any size."""
+    _tracing.blocks, _tracing.calls, _tracing.any_shape, _tracing.runs = blocks, calls, any_shape, runs
     with ExitStack() as stack:
         stack.callback(vars(_tracing).clear)
         for path, block in blocks.items():
@@ -254,7 +260,9 @@ def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
             output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             raise ValueError("the sizes of its output depend on data")
-    except Exception:  # it does what fake tensors cannot; then only the number of samples may change
+    except Exception as error:  # it does what fake tensors cannot; then only the number of samples may change
+        if _tracing.any_shape:
+            raise NotExported(f"cannot convert the model for any sizes: {first_line(error)}") from error
         shapes = iter(_tracing.calls.shapes_for(block, inputs))
         output = tree_map_only(
             Tensor, lambda each: inputs[0].new_empty(next(shapes), dtype=each.dtype), _tracing.calls.outputs[block]

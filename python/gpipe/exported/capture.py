@@ -33,7 +33,7 @@ def capture(
     converted."""
     programs, called = [], []
     for training in (True, False):
-        with mode(module, training), kept_whole(blocks, calls, runs=runs), _calls_of(module) as paths:
+        with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs), _calls_of(module) as paths:
             programs.append(exported(module, *arguments, any_shape=any_shape))
         called.append(paths)
     own = _tensors_of_module(module)

@@ -93,7 +93,7 @@ def to_sequential(
         transposed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         with patch.object(module, "forward", transposed) if batch_dim else nullcontext():
             sequence, guards = _converted(module, batch_first(arguments, batch_dim), whole, native, batch_dim)
-        sequence.guards = guards()
+        sequence.__dict__["guards"] = guards()
         return sequence
 
 
@@ -131,10 +131,13 @@ def _converted(
             tested = twins.compared()
             break
         except ValueError as error:
-            # Where code cannot be exported, its module is kept whole, if it can.
-            path = getattr(error, "path", "")
-            if path and not native and calls.can_be_block(inner := module.get_submodule(path)):
-                blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])} | {path: inner}
+            # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
+            names = getattr(error, "path", "").split(".")
+            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if names[0] and not native else []
+            path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
+            if path:
+                blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
+                blocks[path] = module.get_submodule(path)
             elif (other := next(ways, None)) is not None:
                 way = other
             else:

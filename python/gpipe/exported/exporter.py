@@ -206,14 +206,14 @@ def _explained(module: nn.Module, error: Exception) -> NotExported:
 
 @contextmanager
 def _few_guards() -> Iterator[None]:
-    """Raises ValueError for an export in a block whose conditions for sizes become too many, as it would take minutes."""
+    """Raises NotExported for an export in a block whose conditions for sizes become too many, as it would take minutes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # takes a second, so only here
 
     log_guard, thread = ShapeEnv._log_guard, threading.get_ident()
 
     def counted(environment: ShapeEnv, *args: Any, **kwargs: Any) -> None:
         if len(environment.guards) > _MOST_GUARDS and threading.get_ident() == thread:
-            raise ValueError(f"its code has more than {_MOST_GUARDS} conditions for sizes")
+            raise NotExported(f"cannot convert the model: its code has more than {_MOST_GUARDS} conditions for sizes")
         log_guard(environment, *args, **kwargs)
 
     with patch.object(ShapeEnv, "_log_guard", counted):

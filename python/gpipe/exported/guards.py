@@ -208,7 +208,7 @@ class Twins:
         self._has_own_floats = any(tensor.is_floating_point() for tensor in tensors)
 
     def _difference(
-        self, arguments: Any, calls: int = 1, dtype: torch.dtype | None = None, *, replay: bool = True, **tolerance: float
+        self, arguments: Any, calls: int = 1, dtype: torch.dtype | None = None, *, replay: bool = True, **tolerance: Any
     ) -> str:
         with self._calls.replayed(self._blocks if replay else [], dtype, given=self._given) as probes:
             ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls, probes)
@@ -365,7 +365,7 @@ def _needs_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
-def _difference(ours: Any, theirs: Any, **tolerance: float) -> str:
+def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
     """Returns the first difference of two behaviours; an empty text if there is none. Both may raise."""
     if isinstance(ours, Exception):
         return "" if isinstance(theirs, Exception) else f"the model raises {type(ours).__name__}, the layers do not"
