@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.blocks import Calls, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode
@@ -95,6 +95,13 @@ def examples_of(arguments: Any) -> Any:
         copy = tensor.detach().repeat_interleave(2 if tensor.shape[0] == 1 else 1, 0)
         return copy.requires_grad_(tensor.requires_grad)
 
+    samples = [tensor.shape[0] for tensor in tree_leaves(arguments) if isinstance(tensor, Tensor) and tensor.dim()]
+    if len(set(samples)) > 1:
+        sizes = ", ".join(map(str, samples))
+        raise ValueError(
+            f"dimension 0 of the inputs is {sizes}, but it must be the batch in each; for a model that takes the batch as "
+            "another dimension, such as a recurrent one with its state, wrap it in a module that transposes inputs and outputs"
+        )
     return tree_map_only(Tensor, copied, arguments)
 
 
@@ -127,7 +134,8 @@ def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
             )
         if isinstance(each, (torch.jit.ScriptModule, OptimizedModule)):
             compiler = "TorchScript" if isinstance(each, torch.jit.ScriptModule) else "torch.compile()"
-            reason = f"is compiled by {compiler}; use the module that it was compiled from, or call its compile()"
+            reason = f"is compiled by {compiler}; use the module that it was compiled from"
+            reason += "" if compiler == "TorchScript" else ", and call compile() of its blocks"
             raise NotExported(f"cannot convert the model: {name} {reason}", path)
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
         if any(map(len, tables)):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, inference_mode, enable_grad, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -21,13 +22,16 @@ from gpipe.wrapper import Shell, WrappingSequence
 
 
 class ExportedSequential(WrappingSequence):
-    """A converted model: the layers in order of execution, with the names, parameters and buffers of the original."""
+    """A converted model: the layers in order of execution, with the names, parameters and buffers of the original. ``refused``
+    tells, by path, why modules became blocks whose code between smaller blocks cannot be exported."""
+
+    refused: dict[str, str]
 
     def report(self) -> str:
         """Returns how many layers run without Python, and for each other one the functions that it calls."""
         calls = {layer.name: layer.python_functions for layer in self if isinstance(layer, ExportedLayer)}
         with_python = {name: functions for name, functions in calls.items() if functions}
-        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python"]
+        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
         return "\n".join([*lines, *(f"'{name}' calls {', '.join(each)}" for name, each in with_python.items())])
 
 
@@ -73,7 +77,9 @@ def to_sequential(
     arguments = example_args, example_kwargs
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)):
         raise ValueError("give an example input, with tensors: to_sequential(module, input) or from_module(module, input)")
-    with _lock, inference_mode(False), enable_grad(), unchanged(module, values=True):
+    plain = patch.object(module, "_compiled_call_impl", None)
+    # Comparisons would compile a model whose compile() was called.
+    with _lock, plain, inference_mode(False), enable_grad(), unchanged(module, values=True):
         return _converted(module, arguments, whole_modules(module, opaque), native)
 
 
@@ -90,6 +96,7 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             if samples is None:
                 raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
+    refused: dict[str, str] = {}
     ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
     way = next(ways)
     while True:
@@ -113,13 +120,18 @@ def _converted(module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module]
             path = getattr(error, "path", "")
             if path and not native and calls.can_be_block(inner := module.get_submodule(path)):
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])} | {path: inner}
+                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
                 if few is not examples:
                     _plain_runs(module, examples)  # which may tell more
+                if path and not native and module.get_submodule(path) in calls.unfit:
+                    text = str(error).partition("; to keep each")[0]
+                    raise NotExported(f"{text}{_UNFIT}", path) from error
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
+    sequence.refused = refused
     sequence.guards = Guards(module, exported, dtypes, tested)
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
@@ -156,6 +168,10 @@ def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Modul
     return calls, effects, outputs[-1]
 
 
+_UNFIT = (
+    "; it cannot be kept whole either, because it takes or returns something else than tensors: put it, with the code that "
+    "makes and uses these, into a submodule that takes and returns tensors"
+)
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
