@@ -43,6 +43,12 @@ class StagedModel(Wrapper):
     partitions: Stages
     _sequence: nn.Sequential
     _batch_dim: int
+    _schedule: str
+    _is_here: list[bool]
+    _borrowed: list[nn.Parameter]
+    _options: tuple[Any, ...]
+    _lock: threading.RLock
+    _losses: Losses
     _made: _C.Pipeline | None
     _layers: list[nn.Module]  # of the C++ pipeline
     _norms: list[DeferredBatchNorm]  # of these layers

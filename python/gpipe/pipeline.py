@@ -21,7 +21,7 @@ from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError, Checkpoint
 from gpipe.core import StagedModel
-from gpipe.exported.conversion import input_of, to_sequential
+from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
 from gpipe.exported.exporter import mode
 from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
@@ -116,6 +116,7 @@ class GPipe(StagedModel):
 
     deferred_batch_norm: bool
     keep_memory: bool
+    _warned: bool
 
     @checks.checks_arguments
     def __init__(
@@ -471,6 +472,9 @@ def _as_layers(
             if len(module) >= stages:
                 return module
     model = to_sequential(module, *args, opaque=opaque, native=native, batch_dim=batch_dim, **kwargs)
+    if isinstance(model, ExportedSequential) and len(model) < stages and model.refused:
+        text = f"the model has {len(model)} layers, too few for {stages} stages, because some stay whole:"
+        raise ValueError("\n".join((text, *model.refused.values())))
     if not native and len(model) > 100:
         advice = "native=True runs most of them without Python, which is faster if they are small"
         warnings.warn(f"the model has {len(model)} layers; {advice}", stacklevel=4)

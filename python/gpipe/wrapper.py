@@ -32,6 +32,14 @@ class Wrapper(nn.Module):
         self.module.train(mode)
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if not name.startswith("_") and hasattr(self.__dict__.get("module"), name):
+                raise AttributeError(f"{error}; its model has it: use .module.{name}", name=name, obj=self) from None
+            raise
+
     def get_submodule(self, target: str) -> nn.Module:
         # Attributes of the wrapper may have the names of children.
         return self.module.get_submodule(target) if target else self

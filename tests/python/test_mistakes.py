@@ -45,6 +45,21 @@ class Whole(nn.Module):
     def forward(self, x):
         return self.second(self.first(x))
 
+    def decode(self, x):
+        return self.second(x)
+
+
+class Counting(nn.Module):
+    """Its only child does more than compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Whole()
+        self.inner.forward = lambda x: setattr(self.inner, "count", len(x)) or Whole.forward(self.inner, x)
+
+    def forward(self, x):
+        return self.inner(x)
+
 
 class DoublesItsResult(nn.Sequential):
     def forward(self, x):
@@ -133,6 +148,7 @@ MISTAKES = [
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
+    (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2, seconds=0).decode, AttributeError, r"; .* use \.module\.decode"),
     (lambda: setattr(pipe(), "devices", ["cpu"]), AttributeError, "'devices' of a pipeline is fixed; make another one by"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
@@ -140,6 +156,7 @@ MISTAKES = [
     (lambda: from_module(placement="w", seconds=0), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
+    (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few for 2 stages.*\n'inner' .*'count'"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.

@@ -613,6 +613,16 @@ def masked_encoder():
     return model
 
 
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(1, 4, batch_first=True).double()
+
+    def forward(self, x):
+        lengths = (x > 0).sum(1).clamp_min(1)
+        return self.rnn(nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, True, enforce_sorted=False))[1][0]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -635,8 +645,10 @@ def masked_encoder():
         (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
+        (lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)), ValueError, "inputs is 5, 2, but"),
         (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "it is compiled by TorchScript; use"),
-        (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"is compiled by torch.compile\(\); use"),
+        (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"use the .* and call compile\(\) of its blocks"),
+        (lambda: to_sequential(Packed(), batch()), ValueError, r"'rnn' \(RNN\) .* takes or returns something else than tensors"),
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"it \(Net\) has a hook"),
         (lambda: to_sequential(nn.DataParallel(make_net()), batch()), ValueError, "it is a DataParallel; convert its .module, a"),

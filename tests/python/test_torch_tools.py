@@ -136,6 +136,19 @@ def test_compiled_layers_compute_the_same(checkpoint):
     torch.testing.assert_close(training_step(whole, x), expected)
 
 
+def test_compile_of_a_model_is_not_used_by_its_pipeline():
+    torch.compiler.reset()  # other tests may have compiled as much as dynamo allows
+    compiled = []
+    model, x = make_dropouts(), torch.rand(6, 4)
+    model.compile(backend=lambda graph, inputs: compiled.append(graph) or graph)
+    pipe = gpipe.GPipe(gpipe.to_sequential(model, x), [4, 5], chunks=2)
+    training_step(pipe, x)
+    assert not compiled
+    model.eval()(x)
+    assert compiled
+    pipe(x)
+
+
 def test_backwards_of_compiled_layers_overlap():
     def slow(graph, inputs):
         return make_boxed_func(lambda *values: time.sleep(0.02) or graph(*values))

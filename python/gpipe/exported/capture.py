@@ -133,7 +133,8 @@ def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
             )
         if isinstance(each, (torch.jit.ScriptModule, OptimizedModule)):
             compiler = "TorchScript" if isinstance(each, torch.jit.ScriptModule) else "torch.compile()"
-            reason = f"is compiled by {compiler}; use the module that it was compiled from, or call its compile()"
+            reason = f"is compiled by {compiler}; use the module that it was compiled from"
+            reason += "" if compiler == "TorchScript" else ", and call compile() of its blocks"
             raise NotExported(f"cannot convert the model: {name} {reason}", path)
         tables = each._forward_pre_hooks, each._forward_hooks, each._backward_pre_hooks, each._backward_hooks
         if any(map(len, tables)):

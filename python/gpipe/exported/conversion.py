@@ -24,13 +24,16 @@ from gpipe.wrapper import Shell, WrappingSequence, batch_first
 
 
 class ExportedSequential(WrappingSequence):
-    """A converted model: the layers in order of execution. It has the children of the model."""
+    """A converted model: the layers in order of execution. It has the children of the model. ``refused`` tells, by path, why
+    modules became blocks whose code between smaller blocks cannot be exported."""
+
+    refused: dict[str, str]
 
     def report(self) -> str:
         """Returns how many layers run without Python, and for each other one the functions that it calls."""
         calls = {layer.name: layer.python_functions for layer in self if isinstance(layer, ExportedLayer)}
         with_python = {name: functions for name, functions in calls.items() if functions}
-        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python"]
+        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
         return "\n".join([*lines, *(f"'{name}' calls {', '.join(each)}" for name, each in with_python.items())])
 
 
@@ -82,7 +85,8 @@ def to_sequential(
     if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
         raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
     whole = whole_modules(module, opaque)
-    with _lock, inference_mode(False), enable_grad(), unchanged(module, values=True):
+    plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
+    with _lock, plain, inference_mode(False), enable_grad(), unchanged(module, values=True):
         refuse_modules({"": module})
         forward = module.forward
 
@@ -112,6 +116,7 @@ def _converted(
             if samples is None:
                 raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
+    refused: dict[str, str] = {}
     ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
     way = next(ways)
     while True:
@@ -138,13 +143,18 @@ def _converted(
             if path:
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
                 blocks[path] = module.get_submodule(path)
+                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
                 if few is not examples:
                     _plain_runs(module, examples)  # which may tell more
+                if names[0] and not native and module.get_submodule(getattr(error, "path", "")) in calls.unfit:
+                    text = str(error).partition("; to keep each")[0]
+                    raise NotExported(f"{text}{_UNFIT}", getattr(error, "path", "")) from error
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
+    sequence.__dict__["refused"] = refused
     _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence, partial(Guards, module, exported, dtypes, tested)
 
@@ -180,6 +190,10 @@ def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Modul
     return calls, effects, outputs[-1]
 
 
+_UNFIT = (
+    "; it cannot be kept whole either, because it takes or returns something else than tensors: put it, with the code that "
+    "makes and uses these, into a submodule that takes and returns tensors"
+)
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
