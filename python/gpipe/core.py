@@ -42,6 +42,12 @@ class StagedModel(Wrapper):
     whole_state: dict[str, str]
     partitions: Stages
     _sequence: nn.Sequential
+    _schedule: str
+    _is_here: list[bool]
+    _options: Any
+    _borrowed: list[nn.Parameter]
+    _lock: Any
+    _losses: Losses
     _made: _C.Pipeline | None
     _layers: list[nn.Module]  # of the C++ pipeline
     _norms: list[DeferredBatchNorm]  # of these layers

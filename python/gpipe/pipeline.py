@@ -113,6 +113,7 @@ class GPipe(StagedModel):
 
     deferred_batch_norm: bool
     keep_memory: bool
+    _warned: bool
 
     @checks.checks_arguments
     def __init__(

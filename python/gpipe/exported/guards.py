@@ -396,7 +396,7 @@ def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any
 
 def _leaves_of(roots: list[Tensor]) -> Iterator[Tensor]:
     """Yields the leaves of the autograd graph of some tensors."""
-    nodes = [each.grad_fn for each in roots]
+    nodes: list[Any] = [each.grad_fn for each in roots]
     seen: set[Any] = {None}
     for node in nodes:  # which grows
         if node not in seen:
