@@ -281,7 +281,7 @@ def verify_module(module: nn.Sequential) -> None:
             "only its layers; move the code of the forward into layers, compile the layers, or pass "
             "nn.Sequential(*model) if that computes the same"
         )
-    used = [name for name, table in vars(module).items() if name.endswith("_hooks") and table]
+    used = [name for name, table in vars(module).items() if name.endswith("_hooks") and table and "_state_dict" not in name]
     own = [f"a{name[:-1].replace('_', ' ')}" for name in used]  # such as "a forward hook"
     if layers_in(module) is module._modules:
         own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]

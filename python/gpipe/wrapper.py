@@ -103,21 +103,26 @@ class ConvertedLayer(nn.Module):
     """A layer of a converted model. ``model`` is a tree of shells, and of the model's own modules that the layer calls."""
 
     model: nn.Module
+    _shells: list[tuple[str, Shell]]  # by path, in the tree
+
+    def _of_tree(self) -> list[tuple[str, Shell]]:
+        if "_shells" not in self.__dict__:  # the tree is complete after the conversion
+            self._shells = [(path, each) for path, each in self.model.named_modules() if isinstance(each, Shell)]
+        return self._shells
 
     def _shared(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
         """Yields each tensor of the model in a shell: the module's path, the name, and the dicts of the shell and the model."""
-        for path, shell in self.model.named_modules():
-            if isinstance(shell, Shell):
-                for kind in ("_parameters", "_buffers"):
-                    own, of_model = getattr(shell, kind), getattr(shell.original_of_gpipe, kind)
-                    yield from ((path, name, own, of_model) for name in own if name not in shell.own_of_gpipe)
+        for path, shell in self._of_tree():
+            for kind in ("_parameters", "_buffers"):
+                own, of_model = vars(shell)[kind], vars(shell.original_of_gpipe)[kind]
+                yield from ((path, name, own, of_model) for name in own if name not in shell.own_of_gpipe)
 
     def follow_model(self) -> None:
         """Takes the tensors, and the modules to call, that the model has now. Raises RuntimeError if it has one no more."""
         for path, name, own, of_model in self._shared():
             own[name] = _present(path, name, of_model)
-        for path, shell in self.model.named_modules():
-            for name, child in shell._modules.items() if isinstance(shell, Shell) else ():
+        for path, shell in self._of_tree():
+            for name, child in shell._modules.items():
                 present = _present(path, name, shell.original_of_gpipe._modules)
                 if not isinstance(child, Shell):
                     shell._modules[name] = present

@@ -114,8 +114,6 @@ MISTAKES = [
     (lambda: gpipe.GPipe(DoublesItsResult(LAYER), [1]), TypeError, r"\(DoublesItsResult\) has a forward of its own"),
     (lambda: changed(nn.Module.register_forward_pre_hook, loss), ValueError, "model itself, .*, has a forward pre hook"),
     (lambda: changed(nn.Module.register_full_backward_hook, loss), ValueError, "has a backward hook"),
-    (lambda: changed(nn.Module.register_load_state_dict_pre_hook, loss), ValueError, "has a load state dict pre hook"),
-    (lambda: changed(nn.Module.register_state_dict_post_hook, loss), ValueError, "has a state dict hook, which"),
     (lambda: changed(nn.Module.register_parameter, "scale", nn.Parameter(X)), ValueError, r"a parameter \('scale'\)"),
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),

@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 import weakref
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import gpipe
 from gpipe import to_sequential
 from gpipe.balance import balance_by_time, suggest
+from gpipe.exported.guards import Guards
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
 from gpipe.wrapper import layers_in
@@ -332,6 +334,52 @@ def test_parameters_of_exported_code_stay_tied():
     model.again = nn.Parameter(torch.ones(4).double())
     with pytest.raises(RuntimeError, match=r"'scale' and 'again' of the model \(Calls\) are no longer one tensor"):
         sequence(batch())
+
+
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Reads(nn.Linear):
+    """Has attributes, and a forward that reads globals."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.sizes, self.shape, self.random = [1, 2], (2, (3, [4])), random.Random(0)
+
+    def forward(self, x):
+        return x * SETTINGS.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module, patch: setattr(module, "in_features", 2.0), "attribute 'in_features'"),
+        (lambda module, patch: delattr(module, "in_features"), "attribute 'in_features'"),
+        (lambda module, patch: module.sizes.append(3), "attribute 'sizes'"),
+        (lambda module, patch: module.shape[1][1].append(3), "attribute 'shape'"),
+        (lambda module, patch: module.random.random(), "attribute 'random'"),
+        (lambda module, patch: setattr(module, "forward", lambda x: x), "attribute 'forward'"),
+        (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
+        (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
+        (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
+        (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"a global that its forward\(\) reads"),
+    ],
+)
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
+def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
+    module = Reads()
+    guards = Guards(module, {"": module}, [torch.float32], {})
+    for _ in range(calls):
+        guards.check([torch.ones(1)])
+        module.train(not module.training)
+        module.weight = nn.Parameter(torch.zeros(2, 2))
+    guards, module = copies((guards, module))
+    guards.check([torch.ones(1)])
+    change(module, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            guards.check([torch.ones(1)])
 
 
 def test_copies_and_pickles():

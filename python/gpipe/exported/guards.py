@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import chain
+from operator import is_, itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,8 @@ from gpipe.exported.exporter import mode, unchanged
 from gpipe.generators import GeneratorState, is_generator
 
 _OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # compile() changes no result
+_HOOKS = [name for name in _OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
+_NAMED = "_parameters", "_buffers", "_modules"
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 
 
@@ -32,9 +36,17 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._class = type(module)
         self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in _OF_MODULES}
-        self._hooks = {name: list(table.values()) for name, table in vars(module).items() if name.endswith("_hooks") and "_state_dict" not in name}
+        self._hooks = {name: list(vars(module)[name].values()) for name in _HOOKS}
         self._globals = _globals_of(module)
-        self._names = {kind: list(getattr(module, kind)) for kind in ("_parameters", "_buffers", "_modules")}
+        self._names = {kind: list(getattr(module, kind)) for kind in _NAMED}
+
+    def has_forward(self, module: nn.Module) -> bool:
+        """Returns whether the forward() of a module was not replaced."""
+        return "forward" in self._plain or "forward" not in vars(module)
+
+    def changing(self) -> Iterator[tuple[str, Any]]:
+        """Yields the names of the attributes in which something can change, each as ``_frozen()`` returns it."""
+        return ((name, frozen) for name, frozen in self._plain.items() if _can_change(frozen))
 
     def difference(self, module: nn.Module, *, added: bool = False) -> str:
         """Returns what is another than it was, such as ``"its attribute 'p'"``; an empty text if nothing is. With ``added``, all
@@ -70,11 +82,20 @@ def _runs(function: Any) -> bool:
 
 def _globals_of(module: nn.Module) -> dict[str, Any]:
     """Returns the plain values that a module's forward() reads from its file, by name, also those of objects there."""
-    code, space = getattr(module.forward, "__code__", None), getattr(module.forward, "__globals__", {})
-    used = {name: space[name] for name in code.co_names if name in space} if code else {}
-    objects = {name: value for name, value in used.items() if not callable(value) and not isinstance(value, ModuleType)}
+    space, names = _names_of_globals(module.forward)
+    objects = {name: space[name] for name in names if _is_object(space[name])}
     inner = {f"{name}.{each}": it for name, value in objects.items() for each, it in getattr(value, "__dict__", {}).items()}
     return {name: value for name, value in (objects | inner).items() if isinstance(value, _VALUES)}
+
+
+def _names_of_globals(function: Any) -> tuple[dict[str, Any], list[str]]:
+    """Returns the globals of a function's file, and the names of those that it uses."""
+    code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    return space, [name for name in code.co_names if name in space] if code else []
+
+
+def _is_object(value: object) -> bool:
+    return not callable(value) and not isinstance(value, ModuleType)
 
 
 def _frozen(value: Any) -> Any:
@@ -98,6 +119,47 @@ def _same(frozen: Any, now: Any) -> bool:
         elements = list(now.items() if type(now) is dict else now)
         return len(elements) == len(state) and all(map(_same, state, elements))
     return before is now and _frozen(now)[1] == state
+
+
+def _can_change(frozen: Any) -> bool:
+    value, state = frozen
+    return any(map(_can_change, state)) if type(value) in (tuple, frozenset, torch.Size) else state is not None
+
+
+class Watched:
+    """Tells fast that no object which :class:`Attributes` compares was replaced, and nothing in them has changed."""
+
+    def __init__(self, exported: Iterable[tuple[str, nn.Module, Attributes]]) -> None:
+        self._modules = [module for _, module, _ in exported]
+        self._attributes = [(vars(each), itemgetter(*vars(each).keys() - {"training"})) for each in self._modules]
+        self._changing = [(vars(module), *each) for _, module, attributes in exported for each in attributes.changing()]
+        self._names = [vars(each)[name] for each in self._modules for name in _NAMED]
+        functions = {getattr(each.forward, "__func__", each.forward) for each in self._modules}
+        spaces = [_names_of_globals(each) for each in functions]
+        self._globals = [(space, name) for space, names in spaces for name in names]
+        objects = [space[name] for space, name in self._globals if _is_object(space[name])]
+        self._tables = [vars(each)[name] for each in self._modules for name in _HOOKS]
+        self._tables += [vars(each) for each in objects if hasattr(each, "__dict__")]
+        self._objects, self._sizes = list(self._now()), [len(table) for table, _ in self._attributes]
+
+    def _now(self) -> Iterator[object]:
+        values = map(dict.values, filter(None, self._tables))
+        return chain(
+            map(type, self._modules),
+            chain.from_iterable(of(table) for table, of in self._attributes),
+            chain.from_iterable((*values, *self._names)),
+            (space.get(name) for space, name in self._globals),
+        )
+
+    def is_same(self) -> bool:
+        """Returns whether all is as at first."""
+        if [len(table) for table, _ in self._attributes] != self._sizes:
+            return False
+        with suppress(KeyError):  # of an attribute that was deleted
+            now = list(self._now())
+            same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
+            return same and all(_same(frozen, table[name]) for table, name, frozen in self._changing)
+        return False
 
 
 def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, str]:
@@ -126,6 +188,7 @@ class Guards:
         tested: Mapping[str, str],
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
+        self._watched: Watched | None = None
         self._name = type(module).__name__
         self._dtypes = [
             (each._parameters, name, parameter.dtype)
@@ -144,9 +207,13 @@ class Guards:
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_watched": None}
+
     def check(self, inputs: Iterable[Any]) -> None:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
-        for path, module, attributes in self._exported:
+        known = self._watched is not None and self._watched.is_same()
+        for path, module, attributes in () if known else self._exported:
             if difference := attributes.difference(module):
                 raise RuntimeError(
                     f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "
@@ -159,6 +226,9 @@ class Guards:
                         f"'{first}' and '{other}' of the model ({self._name}) are no longer one tensor, as they were at the "
                         "conversion; change the model first, then convert it"
                     )
+        # A forward that was replaced may be there only while it runs.
+        if not known and all(attributes.has_forward(module) for _, module, attributes in self._exported):
+            self._watched = Watched(self._exported)
         for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
