@@ -274,6 +274,18 @@ def test_parameters_of_the_model_that_are_replaced_are_used():
         pipe(batch())
 
 
+def test_equal_sets_are_the_same_attribute():
+    model = Calls(lambda m, x: m.b(m.a(x)))
+    model.kinds = {8, 0}
+    sequence = to_sequential(model, batch())
+    model.kinds = {0, 8}  # in another order
+    assert list(model.kinds) != list({8, 0})
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.kinds = {0, 9}
+    with pytest.raises(RuntimeError, match="its attribute 'kinds'"):
+        sequence(batch())
+
+
 def test_copies_and_pickles():
     net = make_net()
     sequence = to_sequential(net, batch(), native=True).eval()
