@@ -233,6 +233,7 @@ def verdict(name, place):
 MAY_REFUSE = {
     "one sample": "what a sample becomes depends on how many there are",
     "parameter in a list": "it is not registered",
+    **dict.fromkeys(["caches by size", "called before"], "a block that fake tensors cannot run takes the sizes of the example"),
     "returns None": "a module that returns nothing is not a block",
     **dict.fromkeys(["uint8 input", "float32 input"], "the code between blocks casts the input"),
     **dict.fromkeys(["default dtype", "converted with a default dtype"], "the code between blocks may read it"),

@@ -382,6 +382,20 @@ def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
             guards.check([torch.ones(1)])
 
 
+
+
+def test_equal_sets_are_the_same_attribute():
+    model = Calls(lambda m, x: m.b(m.a(x)))
+    model.kinds = {8, 0}
+    sequence = to_sequential(model, batch())
+    model.kinds = {0, 8}  # in another order
+    assert list(model.kinds) != list({8, 0})
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.kinds = {0, 9}
+    with pytest.raises(RuntimeError, match="its attribute 'kinds'"):
+        sequence(batch())
+
+
 def test_copies_and_pickles():
     net = make_net()
     sequence = to_sequential(net, batch(), native=True).eval()
@@ -693,7 +707,7 @@ class Packed(nn.Module):
         (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
-        (lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)), ValueError, "inputs is 5, 2, but"),
+        (lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)), ValueError, "have 2 and 5 samples; a model whose sequences come first"),
         (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "it is compiled by TorchScript; use"),
         (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"use the .* and call compile\(\) of its blocks"),
         (lambda: to_sequential(Packed(), batch()), ValueError, r"'rnn' \(RNN\) .* takes or returns something else than tensors"),

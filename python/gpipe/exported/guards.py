@@ -100,13 +100,21 @@ def _is_object(value: object) -> bool:
 
 def _frozen(value: Any) -> Any:
     """Returns a value with what can change in it: elements, versions and states."""
-    if type(value) in (list, tuple, set, frozenset, torch.Size):
-        return value, [*map(_frozen, value)]
-    if type(value) is dict:
-        return value, [*map(_frozen, value.items())]
+    if type(value) in _COLLECTIONS:
+        return value, [*map(_frozen, _elements(value))]
     if isinstance(value, Tensor) and not value.is_inference():
         return value, value._version
     return value, GeneratorState([value]) if is_generator(value) else None
+
+
+_COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict
+
+
+def _elements(value: Any) -> list[Any]:
+    """Returns the elements of a collection, those of equal sets in the same order."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=hash)
+    return list(value.items() if type(value) is dict else value)
 
 
 def _same(frozen: Any, now: Any) -> bool:
@@ -115,8 +123,8 @@ def _same(frozen: Any, now: Any) -> bool:
         return type(before) is type(now) and (before == now or (before != before and now != now))
     if type(before) is not type(now):
         return False
-    if isinstance(state, list) and type(now) in (list, tuple, set, frozenset, torch.Size, dict):
-        elements = list(now.items() if type(now) is dict else now)
+    if isinstance(state, list) and type(now) in _COLLECTIONS:
+        elements = _elements(now)
         return len(elements) == len(state) and all(map(_same, state, elements))
     return before is now and _frozen(now)[1] == state
 
