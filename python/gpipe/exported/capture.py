@@ -1,7 +1,7 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 

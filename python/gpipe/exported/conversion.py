@@ -17,9 +17,10 @@ from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import Captured, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
 from gpipe.exported.graph import Value
-from gpipe.exported.guards import Guards, Twins, copy_of, effects_on, prove_batch
+from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
+from gpipe.exported.twins import Twins, copy_of, prove_batch
 from gpipe.wrapper import Shell, WrappingSequence, batch_first
 
 

@@ -1,0 +1,251 @@
+"""Comparisons of a model with its sequence, and the proof that dimension 0 is the batch."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gpipe import _C
+from gpipe.exported.blocks import Calls, autocast_dtype
+from gpipe.exported.exporter import mode, unchanged
+from gpipe.exported.guards import device_kinds
+
+
+class Twins:
+    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers.
+    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little."""
+
+    def __init__(
+        self, module: nn.Module, call: Callable[[Any, Any], Any], calls: Calls, blocks: Iterable[nn.Module], arguments: Any
+    ) -> None:
+        self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
+        self._given = False  # whether blocks ignore tensors that only the sequence gives them
+        inside = {id(tensor) for block in self._blocks for tensor in (*block.parameters(), *block.buffers())}
+        tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in inside)
+        self._has_own_floats = any(tensor.is_floating_point() for tensor in tensors)
+
+    def _difference(
+        self, arguments: Any, calls: int = 1, dtype: torch.dtype | None = None, *, replay: bool = True, **tolerance: Any
+    ) -> str:
+        with self._calls.replayed(self._blocks if replay else [], dtype, given=self._given) as probes:
+            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls, probes)
+            return _difference(ours, _behaviour(self._module, arguments, self._call, calls, probes), **tolerance)
+
+    def take(self) -> bool:
+        """Returns whether the sequence takes the sizes of the arguments."""
+        with self._calls.replayed(self._blocks) as probes:
+            theirs = _behaviour(self._module, self._arguments, self._call, 1, probes)
+        return not (isinstance(theirs, ValueError) and "the model was converted for inputs with" in str(theirs))
+
+    def agree(self, arguments: Any) -> bool:
+        """Returns whether both do the same, or raise, in training and in evaluation mode."""
+        reasons = []
+        for training in (True, False):
+            with mode(self._module, training):
+                reasons.append(self._difference(arguments))
+        return not any(reasons)
+
+    def compared(self) -> dict[str, str]:
+        """Compares both in the present modes, in training and in evaluation mode, and in each mode of torch that calls may
+        have. Returns how they differ in modes of torch, as :class:`Guards` takes it. Raises ValueError if they differ as they
+        are called now."""
+        module, arguments = self._module, self._arguments
+        modes: list[Callable[[], AbstractContextManager[None]]] = [lambda: mode(module, True), lambda: mode(module, False)]
+        if len({each.training for each in module.modules()}) == 2:
+            modes.insert(0, nullcontext)
+        for context in modes:
+            with context():
+                reason = self._difference(arguments, calls=2)
+                if self._blocks and (reason or self._given):  # an export may call them with a mask that the model leaves out
+                    reason, self._given = self._difference(arguments, calls=2, replay=False), True
+                    if self._difference(arguments):
+                        self._blocks = []
+                if reason:
+                    name = type(module).__name__
+                    raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
+        with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
+        strided = tree_map_only(Tensor, _strided, arguments)
+        settings: dict[str, tuple[Callable[[], AbstractContextManager[object]], Any]] = {
+            "without grad mode": (torch.no_grad, arguments),
+            "in inference mode": (torch.inference_mode, arguments),
+            "for inputs that require grad": (nullcontext, with_grad),
+            "for inputs that are not contiguous": (nullcontext, strided),
+        }
+        for kind in device_kinds(module):
+            if now := autocast_dtype(kind):
+                settings[f"without autocast on {kind}"] = partial(torch.autocast, kind, enabled=False), arguments
+            for dtype in {torch.bfloat16, *(() if kind == "cpu" else (torch.float16,))} - {now}:
+                settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
+        for dtype in _FLOATS | _INTEGERS:
+            others = tree_map_only(Tensor, partial(_of_dtype, dtype), arguments)
+            settings[f"for inputs of {dtype}"] = nullcontext, others
+        tested = {}
+        for about, (setting, given) in settings.items():
+            reasons = []
+            for training in (True, False):
+                with setting(), mode(module, training):
+                    if "autocast" in about and self._blocks and training:
+                        self._record()
+                    reasons.append(self._difference(given))
+                    if "autocast" in about and self._given and self._blocks:  # rounding differs, so only shapes and types
+                        reasons.append(self._difference(given, replay=False, atol=math.inf, rtol=0))
+            tested[about] = next(filter(None, reasons), "")
+        if self._blocks and not self._given and not self._has_own_floats:
+            for dtype in _FLOATS - {torch.uint8}:
+                cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
+                with unchanged(module):
+                    _pretend(module, dtype)
+                    tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
+        return tested
+
+    def _record(self) -> None:
+        """Records what the blocks return under the present autocast, unless the model raises."""
+        with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
+            args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
+            self._module(*args, **kwargs)
+
+
+def _float_of(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _pretend(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a model, whose blocks are not called, parameters and buffers of a dtype, without memory."""
+    for each in module.modules():
+        of_each: Any = () if isinstance(each, torch.jit.ScriptModule) else (each._parameters, each._buffers)
+        for tensors in of_each:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point():
+                    other = torch.zeros((), dtype=dtype, device=tensor.device).expand(tensor.shape)
+                    tensors[name] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
+_INTEGERS = {torch.uint8, torch.int32, torch.int64}
+
+
+def _of_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Returns a tensor with a dtype, if a user may give it with that too."""
+    kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
+    return tensor.detach().to(dtype) if dtype in kinds and tensor.dtype in kinds else tensor
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return tensor.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_(tensor.requires_grad)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int, probes: list[Tensor]) -> dict[str, Any] | Exception:
+    """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
+    exception that they raise."""
+    found: dict[str, Any] = {}
+    leaves: list[list[Tensor]] = []  # of each call, without parameters and inputs
+    with unchanged(module, seed=0):
+        for number in ("", " of a second call")[:calls]:
+            own = tree_map_only(Tensor, copy_of, arguments)  # which the model may change
+            try:
+                outputs = tree_leaves(call(*own))
+            except Exception as error:
+                return error
+            found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
+            wanted: dict[str, Tensor] = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
+            wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
+            wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
+            roots = [each for each in outputs if _needs_grad(each)]
+            leaves.append([each for each in _leaves_of(roots) if all(each is not other for other in wanted.values())])
+            for index, each in enumerate(leaves[-1]):  # those of one call may be made in it
+                if any(each is other for other in leaves[0]) and number:
+                    wanted[f"the gradient of tensor {index} that requires grad and that no module has registered"] = each
+            if roots and wanted and len(leaves) == calls:
+                given = [torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots]
+                found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
+            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
+    return found
+
+
+def _leaves_of(roots: list[Tensor]) -> Iterator[Tensor]:
+    """Yields the leaves of the autograd graph of some tensors."""
+    nodes: list[Any] = [each.grad_fn for each in roots]
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows
+        if node not in seen:
+            seen.add(node)
+            nodes += [each for each, _ in node.next_functions]
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                yield leaf
+
+
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+
+
+def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
+    """Returns the first difference of two behaviours; an empty text if there is none. Both may raise."""
+    if isinstance(ours, Exception):
+        return "" if isinstance(theirs, Exception) else f"the model raises {type(ours).__name__}, the layers do not"
+    if isinstance(theirs, _C.ModeError):
+        return ""  # calls raise it too
+    if isinstance(theirs, Exception):
+        return f"the layers raise {type(theirs).__name__}: {theirs}"
+    for name in ours | theirs:
+        mine, other = ours.get(name), theirs.get(name)
+        tensors = isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.layout == other.layout == torch.strided
+        if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
+            continue  # assert_close() takes ten times as long
+        try:
+            torch.testing.assert_close(mine, other, equal_nan=True, **tolerance)
+        except (AssertionError, TypeError) as error:
+            return f"{name} differs: {next(line for line in str(error).splitlines() if line.strip())}"
+    return ""
+
+
+def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) -> None:
+    """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
+    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs. Adds the
+    shapes for fewer samples to ``calls``."""
+
+    def outputs(begin: int, end: int, runs: int = 1) -> list[Tensor]:
+        with unchanged(module, seed=0):
+            for _ in range(runs):
+                args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
+                leaves = tree_leaves(module(*args, **kwargs))
+        return [each.detach() for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+
+    samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
+    close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
+    part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
+    with mode(module, False):  # with grad mode, as for ``output``: code and kernels may differ without
+        try:
+            with (few := Calls()).recorded(module):
+                parts = [outputs(0, part), outputs(samples - part, samples)]
+        except Exception:  # for so few samples, or the export explains it
+            return
+    calls.fewer = few.shapes
+    if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
+        return
+    whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
+    for number, (output, first, last) in enumerate(zip(whole, *parts)):
+        rows = first.shape[0] if first.dim() else 0
+        if rows == 0 or rows * samples != output.shape[0] * part:
+            continue  # it is named later
+        try:
+            close(output[:rows], first)
+            close(output[-rows:], last)
+        except AssertionError:
+            with mode(module, False):
+                random = not torch.equal(outputs(0, samples, runs=2)[number], output)  # maybe by a generator of its own
+            if random:
+                return
+            raise ValueError(
+                f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
+                "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), or batch_dim=1, and compute losses "
+                "and statistics over samples in the loss function"
+            ) from None
