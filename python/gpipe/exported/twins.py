@@ -1,5 +1,6 @@
 """Comparisons of a model with its sequence, and the proof that dimension 0 is the batch."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
