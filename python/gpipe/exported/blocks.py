@@ -208,9 +208,9 @@ _tracing = _Tracing()
 
 @contextmanager
 def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool) -> Iterator[None]:
-    """Makes each call of some modules, by path, one operator while this thread runs a block of code. ``calls`` are those of a
-    plain run. ``runs``: whether blocks run on fake tensors to learn sizes; they must with ``any_shape``, else only dimension 0 may
-    have any size."""
+    """Makes each call of the ``blocks``, by path, one operator while this thread runs a ``with`` block. ``calls`` was recorded
+    in a plain run. ``runs``: whether blocks run on fake tensors, which shows the sizes of their outputs. With ``any_shape``,
+    a block that cannot raises NotExported; else only the number of samples may change."""
     _tracing.blocks, _tracing.calls, _tracing.any_shape, _tracing.runs = blocks, calls, any_shape, runs
     with ExitStack() as stack:
         stack.callback(vars(_tracing).clear)
@@ -218,7 +218,6 @@ def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool
             call = functools.partial(_call, path, calls.changed.get(block, []))
             # With this attribute, nn.Module calls neither forward() nor hooks.
             stack.enter_context(patch.object(block, "_compiled_call_impl", call))
-        stack.callback(vars(_tracing).clear)
         yield
 
 

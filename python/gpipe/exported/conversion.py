@@ -138,8 +138,9 @@ def _converted(
             break
         except ValueError as error:
             # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
-            names = getattr(error, "path", "").split(".")
-            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if names[0] and not native else []
+            at = "" if native else getattr(error, "path", "")
+            names = at.split(".")
+            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
             path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
             if path:
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
@@ -150,9 +151,9 @@ def _converted(
             else:
                 if few is not examples:
                     _plain_runs(module, examples)  # which may tell more
-                if names[0] and not native and module.get_submodule(getattr(error, "path", "")) in calls.unfit:
+                if at and module.get_submodule(at) in calls.unfit:
                     text = str(error).partition("; to keep each")[0]
-                    raise NotExported(f"{text}{_UNFIT}", getattr(error, "path", "")) from error
+                    raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused

@@ -84,7 +84,8 @@ class Twins:
                 settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
         for dtype in _FLOATS | _INTEGERS:
             others = tree_map_only(Tensor, partial(_of_dtype, dtype), arguments)
-            settings[f"for inputs of {dtype}"] = nullcontext, others
+            if any(each is not other for each, other in zip(tree_leaves(others), tree_leaves(arguments))):
+                settings[f"for inputs of {dtype}"] = nullcontext, others
         tested = {}
         for about, (setting, given) in settings.items():
             reasons = []
@@ -133,7 +134,7 @@ _INTEGERS = {torch.uint8, torch.int32, torch.int64}
 def _of_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Returns a tensor with a dtype, if a user may give it with that too."""
     kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
-    return tensor.detach().to(dtype) if dtype in kinds and tensor.dtype in kinds else tensor
+    return tensor.detach().to(dtype) if {dtype, tensor.dtype} <= kinds and dtype != tensor.dtype else tensor
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -144,7 +145,9 @@ def copy_of(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
 
 
-def _behaviour(module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int, probes: list[Tensor]) -> dict[str, Any] | Exception:
+def _behaviour(
+    module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int, probes: list[Tensor]
+) -> dict[str, Any] | Exception:
     """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
     exception that they raise."""
     found: dict[str, Any] = {}
@@ -200,7 +203,7 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
         mine, other = ours.get(name), theirs.get(name)
         tensors = isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.layout == other.layout == torch.strided
         if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
-            continue  # assert_close() takes ten times as long
+            continue  # assert_close() takes longer
         try:
             torch.testing.assert_close(mine, other, equal_nan=True, **tolerance)
         except (AssertionError, TypeError) as error:
