@@ -32,7 +32,7 @@ struct TargetMarks {
   /// Integers that were the most frequent ones, with an eighth of a mini-batch.
   std::set<float> frequent;
 
-  /// Adds those of a later mini-batch. Returns whether any is new.
+  /// Adds the marks of a later mini-batch. Returns whether any is new.
   bool add(const TargetMarks& later);
 };
 
