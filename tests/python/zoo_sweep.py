@@ -4,7 +4,6 @@ Each model with the word in its name runs in a process of its own, and adds a li
 left out. Then the tables of docs/zoo.md are written, if all models have run.
 """
 
-import functools
 import json
 import math
 import multiprocessing
@@ -21,6 +20,8 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gpipe
+from gpipe.verification import run_layers
+from gpipe.wrapper import layers_in
 import zoo
 from gpipe.exported.exporter import whole_modules
 
@@ -149,8 +150,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
         # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
-        unpartitioned = functools.partial(gpipe.randomness.run_unpartitioned, chunks=chunks)
-        theirs = state_after(model, lambda: on(unpartitioned, sequence, input))
+        theirs = state_after(model, lambda: on(run_layers, layers_in(sequence).values(), input, chunks))
     yield {"pipeline": difference(ours, theirs)}
 
 
