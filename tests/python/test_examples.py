@@ -290,3 +290,13 @@ def test_any_model_learns(capsys):
     runpy.run_path(str(EXAMPLES / "any_model.py"))
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 1.5
+
+
+@pytest.mark.long
+def test_the_resnet50_study_draws_three_figures(tmp_path):
+    flags = "--batch-size 4 --image 33 --splits 1,2 --batches 1 --runs 2 --seconds 0.1"
+    study = EXAMPLES.parents[1] / "bench" / "resnet50_study.py"
+    subprocess.run([sys.executable, study, *flags.split(), "--output", tmp_path], check=True)
+    assert all(Image.open(tmp_path / f"{name}.png").size > (300, 200) for name in ("model_parallel", "pipeline", "split_sizes"))
+    variants = re.findall(r"(?m)^\| ([a-z0-9 ]+) \| \d", (tmp_path / "README.md").read_text())
+    assert variants == ["single", "model parallel", "split 1", "split 2", "data parallel"]
