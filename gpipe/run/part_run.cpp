@@ -10,7 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 #include "gpipe/run/edges.h"
 #include "gpipe/run/mini_batch.h"
 
