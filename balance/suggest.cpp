@@ -5,6 +5,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

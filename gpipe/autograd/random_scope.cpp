@@ -218,7 +218,7 @@ at::Generator RandomScope::generator(c10::Device device) {
   return accelerators_.back();
 }
 
-void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<void()> call) {
+void RandomScope::lend_default_generator(c10::Device device, const std::function<void()>& call) {
   auto own = generator(device);
   auto lent = at::globalContext().defaultGenerator(device);
   MutexLock turn(default_generator_mutex(device));

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "gpipe/ranks/mesh.h"
+#include "gpipe/mesh.h"
 
 namespace gpipe {
 
