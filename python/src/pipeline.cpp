@@ -12,6 +12,7 @@
 #include "gpipe/binding.h"
 #include "gpipe/gradients.h"
 #include "gpipe/ranks.h"
+#include "gpipe/run/loss_check.h"
 #include "gpipe/timeline.h"
 #include "python/src/values.h"
 
