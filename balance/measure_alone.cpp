@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include "absl/strings/str_format.h"
 #include "balance/layer_trace.h"
@@ -7,6 +6,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -6,6 +6,7 @@
 #include "gpipe/base/clock.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -2,7 +2,7 @@
 
 Public headers, which are those that CMakeLists.txt installs, include only public headers, and nothing of Abseil. One in
 the root of gpipe/ belongs to the folder of the source of its name, and its include counts as an include of all that it
-includes. Examples include only public headers.
+includes. Examples include only public headers. Other sources include internals of torch only from one header.
 """
 
 import re
@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = re.compile(r"An include goes down only.*?```\n(.*?)```", re.DOTALL)
 INCLUDE = re.compile(r'^#include (?:"(\w+/[^"]+)"|<(?:torch|ATen|c10)/)', re.MULTILINE)  # "absl/..." is one too
+INTERNALS = "gpipe/tensors/torch_internals.h"
+INTERNAL = re.compile(r"^#include <((?:torch/csrc/(?!distributed/|api/)|c10/core/impl/)[^>]+)>", re.MULTILINE)
 NAMED_HEADER = re.compile(r"\w+/[\w/]+\.h")
 NAMED = re.compile(r'"(gpipe/\w+/[^"]+\.h)"')
 
@@ -69,6 +71,9 @@ def check(design: str) -> list[str]:
         for path in paths:
             if path.startswith(outside) and path not in public | {"torch/"}:
                 errors.append(f'{file} includes "{path}", which is not public')
+        if re.match(r"(gpipe|skip|balance|models)/", file) and file not in public | {INTERNALS}:
+            found = INTERNAL.findall((ROOT / file).read_text())
+            errors += [f"{file} includes <{internal}>: write it and its reason into {INTERNALS}" for internal in found]
     for page in sorted((ROOT / "docs").rglob("*.md")):
         for path in NAMED.findall(page.read_text()):
             errors.append(f'{page.relative_to(ROOT)} names "{path}", but public headers are in the root of gpipe/')

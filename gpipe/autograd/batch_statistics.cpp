@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -27,7 +28,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
                       bool cudnn_enabled) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   auto* statistics = current_statistics;
   const bool updates = training && have_values(running_mean, running_var);
   const bool defer = statistics != nullptr && updates;
@@ -46,7 +47,7 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                          const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,
                          double eps, bool cudnn_enabled) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   auto* statistics = current_statistics;
   const bool defer = statistics != nullptr && use_input_stats && have_values(running_mean, running_var);
   const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {

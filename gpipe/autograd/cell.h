@@ -1,11 +1,10 @@
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-
 #include <optional>
 
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 

@@ -3,7 +3,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -14,13 +13,10 @@
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/base/mutex.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
-
-// A dispatch key above autograd and autocast that PyTorch leaves to out-of-tree code. Scopes include it, so the kernels
-// below see every operator that draws or writes.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -28,7 +24,7 @@ bool is_written(const c10::Argument& argument) {
 
 // A kernel for operators that write to their arguments.
 void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   std::vector<at::Tensor> written;
   const auto note = [&](const at::Tensor& tensor) {
     if (StageState::before_write(tensor)) written.push_back(tensor);
@@ -170,7 +166,7 @@ void add_kernels(torch::Library& library) {
 // stay: a thread may call operators while the process exits.
 void register_kernels() {
   const auto library = [](const char* name, auto add) {
-    auto* made = new torch::Library(torch::Library::IMPL, name, kKey, __FILE__, __LINE__);
+    auto* made = new torch::Library(torch::Library::IMPL, name, kInterceptingKey, __FILE__, __LINE__);
     add(*made);
     return made;
   };
@@ -194,7 +190,7 @@ void with_current_generator(F f) {
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
     : key_(mix(mix(mix(seed) ^ static_cast<std::uint64_t>(layer)) ^ static_cast<std::uint64_t>(micro_batch))),
       previous_(current_scope),
-      intercept_((register_kernels(), kKey)) {
+      intercept_((register_kernels(), kInterceptingKey)) {
   current_scope = this;
 }
 

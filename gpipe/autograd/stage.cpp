@@ -2,9 +2,6 @@
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -12,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/error_info.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {

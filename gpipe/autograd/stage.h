@@ -2,8 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <functional>
 
@@ -11,6 +9,7 @@
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/binding.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "skip/skippable.h"
 
 namespace gpipe {

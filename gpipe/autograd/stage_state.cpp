@@ -1,7 +1,5 @@
 #include "gpipe/autograd/stage_state.h"
 
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include <algorithm>
 #include <exception>
 #include <mutex>
@@ -9,6 +7,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {

@@ -2,11 +2,11 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/options.h"
 #include "gpipe/runtime/exit.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -1,13 +1,12 @@
 #include "gpipe/ranks/team.h"
 
-#include <torch/csrc/autograd/engine.h>
-
 #include <limits>
 
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

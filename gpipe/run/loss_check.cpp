@@ -8,7 +8,7 @@
 #include <ATen/ops/norm.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <torch/autograd.h>
 
 #include <algorithm>
 #include <array>
@@ -17,6 +17,7 @@
 
 #include "gpipe/base/checks.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

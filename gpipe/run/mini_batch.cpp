@@ -2,12 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <numeric>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

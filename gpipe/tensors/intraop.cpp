@@ -2,11 +2,7 @@
 
 #include <ATen/Parallel.h>
 
-// Functions of libraries that come with LibTorch without headers. Weak: a LibTorch without OpenMP or MKL lacks them.
-extern "C" {
-__attribute__((weak)) void omp_set_num_threads(int threads);
-__attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
-}
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 
