@@ -51,8 +51,9 @@ struct Timeline;
 /// turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
 /// Errors: a call throws what a layer threw; see last_error(). what() of a class of LibTorch or the standard library
-/// tells the place too. Parameters, buffers and generators are then as before the call, gradients too, except as step()
-/// says, and the next call works. A backward throws std::runtime_error in the place of an object that is not a std::exception.
+/// tells the place too. Parameters, buffers and the default generator are then as before the call, gradients too, except
+/// as step() says, and the next call works. A backward throws std::runtime_error in the place of an object that is not a
+/// std::exception.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a

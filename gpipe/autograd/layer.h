@@ -45,6 +45,8 @@ class Layer {
 bool is_checkpointing();
 /// Whether this thread recomputes a layer's forward. A layer that counts its calls should not count this one.
 bool is_recomputing();
+/// Whether either holds.
+bool is_recomputed();
 
 /// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
 class PassScope {

@@ -98,7 +98,6 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
   const c10::OptionalStreamGuard scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
-    versions_.push_back(others_writes(parameter));
     has_sink_.push_back(false);
     if (!stage.borrows(i)) own_.push_back(parameter);
     if (!grad || !parameter.requires_grad()) continue;
@@ -152,17 +151,11 @@ bool ParameterSinks::adopt_new() {
       if (!parameter.requires_grad() || !known.insert(parameter.unsafeGetTensorImpl()).second) continue;
       all_.push_back(parameter);
       own_.push_back(parameter);
-      versions_.push_back(others_writes(parameter));
       has_sink_.push_back(true);
       add_sink(parameter, /*of_its_own=*/true);  // the graphs of other cells may lead to the shared one
     }
   }
   return all_.size() > before;
-}
-
-std::uint32_t ParameterSinks::others_writes(const at::Tensor& parameter) const {
-  const auto own = stage_.own_writes.find(parameter.unsafeGetTensorImpl());
-  return version_of(parameter) - (own == stage_.own_writes.end() ? 0 : own->second);
 }
 
 std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& indices) const {
@@ -171,33 +164,22 @@ std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& i
   return selected;
 }
 
+void ParameterSinks::note_values() {
+  versions_ = {own_.begin(), own_.end()};
+  samples_.clear();
+  for (const auto& parameter : own_) samples_.push_back(sample_hash({parameter}));
+}
+
 void ParameterSinks::check_unchanged() const {
-  bool has_changed = false;
-  for (std::size_t i = 0; i < all_.size(); ++i) {
-    has_changed = has_changed || (!stage_.borrows(i) && others_writes(all_[i]) != versions_[i]);
-  }
+  bool has_changed = std::ranges::any_of(versions_, &VersionWatch::changed);
   for (std::size_t i = 0; i < samples_.size(); ++i) {
-    const bool writes = stage_.own_writes.contains(own_[i].unsafeGetTensorImpl()) || stage_.state.may_change(own_[i]);
-    has_changed = has_changed || (!writes && sample_hash({own_[i]}) != samples_[i]);
+    has_changed = has_changed || sample_hash({own_[i]}) != samples_[i];
   }
   if (!has_changed) return;
   throw_error(
       "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
-      "step the optimizer after the backward");
-}
-
-void ParameterSinks::begin_writes() {
-  before_.clear();
-  for (const auto& parameter : own_) before_.push_back(version_of(parameter));
-}
-
-void ParameterSinks::end_writes(bool recomputes) {
-  samples_.clear();
-  for (std::size_t i = 0; recomputes && i < own_.size(); ++i) samples_.push_back(sample_hash({own_[i]}));
-  for (std::size_t i = 0; i < before_.size(); ++i) {
-    const auto writes = version_of(own_[i]) - before_[i];
-    if (writes != 0) stage_.own_writes[own_[i].unsafeGetTensorImpl()] += writes;
-  }
+      "step "
+      "the optimizer after the backward");
 }
 
 NodePtr<Node> accumulator_of(const at::Tensor& parameter) {

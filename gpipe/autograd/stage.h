@@ -7,6 +7,7 @@
 
 #include <functional>
 
+#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
@@ -45,8 +46,6 @@ struct Stage {
   StageState state;
   /// Leaves other than parameters that its layers have used, as long as they live.
   absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
-  /// How often its own layers have written to each parameter, as an embedding with max_norm does.
-  absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
 
   /// LanguageBinding::lock; may be empty.
   std::function<void(absl::FunctionRef<void()>)> lock;
@@ -108,16 +107,13 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 
-  /// Changes of the stage's own parameters between the two count as writes by its layers. The latter notes samples of
-  /// the values if `recomputes`: LibTorch's SGD writes through Tensor.data(), which advances no version counter. Only on
-  /// the CPU, because the host would wait for a device.
-  void begin_writes();
-  void end_writes(bool recomputes);
-  /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
+  /// Notes samples of the values of the stage's own parameters, for check_unchanged(): LibTorch's SGD writes through
+  /// Tensor.data(), which advances no version counter. Only on the CPU, because the host would wait for a device.
+  void note_values();
+  /// Errors: std::runtime_error if one of them has changed since.
   void check_unchanged() const;
 
  private:
-  std::uint32_t others_writes(const at::Tensor& parameter) const;
   std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
   void add_sink(const at::Tensor& parameter, bool of_its_own);
 
@@ -125,9 +121,8 @@ class ParameterSinks {
   const std::uint64_t caller_;  // the thread that made this
   std::vector<at::Tensor> all_;
   std::vector<at::Tensor> own_;
-  std::vector<std::uint32_t> versions_;  // without the stage's own writes
-  std::vector<std::uint32_t> before_;    // of own_, at begin_writes()
-  std::vector<std::uint64_t> samples_;   // of own_, at end_writes()
+  std::vector<VersionWatch> versions_;  // of own_, at note_values()
+  std::vector<std::uint64_t> samples_;
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
   std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning

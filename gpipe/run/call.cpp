@@ -6,12 +6,21 @@
 
 namespace gpipe {
 
+Call::~Call() {
+  for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
+}
+
 void Call::take_turn() {
   if (!turn_) turn_.emplace(pipeline_.call_mutex());
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {
-  for (auto& stage : pipeline_.stages()) before_.push_back(stage.state.hold(stage, sinks[stage.index].own()));
+  auto& stages = pipeline_.stages();
+  before_.resize(stages.size());
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    before_[s] = stages[s].state.save(stages[s], sinks[s].own());
+    stages[s].state.call = &before_[s];
+  }
   draw_.emplace();
 }
 
@@ -37,10 +46,7 @@ void Call::report() noexcept try {
 
 void Call::fail() noexcept {
   report();
-  for (std::size_t s = 0; s < before_.size(); ++s) {
-    auto& stage = pipeline_.stages()[s];
-    stage.state.restore_after_error(stage, before_[s]);
-  }
+  for (std::size_t s = 0; s < before_.size(); ++s) StageState::restore_after_error(pipeline_.stages()[s], before_[s]);
   if (draw_) draw_->undo();
 }
 }  // namespace gpipe

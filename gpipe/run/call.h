@@ -14,6 +14,7 @@ namespace gpipe {
 class Call {
  public:
   explicit Call(Pipeline& pipeline) : pipeline_(pipeline) {}
+  ~Call();
 
   /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time.
   void take_turn();
@@ -36,7 +37,7 @@ class Call {
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
   std::optional<MutexLock> turn_;
-  std::vector<StageState::Moment> before_;  // per stage
+  std::vector<StageState::Saved> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call
   bool has_started_ = false;

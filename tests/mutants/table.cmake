@@ -58,11 +58,17 @@ mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving
 mutant(recomputes_without_copies gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*:Generated*)
 mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
-       "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" "" Recompute.*:Generated*)
+       "  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe/autograd/checkpointing.cpp "if (!stores_copies_) fail(stage_, when);" ""
        InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe/autograd/stage.cpp "== versions_[i]) continue;"
-       ">= versions_[i]) continue;" InPlace.*)
+mutant(recomputes_with_changed_parameters gpipe/autograd/stage.cpp "std::ranges::any_of(versions_, &VersionWatch::changed)"
+       "false" InPlace.*)
+mutant(recomputes_after_other_changes gpipe/autograd/stage_state.cpp "if (forward.changes != changes_) {" "if (false) {"
+       Recompute.*)
+mutant(recomputes_writes_to_parameters gpipe/autograd/stage_state.cpp "if (!item.is_buffer && is_recomputed()) {"
+       "if (false) {" Recompute.*)
+mutant(recomputes_draws_of_generators gpipe/autograd/random_scope.cpp "} else if (is_recomputed() && " "} else if (false && "
+       Recompute.*)
 mutant(forgets_retained_graphs gpipe/autograd/boundary.cpp "if (retain_graph) function_ = std::move(function);" ""
        GPipe.RunsASecondBackward*)
 mutant(sizes_missing_gradients_like_the_first gpipe/run/micro_batch.cpp "shape[0] = sizes[i];" "shape[0] = sizes[0];"
@@ -70,17 +76,16 @@ mutant(sizes_missing_gradients_like_the_first gpipe/run/micro_batch.cpp "shape[0
 mutant(shares_versions_of_micro_batches gpipe/run/micro_batch.cpp ".variable_data()" "" MicroBatch*)
 mutant(counts_deferred_batches_by_micro_batch gpipe/autograd/batch_statistics.cpp "sub_(entry.calls - 1)" "sub_(0)"
        DeferredBatchNorm*)
-mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "stage.state.restore_after_error(stage, before_[s]);"
-       "(void)stage;" DeferredBatchNorm*:Errors.*)
+mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "StageState::restore_after_error(pipeline_.stages()[s], before_[s]);"
+       "(void)s;" DeferredBatchNorm*:Errors.*)
 mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
 mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
-mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "watching->return_to_present(item);" "(void)0;"
+mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "set_value(present, value);" "(void)value;"
        Recompute.*)
-mutant(sends_views_of_state gpipe/autograd/stage_state.cpp "if (item.is_buffer || item.has_changed) result = true;" ""
-       Recompute.*)
+mutant(sends_views_of_state gpipe/autograd/cell.cpp "!stage_.state.has_memory_of(tensor)" "true" Recompute.*)
 
 mutant(keeps_all_memory gpipe/tensors/kept_memory.cpp "live_bytes_ + cached_bytes_ > most" "false" KeptMemory.*)
 
