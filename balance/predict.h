@@ -1,7 +1,6 @@
 #pragma once
 
 #include "balance/stage_cost.h"
-#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/schedule_source.h"
 
 namespace gpipe {
@@ -34,23 +33,17 @@ class Predictor {
   /// The profile must outlive this. Errors: as predict().
   Predictor(const Profile& profile, int stages, RunOptions options);
 
-  // The functions below REQUIRE that the balance has the number of stages.
-
-  /// As gpipe::predict().
+  /// As gpipe::predict(). REQUIRES: the balance has the number of stages.
   Prediction predict(const std::vector<std::int64_t>& balance);
 
-  /// What predict() simulates: the layout, edges and costs.
-  Workload workload(const std::vector<std::int64_t>& balance) const;
-
+ private:
+  Costs costs(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const;
   /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and reduction_bytes().
   std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
-
- private:
-  Workload workload(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const;
   bool crosses(const Edge& edge) const;
   /// When the gradients of all stages are summed over the replicas.
   double reduced(const std::vector<int>& ends, const Timeline& timeline) const;
-  const Program& program(Layout layout, std::vector<Edge> edges);
+  const Program& program(const Layout& layout, const std::vector<Edge>& edges);
 
   const StageCost stage_;
   const RunOptions options_;

@@ -70,24 +70,6 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 
-/// A schedule, and its predicted seconds per step.
-struct TailoredSchedule {
-  Schedule schedule;
-  double seconds = 0;
-};
-
-/// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
-/// placement, chunks and checkpoint mode, and to the memory limit, which workers on one device share equally. If a
-/// named schedule of the candidate keeps to it too, the result is never slower in simulation. Returns nothing if no
-/// schedule keeps to it. REQUIRES: the candidate is of the profile. Errors: as predict().
-std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
-                                                  const SearchOptions& options);
-
-/// What places a candidate's stages, besides the name of its schedule: nothing, GPipeOptions().stages_per_worker(), or
-/// GPipeOptions().placement() with v_placement() or another list.
-enum class PlacedBy { kSchedule, kStagesPerWorker, kV, kPlacement };
-PlacedBy placed_by(const Candidate& candidate);
-
 /// Whether only `a` fits, both fit and `a` is faster, or neither fits and `a` needs fewer bytes on its fullest device.
 bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
 

@@ -67,4 +67,7 @@ struct GPipeOptions {
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
                                             std::int64_t least = 1);
 
+/// Sets how many threads operators on this thread use. Unlike at::set_num_threads, this leaves all other threads alone.
+void set_intraop_threads_of_this_thread(int threads);
+
 }  // namespace gpipe

@@ -16,7 +16,7 @@
 #include "balance/predict.h"
 #include "balance/trial.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 #include "gpipe/snapshot.h"
 #include "models/resnet.h"
 

@@ -15,7 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "examples/common/processes.h"
 #include "examples/common/random.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 
 namespace gpipe::examples::unet {
 namespace {

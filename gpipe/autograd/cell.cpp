@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
@@ -12,7 +13,6 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/profiler_range.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -70,7 +70,7 @@ std::vector<at::Tensor> Cell::enter_parcel(const Parcel& parcel, bool graph, Ali
 Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
                         absl::FunctionRef<void(const std::string& layer)> after_layer) {
   std::optional<RandomScope> draws;
-  std::optional<ProfilerRange> range;
+  std::optional<at::RecordFunction> range;
   const auto end_layer = [&] {
     range.reset();
     draws.reset();
@@ -80,7 +80,8 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     end_layer();
     layer_ = layer;
     draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
-    range.emplace([&] { return "gpipe layer " + stage_.name_of(layer); });
+    range.emplace(at::RecordScope::USER_SCOPE);
+    if (range->isActive()) range->before("gpipe layer " + stage_.name_of(layer));
   };
   if (stage_.run_layers) {
     const auto begin = [&](int layer) {

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 #include "gpipe/runtime/exit.h"
 
 namespace gpipe {

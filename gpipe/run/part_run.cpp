@@ -1,6 +1,7 @@
 // A run of a part of a program, by a MiniBatch.
 
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
 #include <c10/util/Exception.h>
 
@@ -9,10 +10,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 #include "gpipe/run/edges.h"
 #include "gpipe/run/mini_batch.h"
-#include "gpipe/tensors/profiler_range.h"
 
 namespace gpipe {
 namespace {
@@ -164,7 +164,7 @@ class MiniBatch::PartRun : public ActionRunner {
   }
 
   void run(const Action& action, Measure measure) override {
-    const ProfilerRange range([&] { return "gpipe " + to_string(action); });
+    RECORD_USER_SCOPE("gpipe " + to_string(action));
     auto& clock = clocks_[pipeline_.worker_of(action.stage)];
     try {
       auto in = edges_.receive(action);

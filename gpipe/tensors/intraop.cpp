@@ -1,4 +1,4 @@
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 
 #include <ATen/Parallel.h>
 
