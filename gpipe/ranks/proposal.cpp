@@ -17,9 +17,9 @@ constexpr char kGone = 'G';
 Proposal to_proposal(std::string_view word) {
   if (!word.starts_with(kCall)) ByteReader::refuse();
   ByteReader items(word.substr(1));
-  return {items.get<std::string>(),   items.get<std::string>(),   items.get<std::string>(),
-          items.get<std::uint64_t>(), items.get<std::uint64_t>(), items.get<double>(),
-          items.get<int>(),           items.get<bool>(),          items.get<bool>()};
+  return {items.get<std::string>(),   items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
+          items.get<std::uint64_t>(), items.get<double>(),      items.get<int>(),         items.get<bool>(),
+          items.get<bool>(),          items.get<bool>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -33,7 +33,8 @@ std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
   items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.program, proposal.number,
-            proposal.weight, proposal.micro_batches, proposal.failed_before, proposal.has_one_caller);
+            proposal.weight, proposal.micro_batches, proposal.has_loaded, proposal.failed_before,
+            proposal.has_one_caller);
   return kCall + items.take();
 }
 
@@ -64,8 +65,8 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int counterpart = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, failed_before,
-                 has_one_caller] = call;
+    const auto& [what, same_on_all, same_for_counterparts, program, number, weight, micro_batches, has_loaded,
+                 failed_before, has_one_caller] = call;
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
     if (program != calls[first].program) {
@@ -81,9 +82,10 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh) {
     agreement.largest = std::max(agreement.largest, number);
     agreement.weights[replica] = std::max(agreement.weights[replica], weight);
     agreement.micro_batches[replica] = micro_batches;
+    agreement.has_loaded = agreement.has_loaded || has_loaded;
   }
   ByteWriter items;
-  items.add(agreement.largest);
+  items.add(agreement.largest, agreement.has_loaded);
   for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
   return kAgreed + items.take();
 }
@@ -102,7 +104,9 @@ Agreement decode_agreement(const std::string& decision, const Mesh& mesh) {
   if (decision.empty()) ByteReader::refuse();
   if (!decision.starts_with(kAgreed)) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
-  Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
+  Agreement agreement;
+  agreement.largest = items.get<std::uint64_t>();
+  agreement.has_loaded = items.get<bool>();
   for (int r = 0; r < mesh.replicas; ++r) {
     agreement.weights.push_back(items.get<double>());
     agreement.micro_batches.push_back(items.get<int>());

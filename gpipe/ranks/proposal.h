@@ -16,6 +16,7 @@ struct Proposal {
   std::uint64_t number = 0;                ///< the agreement has the largest
   double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;                   ///< of the replica
+  bool has_loaded = false;                 ///< a state, since the last call that took the first replica's
   bool failed_before = false;   ///< whether this rank's last backward ended with an exception after it was agreed on
   bool has_one_caller = false;  ///< Job::has_one_caller()
 };
@@ -26,6 +27,7 @@ struct Agreement {
   /// Of each replica.
   std::vector<double> weights;
   std::vector<int> micro_batches;
+  bool has_loaded = false;  ///< of any rank
 };
 
 /// The words before a call: each rank tells rank 0, the leader, one of the first three. It decides, and tells all.

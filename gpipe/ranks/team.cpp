@@ -201,7 +201,7 @@ std::string Team::agree_on_words(const std::string& mine) {
 Agreement Team::agree(Proposal proposal) {
   if (job_ == nullptr) {
     ++calls_;
-    return {proposal.number, {proposal.weight}, {proposal.micro_batches}};
+    return {proposal.number, {proposal.weight}, {proposal.micro_batches}, false};
   }
   job_->board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);

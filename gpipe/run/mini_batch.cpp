@@ -26,14 +26,6 @@ std::string describe_trained(const std::vector<ParameterSinks>& stages) {
   return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash);
 }
 
-// Hashes the values of this rank's parameters.
-std::string describe_values(const std::vector<ParameterSinks>& stages) {
-  std::vector<at::Tensor> own;
-  for (const auto& sinks : stages) own.insert(own.end(), sinks.own().begin(), sinks.own().end());
-  return absl::StrCat(", and begins with values of the hash ", sample_hash(own),
-                      " (load the same state on all replicas)");
-}
-
 }  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss)
@@ -62,16 +54,13 @@ void MiniBatch::begin(Call& call) {
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   auto proposal = options_.proposal;
-  if (team.replicas() > 1) {
-    proposal.same_for_counterparts = describe_trained(sinks_);
-    // Later, optimizers may round differently on another processor.
-    if (!pipeline_->has_trained()) proposal.same_for_counterparts += describe_values(sinks_);
-  }
+  if (team.replicas() > 1) proposal.same_for_counterparts = describe_trained(sinks_);
+  proposal.has_loaded = pipeline_->has_loaded();
   proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
   proposal.micro_batches = samples == 0 ? 0 : micro_batches_;
-  const auto [seed, weights, micro_batches] = call.agree(std::move(proposal));
+  const auto [seed, weights, micro_batches, has_loaded] = call.agree(std::move(proposal));
   seed_ = seed;
   call_number_ = team.calls();
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -80,7 +69,7 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  pipeline_->take_buffers_of_first_replica(options_.training);
+  has_loaded ? pipeline_->take_state_of_first_replica() : pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
 Results MiniBatch::start(Call& call) try {
