@@ -201,13 +201,13 @@ std::string Team::agree_on_words(const std::string& mine) {
 Agreement Team::agree(Proposal proposal) {
   if (job_ == nullptr) {
     ++calls_;
-    return {proposal.number, {proposal.weight}, {proposal.micro_batches}, false};
+    return {proposal.number, false, {proposal.weight}, {static_cast<int>(proposal.key.sizes.size())}};
   }
   job_->board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
   proposal.has_one_caller = job_->has_one_caller();
-  const auto decision = agree_on_words(encode(std::move(proposal)));
+  const auto decision = agree_on_words(encode(proposal));
   ++calls_;
   return decode_agreement(decision, mesh_);
 }

@@ -4,7 +4,7 @@
 
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
-#include "gpipe/ranks/proposal.h"
+#include "gpipe/ranks/agreement.h"
 
 namespace gpipe {
 
