@@ -205,6 +205,72 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
   }
 }
 
+RANKS_TEST(RanksReplicas, ParametersOfSeveralTypes, 2, {.ranks = patient().replicas(2)}) {
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      for (const auto type : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kComplexDouble, torch::kDouble}) {
+        register_parameter(std::string("p") + c10::toString(type), torch::ones({3}, type));
+      }
+    }
+    Tensor forward(Tensor x) {
+      for (const auto& parameter : parameters()) {
+        x = x * (parameter.is_complex() ? torch::real(parameter) : parameter).to(torch::kDouble).sum();
+      }
+      return x;
+    }
+  };
+  GPipe pipe(Sequential(std::make_shared<Mixed>()), {1}, GPipeOptions().chunks(2).ranks(ranks));
+  pipe->step(torch::ones({4, 1}, torch::kDouble), torch::zeros({4, 1}, torch::kDouble),
+             tensor_loss([](const Tensor& out, const Tensor&) { return out.mean(); }));
+  for (const auto& parameter : pipe->parameters()) {
+    EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({3}, 81, parameter.options())));
+  }
+}
+
+/// Sums of floats, which depend on their order.
+RANKS_TEST(RanksReplicas, RunsAreEqualBitByBit, 3, {.ranks = patient().replicas(3)}) {
+  std::vector<Record> runs;
+  for (int run = 0; run < 2; ++run) {
+    torch::manual_seed(1);
+    GPipe pipe(Sequential(Linear(6, 1500), torch::nn::Tanh(), Linear(1500, 1000), Linear(1000, 6)), {4},
+               GPipeOptions().chunks(2).ranks(ranks));
+    torch::manual_seed(2 + ranks->replica());
+    const auto x = torch::rand({8, 6});
+    for (int step = 0; step < 3; ++step) {
+      pipe->step(x, x.sin(), kMse);
+      descend_all(pipe);
+    }
+    pipe->step(x, x.sin(), kMse);
+    runs.push_back(record_of(pipe));
+    expect_equal_replicas(ranks, pipe);
+  }
+  expect_part_of(runs[0], runs[1]);
+}
+
+/// A rank that is killed is noticed at once, one that stops at the time-out, because Gloo cannot be interrupted.
+TEST(RanksReplicas, NameTheOneThatDoesNotSum) {
+  struct Case {
+    int signal;
+    seconds timeout;
+    std::string cause;
+  };
+  const std::vector<Case> cases = {{SIGKILL, seconds(600), "rank 1 was lost"},
+                                   {SIGSTOP, seconds(2), "rank 0 did not get the gradients of rank 1"}};
+  repeat_job(static_cast<int>(cases.size()), [&](int number) {
+    const auto& test = cases[number];
+    const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
+      const auto plan = std::make_shared<FaultPlan>();
+      GPipe pipe(in_double(Sequential(Linear(6, 6), Faulty(plan), Linear(6, 6))), {3}, GPipeOptions().ranks(ranks));
+      pipe->step(inputs(4), targets(4), kMse);
+      if (ranks->rank() == 1) plan->arm(FaultPlan::kBackward, [&] { raise(test.signal); });
+      pipe->forward(inputs(4)).sum().backward();
+    };
+    const auto ends = run_job(2, body, {.ranks = patient().timeout(test.timeout).replicas(2)});
+    EXPECT_EQ(ends[1].status, -SIGKILL);
+    expect_failed(ends, 1, test.cause);
+  });
+}
+
 RANKS_TEST(RanksReplicas, ManySmallParameters, 2, {.ranks = patient().replicas(2)}) {
   struct Many : torch::nn::Module {
     Many() {
@@ -289,7 +355,8 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replic
   GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
   const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kMse); };
   if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
-  EXPECT_THAT(message_from([&] { step(); }), HasSubstr("rank 1 trains 7 parameters, but rank 0, with the same stages, trains 8;"));
+  EXPECT_THAT(message_from([&] { step(); }),
+              HasSubstr("rank 1 trains 7 parameters, but rank 0, with the same stages, trains 8;"));
   pipe->parameters().front().set_requires_grad(true);
   step();
   EXPECT_THAT(message_from([&] { step(0); }), HasSubstr("no samples"));
