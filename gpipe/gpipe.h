@@ -182,6 +182,9 @@ class GPipeImpl : public torch::nn::Module {
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
   /// Errors: std::invalid_argument for a tensor of another shape or dtype, before anything has changed.
   void load(torch::serialize::InputArchive& archive) override;
+  /// Call after a load by other means than load(). In the next call, replicas take the first one's parameters and
+  /// buffers.
+  void note_load();
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;

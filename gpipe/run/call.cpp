@@ -27,7 +27,7 @@ void Call::save(const std::vector<ParameterSinks>& sinks) {
 Agreement Call::agree(Proposal proposal) {
   take_turn();
   has_answered_ = true;
-  what_ = proposal.what;
+  key_ = proposal.key;
   return pipeline_.team().agree(std::move(proposal));
 }
 
@@ -36,7 +36,7 @@ void Call::report() noexcept try {
   if (std::exchange(has_reported_, true) || team.size() == 1) return;
   const auto message = message_of(std::current_exception());
   if (has_started_) {
-    team.fail(absl::StrCat("rank ", team.rank(), " failed in ", what_, ": ", message));
+    team.fail(absl::StrCat("rank ", team.rank(), " failed in ", to_string(key_), ": ", message));
   } else if (!has_answered_) {
     take_turn();
     team.withdraw(message);

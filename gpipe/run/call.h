@@ -8,7 +8,7 @@ namespace gpipe {
 
 /// One forward, step, backward or collective, as a transaction.
 ///
-///   return in_call(pipeline, [&](Call& call) { return call.agree({.what = "largest", .number = number}).largest; });
+///   return in_call(pipeline, [&](Call& call) { return call.agree({.key = {.name = "largest"}, .number = number}).largest; });
 ///
 /// Thread safety: used by the thread that made it.
 class Call {
@@ -42,7 +42,7 @@ class Call {
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call
   bool has_started_ = false;
   bool has_reported_ = false;
-  std::string what_;  // the proposal
+  StepKey key_;  // the proposal
 };
 
 /// Returns run(call) of a new call. If that throws, the call fails.

@@ -12,26 +12,16 @@
 namespace gpipe {
 namespace {
 
-// Says which of this rank's parameters get gradients. Counterparts must say the same.
-std::string describe_trained(const std::vector<ParameterSinks>& stages) {
-  std::size_t count = 0;
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+// Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
+void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
+  proposal.trained_sizes = 14695981039346656037u;  // FNV-1a
   for (const auto& sinks : stages) {
     for (std::size_t p = 0; p < sinks.all().size(); ++p) {
-      count += sinks.has_sink()[p];
+      proposal.trained += sinks.has_sink()[p];
       const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
-      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+      proposal.trained_sizes = (proposal.trained_sizes ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
     }
   }
-  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash);
-}
-
-// Hashes the values of this rank's parameters.
-std::string describe_values(const std::vector<ParameterSinks>& stages) {
-  std::vector<at::Tensor> own;
-  for (const auto& sinks : stages) own.insert(own.end(), sinks.own().begin(), sinks.own().end());
-  return absl::StrCat(", and begins with values of the hash ", sample_hash(own),
-                      " (load the same state on all replicas)");
 }
 
 }  // namespace
@@ -61,17 +51,14 @@ void MiniBatch::begin(Call& call) {
   }
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
-  auto proposal = options_.proposal;
-  if (team.replicas() > 1) {
-    proposal.same_for_counterparts = describe_trained(sinks_);
-    // Later, optimizers may round differently on another processor.
-    if (!pipeline_->has_trained()) proposal.same_for_counterparts += describe_values(sinks_);
-  }
+  Proposal proposal{.key = options_.key};
+  if (team.replicas() > 1) note_trained(sinks_, proposal);
+  proposal.has_loaded = pipeline_->has_loaded();
   proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
-  proposal.micro_batches = samples == 0 ? 0 : micro_batches_;
-  const auto [seed, weights, micro_batches] = call.agree(std::move(proposal));
+  proposal.has_samples = samples != 0;
+  const auto [seed, has_loaded, weights, micro_batches] = call.agree(std::move(proposal));
   seed_ = seed;
   call_number_ = team.calls();
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -80,7 +67,7 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  pipeline_->take_buffers_of_first_replica(options_.training);
+  has_loaded ? pipeline_->take_state_of_first_replica() : pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
 Results MiniBatch::start(Call& call) try {
@@ -97,7 +84,7 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   for (int s = 0; s < pipeline_->count(); ++s) {
     if (program_->recomputes(s)) sinks_[s].check_unchanged();
   }
-  call.agree({.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
+  call.agree({.key = {.call = StepKey::kBackward, .number = call_number_, .retains_graph = retain_graph}});
   call.start();
   retain_graph_ = retain_graph;
   gradients_.emplace(*pipeline_, sinks_, micro_batches_);

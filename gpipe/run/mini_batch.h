@@ -28,8 +28,8 @@ class MiniBatch {
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
     bool training = true;
+    StepKey key = {};                      ///< what the call is
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
-    Proposal proposal = {};                ///< what the call is
     bool measures = false;                 ///< whether to record the actions in any case
     bool accumulates = false;              ///< see BackwardGradients
   };

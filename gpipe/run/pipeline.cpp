@@ -2,6 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <set>
@@ -136,6 +137,8 @@ Mutex& Pipeline::call_mutex() {
 }
 
 void Pipeline::take_state_of_first_replica() {
+  has_loaded_ = false;
+  if (team_->replicas() == 1) return;
   std::vector<at::Tensor> tensors;
   for (const auto& stage : stages_) {
     for (const auto& list : {stage.parameters(), stage.buffers()}) {
@@ -143,10 +146,12 @@ void Pipeline::take_state_of_first_replica() {
     }
   }
   take_values(tensors, tensors, *team_);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && !tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+  }
 }
 
 void Pipeline::take_buffers_of_first_replica(bool trains) {
-  has_trained_ = has_trained_ || trains;
   if (team_->replicas() == 1 || !std::exchange(buffers_differ_, trains)) return;
   std::vector<at::Tensor> buffers;
   std::vector<at::Tensor> sent;

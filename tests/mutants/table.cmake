@@ -19,8 +19,8 @@ mutant(remote_edges_receive_messages_twice gpipe/ranks/remote_edges.cpp
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
 mutant(wires_remember_all_layouts gpipe/ranks/remote_edges.cpp
        "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
-mutant(calls_forget_failed_backwards gpipe/ranks/proposal.cpp "calls[rank].failed_before == calls[0].failed_before"
-       "true" Proposal.*)
+mutant(calls_forget_failed_backwards gpipe/ranks/agreement.cpp "calls[r].failed_before == calls[0].failed_before" "true"
+       Agreement.*)
 mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward gpipe/schedule/verifier.cpp "cell.has(Kind::R) ? Kind::R : Kind::F"
        "Kind::F" Verifier.*)
