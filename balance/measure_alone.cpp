@@ -6,7 +6,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 namespace {

@@ -9,7 +9,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 namespace {

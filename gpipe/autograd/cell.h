@@ -4,8 +4,8 @@
 
 #include <optional>
 
+#include "gpipe/autograd/parameter_sinks.h"
 #include "gpipe/autograd/split_backward.h"
-#include "gpipe/autograd/stage.h"
 
 namespace gpipe {
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpipe/autograd/parameter_sinks.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/runtime/exit.h"

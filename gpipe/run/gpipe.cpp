@@ -87,8 +87,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
       buffer_names_, [](const auto& buffer) { return buffer.name.ends_with(".num_batches_tracked"); });
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
-    team = std::make_unique<Team>(options_.ranks(), workers.ranks, model.manifest,
-                                  binding.structures, binding.poll);
+    team = std::make_unique<Team>(options_.ranks(), workers.ranks, model.manifest, binding.structures, binding.poll);
   } else {
     team = std::make_unique<Team>(static_cast<int>(devices_.size()));
   }
@@ -136,11 +135,6 @@ GPipeImpl::GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> ba
     : GPipeImpl(make_layers(*model), std::move(balance), std::move(options), LanguageBinding()) {}
 
 const std::vector<int>& GPipeImpl::placement() const { return pipeline_->placement(); }
-
-std::string GPipeImpl::schedule() const {
-  auto chosen = pipeline_->chosen_schedule();
-  return chosen.empty() ? options_.schedule() : chosen;
-}
 
 bool GPipeImpl::is_here(int stage) const { return pipeline_->is_here(stage); }
 

@@ -225,6 +225,11 @@ BackwardFunction hand_out(std::vector<at::Tensor> gradients, std::shared_ptr<Pip
 
 }  // namespace
 
+std::string GPipeImpl::schedule() const {
+  auto chosen = pipeline_->chosen_schedule();
+  return chosen.empty() ? options_.schedule() : chosen;
+}
+
 torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
 
 std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) & {

@@ -1,4 +1,4 @@
-#include "gpipe/autograd/stage.h"
+#include "gpipe/autograd/parameter_sinks.h"
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
@@ -9,9 +9,7 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/error_info.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -19,8 +17,6 @@ namespace {
 
 using torch::autograd::edge_list;
 using torch::autograd::Node;
-
-constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
 
 // Whether this thread has made a node.
 bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
@@ -32,62 +28,6 @@ bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction
 }
 
 }  // namespace
-
-std::string Stage::name_of(int layer) const {
-  return layer == static_cast<int>(layers.size()) ? "loss" : layers[layer]->name();
-}
-
-bool Stage::borrows(std::size_t parameter) const { return std::ranges::find(borrowed, parameter) != borrowed.end(); }
-
-std::vector<at::Tensor> Stage::parameters() const {
-  std::vector<at::Tensor> all;
-  for (const auto& layer : layers) {
-    for (const auto& parameter : layer->module()->parameters()) all.push_back(parameter);
-  }
-  return distinct(std::move(all));
-}
-
-std::vector<at::Tensor> Stage::buffers() const {
-  std::vector<at::Tensor> all;
-  for (const auto& layer : layers) {
-    for (const auto& buffer : layer->buffers().tensors) all.push_back(buffer);
-  }
-  return distinct(std::move(all));
-}
-
-std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors) {
-  absl::flat_hash_set<const void*> seen;
-  std::erase_if(tensors, [&](const at::Tensor& tensor) {
-    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
-  });
-  return tensors;
-}
-
-std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
-  const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
-  return std::ranges::find_if(tensors, is_it) - tensors.begin();
-}
-
-bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& exception) {
-    const std::string text = exception.what();
-    return text.substr(0, text.find("\n\nAt:\n"));  // pybind11 appends a traceback
-  } catch (...) {
-    return "unknown";
-  }
-}
-
-std::string to_string(const ErrorInfo& info) {
-  const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
-  return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,
-                      layer, ")");
-}
 
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage),
