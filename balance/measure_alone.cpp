@@ -5,8 +5,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/run/micro_batch.h"
-#include "gpipe/tensors/torch_internals.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 namespace {

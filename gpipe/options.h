@@ -45,8 +45,8 @@ struct GPipeOptions {
   /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes
   /// needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Updates the running statistics of batch norm and instance norm once per mini-batch, from all its samples. In any
-  /// case each micro-batch is normalized by its own statistics.
+  /// Updates the running statistics of batch norm once per mini-batch, from all its samples. Instance norms must not
+  /// have any. In any case each micro-batch is normalized by its own statistics.
   TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that an operator of a CPU stage may use. 0: an equal share of torch::get_num_threads(), at least one.
   TORCH_ARG(int, intraop_threads) = 0;

@@ -38,7 +38,9 @@ class GPIPE_API Value {
     /*implicit*/ Form(Kind of_kind) : kind(of_kind) {}
     /// REQUIRES: `of_object` is not null.
     /*implicit*/ Form(std::shared_ptr<const Structure> of_object) : kind(kObject), structure(std::move(of_object)) {}
-    friend GPIPE_API bool operator==(const Form& a, const Form& b);
+    friend bool operator==(const Form& a, const Form& b) {
+      return a.kind == b.kind && (a.structure == b.structure || a.structure->equals(*b.structure));
+    }
 
     Kind kind;
     std::shared_ptr<const Structure> structure;  ///< null unless kind is kObject
@@ -59,12 +61,17 @@ class GPIPE_API Value {
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
 
   /// Returns the single tensor. Errors: std::invalid_argument when this is not one.
-  at::Tensor tensor() const;
+  at::Tensor tensor() const {
+    if (form_.kind != Form::kTensor || tensors_.size() != 1) refuse();
+    return tensors_.front();
+  }
 
   /// "a tensor", "a vector of 3 tensors", "a tuple of 2 tensors", or the description of an object's structure.
   std::string describe() const;
 
  private:
+  [[noreturn]] void refuse() const;
+
   Form form_ = Form::kTensor;
   std::vector<at::Tensor> tensors_;
 };

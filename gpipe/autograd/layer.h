@@ -8,6 +8,9 @@ class SequentialImpl;
 
 namespace gpipe {
 
+/// Whether is_checkpointing() or is_recomputing() holds.
+bool is_recomputed();
+
 /// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
 class PassScope {
  public:

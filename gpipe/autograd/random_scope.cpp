@@ -12,6 +12,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/stage_state.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/tensors/torch_internals.h"
 
@@ -25,21 +26,16 @@ bool is_written(const c10::Argument& argument) {
 // A kernel for operators that write to their arguments.
 void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
-  std::vector<at::Tensor> written;
-  const auto note = [&](const at::Tensor& tensor) {
-    if (StageState::before_write(tensor)) written.push_back(tensor);
-  };
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     if (!is_written(arguments[i])) continue;
-    if (values[i].isTensor()) note(values[i].toTensor());
+    if (values[i].isTensor()) StageState::before_write(values[i].toTensor());
     if (values[i].isTensorList()) {
-      for (auto&& tensor : values[i].toTensorList()) note(tensor);
+      for (auto&& tensor : values[i].toTensorList()) StageState::before_write(tensor);
     }
   }
   op.redispatchBoxed(below, stack);
-  for (const auto& tensor : written) StageState::after_write(tensor);
 }
 
 // Whether an operator writes to an argument.
@@ -124,8 +120,10 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     auto& argument = (*stack)[stack->size() - arguments.size() + *index];
     if (argument.isNone() || argument.toGenerator() == at::globalContext().defaultGenerator(device)) {
       argument = scope->generator(device);
-    } else {
-      StageState::before_draw(argument.toGenerator());
+    } else if (is_recomputed() && argument.toGenerator() != scope->generator(device)) {
+      throw_error(
+          "a layer drew from a generator of its own in a forward that is recomputed, which would draw other numbers; "
+          "draw from the default generator, or use checkpoint='never'");
     }
     return run();
   }

@@ -2,8 +2,8 @@
 
 // The internals of torch that the C++ sources rest on, because no public interface does what these do. Each entry says
 // why, and names the test that fails first when a version of torch moves it. tests/layers.py refuses such an include
-// elsewhere, except in public headers: gpipe/random_scope.h holds a guard of dispatch keys. Python's are in
-// docs/design.md.
+// elsewhere, except in public headers: gpipe/random_scope.h holds a guard of dispatch keys. Those of Gloo are in
+// ranks/gloo_types.h, Python's in docs/design.md.
 // clang-format off
 
 // Nodes of our own, at cuts, ends and around the pipeline. torch::autograd::Function saves and copies per call, and
@@ -26,9 +26,6 @@
 // gradient of an operator by argument. Test: SplitBackward.LeavesLargeProductsAndConvolutionsToW.
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
-
-// Strides of a gradient as `.grad` gets them from the engine, for sums that are sent. Test: RanksReplicas.*.
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 // What a call refuses or notices: forward-mode derivatives, traces, and the hooks of DistributedDataParallel's reducer.
 // Tests: Refusal.OfForwardModeDerivatives, test_torch_tools.py.

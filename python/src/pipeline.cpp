@@ -307,6 +307,7 @@ void init_pipeline(py::module_& module) {
                  [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
            })
       .def("withdraw", &PythonPipeline::withdraw)
+      .def("note_load", [](PythonPipeline& pipeline) { pipeline.run([](GPipeImpl& pipe) { pipe.note_load(); }); })
       .def("schedule",
            [](PythonPipeline& pipeline) { return pipeline.run([](GPipeImpl& pipe) { return pipe.schedule(); }); })
       .def("trace", [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {
