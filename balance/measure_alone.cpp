@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include "absl/strings/str_format.h"
 #include "balance/layer_trace.h"
@@ -6,7 +5,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 namespace {

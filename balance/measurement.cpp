@@ -6,10 +6,11 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
+#include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 namespace {
@@ -236,10 +237,18 @@ class Measurement {
     for (const auto mode : modes) pipes.push_back(watch(profile, balance, mode));
     for (auto& each : pipes) {
       report(done);
-      step(each, batch_);
+      try {
+        step(each, batch_);
+      } catch (const c10::OutOfMemoryError&) {
+        throw;
+      } catch (...) {
+        if (each.mode != Mode::kRecomputes) throw;
+        recomputes_ = false;  // for example, a layer writes to a parameter
+      }
       each.trace->take_marks();
       each.pipe->trace(each.timeline);
     }
+    if (!recomputes_) std::erase_if(pipes, [](const auto& each) { return each.mode == Mode::kRecomputes; });
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const double used = std::min(1.0, (now() - start) / options_.seconds());
       if (repeat > 0 && used >= 1) break;
@@ -249,7 +258,9 @@ class Measurement {
     Times times(layers_);
     for (const auto& each : pipes) add(times, *each.timeline, each.trace->take_marks(), each.pipe->balance());
     for (int i = 0; i < layers_; ++i) {
-      for (std::size_t k = 0; k < kTimes.size(); ++k) profile.layers[i].*kTimes[k] = median(times[i][k]);
+      auto& layer = profile.layers[i];
+      for (std::size_t k = 0; k < kTimes.size(); ++k) layer.*kTimes[k] = median(times[i][k]);
+      if (!recomputes_) layer.stored = layer.recompute = layer.forward;
     }
     if (modes.back() != Mode::kSplits) return;
     const auto& split = pipes.back().pipe->balance();
@@ -274,7 +285,7 @@ class Measurement {
         profile, plain ? std::vector<LayerTrace::Saved>() : splits.trace->saved_for_weights(*splits.timeline));
     whole.trace->read_skips(profile, skip_links(named_));
     if (plain) return;
-    listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
+    if (recomputes_) listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
     splits.trace->read_split_memory(profile, *splits.timeline);
   }
 
@@ -307,6 +318,7 @@ class Measurement {
   std::vector<NamedLayer> named_;
   int layers_ = 0;
   int workers_ = 1;
+  bool recomputes_ = true;  ///< whether the layers can be recomputed; else a recompute counts as a forward
   Value batch_;
   Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };

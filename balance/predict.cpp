@@ -1,4 +1,4 @@
-#include "balance/predict.h"
+#include "balance/predictor.h"
 
 #include <algorithm>
 #include <numeric>
@@ -31,34 +31,25 @@ Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
   stage_.check(options_);
 }
 
-const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
+const Program& Predictor::program(const Layout& layout, const std::vector<Edge>& edges) {
   if (program_ && edges == program_->edges()) return *program_;
-  auto schedule = source_.make(layout, options_.checkpoint);
-  program_ = Program::make(std::move(layout), std::move(edges), std::move(schedule));
+  program_ = Program::make(layout, edges, source_.make(layout, options_.checkpoint));
   return *program_;
 }
 
-Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
-  return workload(balance, stage_.edges(balance, source_.placement));
-}
-
-Workload Predictor::workload(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const {
-  const auto& [edges, bytes] = stage_edges;
+Costs Predictor::costs(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const {
   auto placed = options_;
   placed.scheduling.placement = source_.placement;
-  Workload work{.layout = {static_cast<int>(balance.size()), options_.chunks, source_.placement},
-                .edges = edges,
-                .costs = stage_.costs(balance, placed),
-                .checkpoint = options_.checkpoint};
-  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
-  for (std::size_t e = 0; e < work.edges.size(); ++e) {
-    const auto& edge = work.edges[e];
+  auto costs = stage_.costs(balance, placed);
+  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(costs.bytes);
+  for (std::size_t e = 0; e < stage_edges.edges.size(); ++e) {
+    const auto& edge = stage_edges.edges[e];
     const auto link =
         crosses(edge) ? options_.network.link(source_.placement[edge.from], source_.placement[edge.to]) : LinkSpeed();
-    work.costs.edges.push_back(link.seconds(bytes[e]));
-    work.costs.sending.push_back(link.sending(bytes[e]));
+    costs.edges.push_back(link.seconds(stage_edges.bytes[e]));
+    costs.sending.push_back(link.sending(stage_edges.bytes[e]));
   }
-  return work;
+  return costs;
 }
 
 bool Predictor::crosses(const Edge& edge) const { return source_.placement[edge.from] != source_.placement[edge.to]; }
@@ -93,12 +84,12 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
 
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   const auto stage_edges = stage_.edges(balance, source_.placement);
-  auto work = workload(balance, stage_edges);
   Prediction prediction{{balance, source_.placement}};
-  for (std::size_t e = 0; e < work.edges.size(); ++e) {
-    if (crosses(work.edges[e])) prediction.crossing += options_.chunks * stage_edges.bytes[e];
+  for (std::size_t e = 0; e < stage_edges.edges.size(); ++e) {
+    if (crosses(stage_edges.edges[e])) prediction.crossing += options_.chunks * stage_edges.bytes[e];
   }
-  auto simulation = simulate(program(std::move(work.layout), std::move(work.edges)), work.costs);
+  const Layout layout{static_cast<int>(balance.size()), options_.chunks, source_.placement};
+  auto simulation = simulate(program(layout, stage_edges.edges), costs(balance, stage_edges));
   const auto ends = stage_.ends(balance);
   prediction.seconds = std::max(simulation.makespan, reduced(ends, simulation.timeline));
   prediction.reduction = prediction.seconds - simulation.makespan;

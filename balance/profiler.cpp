@@ -6,7 +6,7 @@
 #include "balance/trial.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 

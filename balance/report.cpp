@@ -7,7 +7,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "balance/cut.h"
+#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -60,17 +62,16 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
 // E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
 std::string schedule_of(const Candidate& candidate) {
   const auto name = candidate.schedule.empty() ? "forward" : candidate.schedule;
-  switch (placed_by(candidate)) {
-    case PlacedBy::kSchedule:
-      break;
-    case PlacedBy::kStagesPerWorker:
-      return absl::StrCat(name, ", ", candidate.placement.size() / candidate.bytes.size(), " per worker");
-    case PlacedBy::kV:
-      return name + ", V";
-    case PlacedBy::kPlacement:
-      return absl::StrCat(name, " on ", absl::StrJoin(candidate.placement, ","));
-  }
-  return name;
+  const auto& placement = candidate.placement;
+  const auto stages = static_cast<int>(placement.size());
+  const auto workers = static_cast<int>(candidate.bytes.size());
+  if (placement.empty() || name.starts_with('@')) return name;
+  const auto looped = looped_placement(workers, stages);
+  if (placement == looped) return stages == workers ? name : absl::StrCat(name, ", ", stages / workers, " per worker");
+  const auto& rule = schedule_rule(candidate.schedule.empty() ? kFillAndDrain : candidate.schedule);
+  if (!rule.misfit({stages, 1, looped}).empty()) return name;  // it has one placement
+  if (stages == 2 * workers && placement == v_placement(stages)) return name + ", V";
+  return absl::StrCat(name, " on ", absl::StrJoin(placement, ","));
 }
 
 std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }

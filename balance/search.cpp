@@ -5,8 +5,10 @@
 #include <tuple>
 
 #include "balance/cut.h"
+#include "balance/predictor.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -133,40 +135,6 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options) {
   return candidate_of(predict(profile, balance, run), run, options);
-}
-
-std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
-                                                  const SearchOptions& options) {
-  const auto& name = candidate.schedule.empty() ? kFillAndDrain : candidate.schedule;
-  const RunOptions run{candidate.chunks, candidate.checkpoint, options.network, options.copies,
-                       Scheduling{name, 1, candidate.placement}};
-  const Predictor predictor(profile, static_cast<int>(candidate.balance.size()), run);
-  const auto work = predictor.workload(candidate.balance);
-  check_devices(options, candidate.bytes.size());
-  std::vector<std::int64_t> most;
-  if (options.memory_limit > 0) {
-    std::map<std::string, int> sharing;  // workers by device
-    for (const auto& device : options.devices) ++sharing[device];
-    for (const auto kept : predictor.static_bytes(candidate.balance)) {
-      const auto workers = options.devices.empty() ? 1 : sharing.at(options.devices[most.size()]);
-      most.push_back(options.memory_limit / workers - kept);
-    }
-  }
-  auto schedule = greedy_schedule(work, most);
-  if (!schedule) return std::nullopt;
-  const auto program = Program::make(work.layout, work.edges, *schedule);
-  return TailoredSchedule{*std::move(schedule), simulate(program, work.costs).makespan};
-}
-
-PlacedBy placed_by(const Candidate& candidate) {
-  const auto stages = static_cast<int>(candidate.placement.size());
-  const auto workers = static_cast<int>(candidate.bytes.size());
-  if (candidate.placement.empty() || candidate.schedule.starts_with('@')) return PlacedBy::kSchedule;
-  const auto looped = looped_placement(workers, stages);
-  if (candidate.placement == looped) return stages == workers ? PlacedBy::kSchedule : PlacedBy::kStagesPerWorker;
-  const auto& rule = schedule_rule(candidate.schedule.empty() ? kFillAndDrain : candidate.schedule);
-  if (!rule.misfit({stages, 1, looped}).empty()) return PlacedBy::kSchedule;
-  return stages == 2 * workers && candidate.placement == v_placement(stages) ? PlacedBy::kV : PlacedBy::kPlacement;
 }
 
 bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options) {

@@ -4,7 +4,9 @@
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
+#include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

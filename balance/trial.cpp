@@ -5,7 +5,7 @@
 #include <array>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 #include "gpipe/snapshot.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"

@@ -18,7 +18,7 @@
 
 #include "balance/cut.h"
 #include "gpipe/graph/graph.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"

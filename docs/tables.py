@@ -133,6 +133,8 @@ INSIDE = {"bandwidth": 5e9, "latency": 2e-6}
 BETWEEN = {"bandwidth": 0.15e9, "latency": 50e-6}  # a device's share of a card with 10 Gbit/s
 COLUMNS = ["replicas × workers", "stages", "schedule", "checkpoint", "m", "step", "samples/s", "bubble", "sums", "memory"]
 
+V_ONLY = [name for name, _, is_v in _C.schedule_rules() if is_v]
+
 
 def measured() -> Profile:
     return Profile.from_json((DOCS / "cluster_study" / "unet.json").read_text())
@@ -144,10 +146,11 @@ def plan(devices: int, samples: int) -> ClusterPlan:
 
 
 def cells_of(candidate: Candidate, samples: int) -> list[str]:
+    in_v = candidate.placement[-1] == 0 < max(candidate.placement)
     return [
         f"{candidate.replicas} × {len(candidate.bytes)}",
         str(len(candidate.balance)),
-        f"`{candidate.schedule}`" + (", V" if candidate.placed_by == "v" else ""),
+        f"`{candidate.schedule}`" + (", V" if in_v and candidate.schedule not in V_ONLY else ""),
         f"`{candidate.checkpoint}`",
         str(candidate.chunks),
         f"{candidate.seconds:.2f} s",

@@ -13,22 +13,23 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/layer.h"
-#include "gpipe/autograd/random_scope.h"
+#include "gpipe/api.h"
 #include "gpipe/error_info.h"
+#include "gpipe/layer.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/options.h"
-#include "gpipe/tensors/value.h"
+#include "gpipe/random_scope.h"
+#include "gpipe/value.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
 
 struct LanguageBinding;
 class Pipeline;
-class Program;
-struct Timeline;
+class GPIPE_API Program;
+struct GPIPE_API Timeline;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by
 /// a balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
@@ -51,9 +52,10 @@ struct Timeline;
 /// turns. Change no parameter or mode during a call, nor, if cells are recomputed, from a forward to its backward.
 ///
 /// Errors: a call throws what a layer threw; see last_error(). what() of a class of LibTorch or the standard library
-/// tells the place too. Parameters, buffers and generators are then as before the call, gradients too, except as step()
-/// says, and the next call works. A backward throws std::runtime_error in the place of an object that is not a std::exception.
-class GPipeImpl : public torch::nn::Module {
+/// tells the place too. Parameters, buffers and the default generator are then as before the call, gradients too, except
+/// as step() says, and the next call works. A backward throws std::runtime_error in the place of an object that is not a
+/// std::exception.
+class GPIPE_API GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
   /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in stages on
@@ -181,6 +183,9 @@ class GPipeImpl : public torch::nn::Module {
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
   /// Errors: std::invalid_argument for a tensor of another shape or dtype, before anything has changed.
   void load(torch::serialize::InputArchive& archive) override;
+  /// Call after a load by other means than load(). In the next call, replicas take the first one's parameters and
+  /// buffers.
+  void note_load();
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;

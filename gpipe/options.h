@@ -8,11 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/schedule/action.h"
+#include "gpipe/action.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
-class Ranks;
+class GPIPE_API Ranks;
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
@@ -44,8 +45,8 @@ struct GPipeOptions {
   /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes
   /// needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Updates the running statistics of batch norm and instance norm once per mini-batch, from all its samples. In any
-  /// case each micro-batch is normalized by its own statistics.
+  /// Updates the running statistics of batch norm once per mini-batch, from all its samples. Instance norms must not
+  /// have any. In any case each micro-batch is normalized by its own statistics.
   TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that an operator of a CPU stage may use. 0: an equal share of torch::get_num_threads(), at least one.
   TORCH_ARG(int, intraop_threads) = 0;
@@ -64,7 +65,10 @@ struct GPipeOptions {
 /// batch norm cannot train on one sample, so a pipeline that trains one passes 2.) An empty mini-batch has one empty
 /// micro-batch. Errors: std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than
 /// kMostCells micro-batches.
-std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
-                                            std::int64_t least = 1);
+GPIPE_API std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks,
+                                                      std::int64_t split_size, std::int64_t least = 1);
+
+/// Sets how many threads operators on this thread use. Unlike at::set_num_threads, this leaves all other threads alone.
+GPIPE_API void set_intraop_threads_of_this_thread(int threads);
 
 }  // namespace gpipe

@@ -16,7 +16,7 @@
 #include "examples/common/processes.h"
 #include "examples/common/progress.h"
 #include "examples/common/random.h"
-#include "gpipe/intraop.h"
+#include "gpipe/options.h"
 
 namespace gpipe::examples::unet {
 namespace {

@@ -14,7 +14,6 @@
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/schedules.h"
-#include "gpipe/tensors/transfer.h"
 #include "gpipe/version.h"
 #include "skip/layout.h"
 
@@ -57,8 +56,6 @@ struct Inventory {
   std::vector<SkipDeclaration> skips;
   // Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
   std::vector<std::string> descriptions;
-  // Of each of `parameters`: its layer's index, and a hash.
-  std::vector<std::pair<std::size_t, std::uint64_t>> values;
 
   // Adds the model's next layer. Errors: std::invalid_argument for a module that is a layer already.
   void add(int stage, const Layer& layer) {
@@ -71,29 +68,11 @@ struct Inventory {
     }
     const auto declared = skip_declarations({name, module}, static_cast<int>(descriptions.size()));
     skips.insert(skips.end(), declared.begin(), declared.end());
-    const auto of_layer = module->named_parameters();
-    parameters.add(stage, name, of_layer);
+    parameters.add(stage, name, module->named_parameters());
     buffers.add(stage, name, module->named_buffers());
-    for (const auto& parameter : of_layer) {
-      values.emplace_back(descriptions.size(), sample_hash({parameter.value()}));
-    }
     descriptions.push_back(describe_layer(layer));
   }
 };
-
-// Returns a hash of each layer's parameters; 0 where it is not known. Leaves out parameters that layers share.
-std::vector<std::uint64_t> values_of_layers(const Inventory& inventory) {
-  const auto& parameters = inventory.parameters.all();
-  std::vector<int> places(parameters.size());  // by the first one
-  for (const auto& parameter : parameters) ++places[parameter.first];
-  std::vector<std::uint64_t> values(inventory.descriptions.size(), 1);
-  for (std::size_t p = 0; p < parameters.size(); ++p) {
-    if (places[parameters[p].first] > 1) continue;
-    const auto [layer, hash] = inventory.values[p];
-    values[layer] = hash == 0 ? 0 : values[layer] * (hash | 1);
-  }
-  return values;
-}
 
 // REQUIRES: the options have ranks.
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
@@ -121,12 +100,6 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   }
   for (std::size_t i = 0; i < inventory.descriptions.size(); ++i) {
     add("layer " + std::to_string(i), inventory.descriptions[i]);
-  }
-  const auto values = values_of_layers(inventory);
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const bool is_known = values[i] != 0 && options.ranks()->replica() == 0;
-    add("the initial values of layer " + std::to_string(i) + " (give all ranks the same seed)",
-        is_known ? absl::StrCat("values with the hash ", values[i]) : "");
   }
   return manifest;
 }

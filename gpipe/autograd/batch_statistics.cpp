@@ -6,10 +6,11 @@
 #include <ATen/ops/mean.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "gpipe/autograd/stage.h"
+#include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -27,7 +28,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
                       bool cudnn_enabled) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   auto* statistics = current_statistics;
   const bool updates = training && have_values(running_mean, running_var);
   const bool defer = statistics != nullptr && updates;
@@ -40,26 +41,19 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                                           defer ? std::nullopt : running_var, training, momentum, eps, cudnn_enabled);
 }
 
-// PyTorch computes it by a batch norm over the instances, and means over these, which it adds to the running
-// statistics.
 at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, const std::optional<at::Tensor>& weight,
                          const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                          const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,
                          double eps, bool cudnn_enabled) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  auto* statistics = current_statistics;
-  const bool defer = statistics != nullptr && use_input_stats && have_values(running_mean, running_var);
-  const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {
-    const BatchStatistics::Scope inner(nullptr);
-    return at::_ops::instance_norm::redispatch(below, input, weight, bias, mean, var, use_input_stats, momentum, eps,
-                                               cudnn_enabled);
-  };
-  if (!defer) return norm(running_mean, running_var, momentum);
-  const auto mean = at::zeros_like(*running_mean);
-  const auto var = at::zeros_like(*running_var);
-  auto output = norm(mean, var, /*momentum=*/1);
-  statistics->add_instances(input.size(0), mean, var, *running_mean, *running_var, momentum);
-  return output;
+  if (current_statistics != nullptr && use_input_stats && have_values(running_mean, running_var)) {
+    throw_error(
+        "deferred_batch_norm does not defer the running statistics of an instance norm; make it with "
+        "track_running_stats=False, or turn deferred_batch_norm off");
+  }
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
+  const BatchStatistics::Scope inner(nullptr);  // it calls batch norm
+  return at::_ops::instance_norm::redispatch(below, input, weight, bias, running_mean, running_var, use_input_stats,
+                                             momentum, eps, cudnn_enabled);
 }
 
 // Does not advance version counters; neither does batch norm.
@@ -101,16 +95,6 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
   merge(entry, count, center.flatten().to(at::kDouble) + rest, (squares - rest.square() * count).clamp_min_(0));
 }
 
-void BatchStatistics::add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
-                                    const at::Tensor& running_mean, const at::Tensor& running_var, double momentum) {
-  at::NoGradGuard no_grad;
-  auto& entry = next_entry(running_mean, running_var, momentum);
-  entry.of_instances = true;
-  if (instances == 0) return;
-  const auto count = static_cast<double>(instances);
-  merge(entry, count, mean.to(at::kDouble), var.to(at::kDouble) * count);
-}
-
 void BatchStatistics::begin_micro_batch() {
   for (auto& entry : entries_) entry.is_next = true;
 }
@@ -134,7 +118,7 @@ void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, 
   const auto apart = mean - entry.mean;
   entry.mean.add_(apart, count / joined);
   entry.deviations.add_(deviations);
-  if (!entry.of_instances) entry.deviations.add_(apart.square(), entry.count * count / joined);
+  entry.deviations.add_(apart.square(), entry.count * count / joined);
   entry.count = joined;
 }
 
@@ -146,9 +130,8 @@ std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor
     if (entry.count == 0 || mean == buffers.size() || var == buffers.size()) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
-    tensors.push_back(at::tensor({static_cast<double>(mean), static_cast<double>(var), entry.momentum, entry.count,
-                                  entry.of_instances ? 1.0 : 0.0},
-                                 at::kDouble));
+    tensors.push_back(
+        at::tensor({static_cast<double>(mean), static_cast<double>(var), entry.momentum, entry.count}, at::kDouble));
     tensors.push_back(entry.mean.to(at::kCPU));
     tensors.push_back(entry.deviations.to(at::kCPU));
   }
@@ -169,7 +152,6 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
       const auto number = [&](int i) { return tensors[k][i].item<double>(); };
       const auto& mean = buffers.at(static_cast<std::size_t>(number(0)));
       auto& entry = next_entry(mean, buffers.at(static_cast<std::size_t>(number(1))), number(2));
-      entry.of_instances = number(4) != 0;
       merge(entry, number(3), tensors.at(k + 1).to(mean.device(), at::kDouble, false, /*copy=*/true),
             tensors.at(k + 2).to(mean.device(), at::kDouble, false, /*copy=*/true));
     }
@@ -179,12 +161,11 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
 void BatchStatistics::commit(const Stage& stage) {
   at::NoGradGuard no_grad;
   for (const auto& entry : entries_) {
-    const double divisor = entry.of_instances ? entry.count : entry.count - 1;
-    if (divisor < 1) continue;
+    if (entry.count < 2) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
     update(entry.running_mean, entry.mean, entry.momentum);
-    update(entry.running_var, entry.deviations / divisor, entry.momentum);
+    update(entry.running_var, entry.deviations / (entry.count - 1), entry.momentum);
   }
   for (const auto& layer : stage.layers) {
     for (const auto& module : layer->module()->modules()) {
@@ -193,8 +174,7 @@ void BatchStatistics::commit(const Stage& stage) {
       const auto* tracked = buffers.find("num_batches_tracked");
       if (running_mean == nullptr || tracked == nullptr) continue;
       for (const auto& entry : entries_) {
-        if (entry.of_instances || !entry.running_mean.is_same(*running_mean)) continue;
-        tracked->variable_data().sub_(entry.calls - 1);
+        if (entry.running_mean.is_same(*running_mean)) tracked->variable_data().sub_(entry.calls - 1);
       }
     }
   }

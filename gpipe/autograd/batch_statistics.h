@@ -13,19 +13,19 @@ namespace gpipe {
 
 struct Stage;
 
-/// Adds the kernels of batch norm and instance norm that collect statistics.
+/// Adds the kernels of batch norm, which collects statistics, and of instance norm, which refuses to.
 void register_batch_norm(torch::Library& library);
 
 /// Collects the batch norm statistics of a stage over a whole mini-batch, so that running statistics are updated once
-/// per mini-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Instance norm likewise: its running
-/// statistics are means over samples. Used by one thread at a time.
+/// per mini-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Used by one thread at a time.
 ///
 /// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
 /// Algorithm for Computing Sample Variances, 1979).
 class BatchStatistics {
  public:
-  /// One micro-batch: for its lifetime, batch norm and instance norm in training mode on this thread, inside a
-  /// RandomScope, add their inputs to `statistics` and leave their running statistics alone. nullptr changes nothing.
+  /// One micro-batch: for its lifetime, batch norm in training mode on this thread, inside a RandomScope, adds its input
+  /// to `statistics` and leaves its running statistics alone. Instance norm with running statistics throws
+  /// std::runtime_error. nullptr changes nothing.
   class Scope {
    public:
     explicit Scope(BatchStatistics* statistics);
@@ -40,13 +40,8 @@ class BatchStatistics {
   /// call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// The same for an instance norm, of means over the micro-batch's samples.
-  void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
-                     const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
-
   /// Returns the statistics as tensors on the CPU, three for each update: numbers (the indices of the running mean and
-  /// variance in `buffers`, the momentum, the number of values per channel, whether they are of instances); the mean;
-  /// the deviations.
+  /// variance in `buffers`, the momentum, the number of values per channel); the mean; the deviations.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged to_tensors() of several objects, in order, for equal `buffers`. Keeps its own calls.
@@ -62,11 +57,10 @@ class BatchStatistics {
     at::Tensor running_var;
     double momentum = 0;
     std::int64_t calls = 0;
-    bool of_instances = false;
     bool is_next = false;        // whether the micro-batch has not made this call yet
-    double count = 0;            // values per channel; of an instance norm: samples
+    double count = 0;            // values per channel
     at::Tensor mean = {};        // per channel, double
-    at::Tensor deviations = {};  // per channel, double: sum of squared deviations; of an instance norm: of variances
+    at::Tensor deviations = {};  // per channel, double: sum of squared deviations
   };
   void begin_micro_batch();
   /// Returns the entry of the micro-batch's next call.

@@ -2,8 +2,9 @@
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/engine.h>
+#include <ATen/record_function.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "absl/cleanup/cleanup.h"
@@ -11,7 +12,7 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/tensors/profiler_range.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -23,6 +24,15 @@ using torch::autograd::edge_list;
 void clear_failed_backward() noexcept try {
   torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
 } catch (...) {
+}
+
+bool has_new_modules(const Stage& stage, const StageState::Saved& saved) {
+  bool result = false;
+  stage.locked([&] {
+    const auto count = [](const auto& layer) { return layer->buffers().modules; };
+    result = !std::ranges::equal(stage.layers, saved.layers, {}, count, &Layer::Buffers::modules);
+  });
+  return result;
 }
 
 // Stages run concurrently, and a stand-in may be a copy. So no stage sees the writes of another.
@@ -38,7 +48,7 @@ Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_ba
     : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), loss_(std::move(loss)) {}
 
 Cell::~Cell() {
-  if (present_) stage_.state.restore_after_error(stage_, *present_);
+  if (state_now_) StageState::restore_after_error(stage_, *state_now_);
 }
 
 // Returns what the layers get. Tensors that want gradients get sinks.
@@ -60,7 +70,7 @@ std::vector<at::Tensor> Cell::enter_parcel(const Parcel& parcel, bool graph, Ali
 Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
                         absl::FunctionRef<void(const std::string& layer)> after_layer) {
   std::optional<RandomScope> draws;
-  std::optional<ProfilerRange> range;
+  std::optional<at::RecordFunction> range;
   const auto end_layer = [&] {
     range.reset();
     draws.reset();
@@ -70,7 +80,8 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     end_layer();
     layer_ = layer;
     draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
-    range.emplace([&] { return "gpipe layer " + stage_.name_of(layer); });
+    range.emplace(at::RecordScope::USER_SCOPE);
+    if (range->isActive()) range->before("gpipe layer " + stage_.name_of(layer));
   };
   if (stage_.run_layers) {
     const auto begin = [&](int layer) {
@@ -87,7 +98,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     }
   }
   if (is_checkpointing() && at::GradMode::is_enabled()) {
-    keeps_graph_ = sinks_.adopt_new() || stage_.state.has_new_modules(stage_, *before_forward_);
+    keeps_graph_ = sinks_.adopt_new() || has_new_modules(stage_, *state_at_forward_);
   }
   if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
@@ -106,7 +117,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
 void Cell::separate_from_state(Parcel& parcel) const {
   for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
     auto& tensor = parcel.tensors[i];
-    if (!tensor.defined() || !stage_.state.must_copy(tensor)) continue;
+    if (!tensor.defined() || !stage_.state.has_memory_of(tensor)) continue;
     tensor = copy_of(tensor);
     parcel.versions[i] = VersionWatch(tensor);
   }
@@ -133,16 +144,17 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   for (const auto& parameter : borrowed) tied.add(parameter.stand_in, false);
   {
     const SkipContextGuard guard(skips);
-    const StageState::Scope watch(stage_.state);
+    auto* saved = pass == PassScope::Pass::kCheckpointing ? &state_at_forward_ : &state_now_;
+    const StageState::Scope state(stage_.state, *saved ? &**saved : nullptr, /*is_backward=*/false);
     const PassScope scope(pass);
     value = call_layers(std::move(value), borrowed, [&](const std::string& layer) {
       if (tied.changed()) refuse_write();
       skips.check_unchanged(layer);
       aliases.check(stage_.index, layer);
     });
+    stage_.state.check(stage_);
   }
   skips.check_all_used();
-  stage_.state.check(stage_, /*needed=*/pass != PassScope::Pass::kPlain);
 
   std::vector<Parcel> out(1);
   out.front().add_leaving(value);
@@ -170,7 +182,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recompute) {
   if (!grad || !recompute) return run_layers(in, grad, PassScope::Pass::kPlain);
   inputs_.emplace(stage_, in);
-  before_forward_ = stage_.state.hold(stage_, sinks_.own());
+  state_at_forward_ = stage_.state.save(stage_, sinks_.own());
   auto sources = sinks_.has_sink();
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
@@ -193,16 +205,16 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recomp
 void Cell::recompute(bool retain_graph) {
   if (keeps_graph_) return;
   const auto in = inputs_->take(retain_graph);
-  present_ = stage_.state.hold(stage_, sinks_.own(), /*earlier=*/true);
-  stage_.state.restore(stage_, *before_forward_);
-  if (!retain_graph) before_forward_.reset();
+  state_now_ = stage_.state.save(stage_, sinks_.own());
+  stage_.state.restore_forward(stage_, *state_at_forward_, *state_now_);
+  if (!retain_graph) state_at_forward_.reset();
   const auto parameters = sinks_.all().size();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
   if (sinks_.all().size() != parameters) {
     throw_error("a layer of stage ", stage_.index,
                 " made a parameter in a forward that is recomputed; repeat the call");
   }
-  stage_.state.put_back(stage_, *present_);
+  StageState::rebind(stage_, *state_now_);
   stage_.needed_gradients.check(sent_, out);
   inputs_->check_unchanged(in, "during its recompute");
 }
@@ -239,7 +251,7 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
   const GradientCatch inner(take);
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
-  const StageState::Scope watch(stage_.state, present_ ? &*present_ : nullptr);
+  const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr, /*is_backward=*/true);
   try {
     torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, retain_graph,
                                                           /*create_graph=*/false,
@@ -279,8 +291,8 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
-  if (present_) stage_.state.restore_after_backward(stage_, *present_);
-  present_.reset();
+  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);
+  state_now_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
   return result;

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-
 #include <optional>
 
+#include "gpipe/autograd/parameter_sinks.h"
 #include "gpipe/autograd/split_backward.h"
-#include "gpipe/autograd/stage.h"
 
 namespace gpipe {
 
@@ -74,8 +72,8 @@ class Cell {
 
   // Of a checkpointed cell.
   std::optional<StoredInputs> inputs_;
-  std::optional<StageState::Moment> before_forward_;  // until the last recompute
-  std::optional<StageState::Moment> present_;         // between R and B or I
+  std::optional<StageState::Saved> state_at_forward_;  // until the last recompute
+  std::optional<StageState::Saved> state_now_;         // between R and B or I
   CellMemo memo_;
   std::vector<std::vector<bool>> sent_;  // wants_gradient of the parcels that F returned
   bool keeps_graph_ = false;             // the layers made modules or parameters in F

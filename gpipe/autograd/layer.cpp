@@ -96,6 +96,8 @@ bool is_checkpointing() { return pass_of_this_thread == PassScope::Pass::kCheckp
 
 bool is_recomputing() { return pass_of_this_thread == PassScope::Pass::kRecomputing; }
 
+bool is_recomputed() { return pass_of_this_thread != PassScope::Pass::kPlain; }
+
 PassScope::PassScope(Pass pass) : before_(std::exchange(pass_of_this_thread, pass)) {}
 
 PassScope::~PassScope() { pass_of_this_thread = before_; }

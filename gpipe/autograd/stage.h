@@ -2,14 +2,16 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <functional>
 
+#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
+#include "gpipe/binding.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
@@ -33,7 +35,7 @@ struct Stage {
   /// edges are the last, in this order.
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
-  bool borrows(std::size_t parameter) const;
+  bool borrows(std::size_t parameter) const { return std::ranges::find(borrowed, parameter) != borrowed.end(); }
   /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the
   /// last.
   std::vector<int> receivers;
@@ -45,97 +47,29 @@ struct Stage {
   StageState state;
   /// Leaves other than parameters that its layers have used, as long as they live.
   absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
-  /// How often its own layers have written to each parameter, as an embedding with max_norm does.
-  absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
 
   /// LanguageBinding::lock; may be empty.
   std::function<void(absl::FunctionRef<void()>)> lock;
   void locked(absl::FunctionRef<void()> call) const { lock ? lock(call) : call(); }
 
   /// The name of a layer by its index in the stage; "loss" for the index after the last.
-  std::string name_of(int layer) const;
+  std::string name_of(int layer) const { return layer == std::ssize(layers) ? "loss" : layers[layer]->name(); }
   /// The layers' parameters, each once, in order of first occurrence.
-  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> all;
+    for (const auto& layer : layers) {
+      for (const auto& parameter : layer->module()->parameters()) all.push_back(parameter);
+    }
+    return distinct(std::move(all));
+  }
   /// The layers' present buffers, each once.
-  std::vector<at::Tensor> buffers() const;
+  std::vector<at::Tensor> buffers() const {
+    std::vector<at::Tensor> all;
+    for (const auto& layer : layers) {
+      for (const auto& buffer : layer->buffers().tensors) all.push_back(buffer);
+    }
+    return distinct(std::move(all));
+  }
 };
-
-/// Returns the defined tensors, each once. Modules may share a tensor.
-std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors);
-
-/// Returns the place of a tensor in a list; the list's size if it is not there.
-std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors);
-
-/// Whether a tensor has 64 KiB or more.
-bool is_large(const at::Tensor& tensor);
-
-/// The sinks for the gradients of a stage's parameters during one mini-batch. A cell's graph ends in them instead of in
-/// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
-class ParameterSinks {
- public:
-  /// With `grad`, makes sinks, which the engine runs on `stream`, for the stage's own parameters that require grad.
-  /// `stage` must outlive this.
-  ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
-
-  /// The parameters that have a sink, in the order of their sums, and the sinks. Each large parameter has one of its
-  /// own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
-
-  /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
-  /// to inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that
-  /// is not a parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A
-  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
-  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
-
-  /// Where the graph's edges to a parameter lead, and its gradients; invalid without a sink.
-  torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
-
-  /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
-  bool adopt_new();
-
-  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters.
-  /// They become parameters() too. Call on the stage's worker, when the loss has been computed.
-  void adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<torch::autograd::Node>>& ends);
-
-  /// Whether each parameter of the stage has a sink.
-  const std::vector<bool>& has_sink() const { return has_sink_; }
-  /// The parameters that the stage borrows and lends, in its order.
-  std::vector<at::Tensor> borrowed() const { return select(stage_.borrowed); }
-  std::vector<at::Tensor> lent() const { return select(stage_.lent); }
-  /// All parameters of the stage, and the ones that it owns.
-  const std::vector<at::Tensor>& all() const { return all_; }
-  const std::vector<at::Tensor>& own() const { return own_; }
-
-  /// Changes of the stage's own parameters between the two count as writes by its layers. The latter notes samples of
-  /// the values if `recomputes`: LibTorch's SGD writes through Tensor.data(), which advances no version counter. Only on
-  /// the CPU, because the host would wait for a device.
-  void begin_writes();
-  void end_writes(bool recomputes);
-  /// Errors: std::runtime_error if other code than the stage's layers has since changed a parameter of its own.
-  void check_unchanged() const;
-
- private:
-  std::uint32_t others_writes(const at::Tensor& parameter) const;
-  std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
-  void add_sink(const at::Tensor& parameter, bool of_its_own);
-
-  Stage& stage_;
-  const std::uint64_t caller_;  // the thread that made this
-  std::vector<at::Tensor> all_;
-  std::vector<at::Tensor> own_;
-  std::vector<std::uint32_t> versions_;  // without the stage's own writes
-  std::vector<std::uint32_t> before_;    // of own_, at begin_writes()
-  std::vector<std::uint64_t> samples_;   // of own_, at end_writes()
-  std::vector<bool> has_sink_;
-  std::vector<at::Tensor> parameters_;
-  std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
-  absl::flat_hash_map<const c10::TensorImpl*, torch::autograd::Edge> edges_;  // by parameter
-};
-
-/// Returns the accumulator of a parameter if a gradient can go there without the engine: `.grad` is defined, and the
-/// parameter has no hooks. Null otherwise. Any thread.
-NodePtr<torch::autograd::Node> accumulator_of(const at::Tensor& parameter);
 
 }  // namespace gpipe

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
-#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/parcel.h"
 
@@ -11,122 +9,80 @@ namespace gpipe {
 
 struct Stage;
 
-/// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own.
-/// Gives a recompute the values that its forward read, and undoes a failed call.
+/// What a stage's layers may change besides their outputs. Copies buffers that are small or that layers write to, and
+/// refuses other changes between a forward and its recompute. Used by one thread at a time: the stage's worker, or a
+/// caller that holds the pipeline's turn.
 ///
-/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code writes
-/// unseen: so buffers below 64 KiB, and tensors once changed unseen, are copied when held.
-///
-/// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
+/// For example, a batch norm counts num_batches_tracked in F and again in R. R starts with F's count, and after its B the
+/// buffer has the present count again.
 class StageState {
-  /// One value of a tensor or generator. The copy is defined if the value may be gone.
-  struct Value {
-    at::Tensor copy;
-  };
-  /// A tensor or generator whose values a StageState keeps: copies a value before it changes, if a Moment needs it.
-  struct Item {
-    at::Tensor tensor;
-    at::Generator generator;  // instead of a tensor
-    bool is_buffer = false;
-    std::string forbidden = {};  // the name of a buffer that no layer may write to
-    bool copied_early = false;
-    bool has_changed = false;
-    bool has_left = false;                   // a tensor of this memory has left the stage without a copy
-    bool is_written_back = false;            // a backward has written to the present value
-    const void* memory = nullptr;            // under which the index has it
-    at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
-    VersionWatch version;                    // of the tensor, as last seen
-    std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
-    std::shared_ptr<Value> first = nullptr;  // of a generator: before its first draw
-
-    at::Tensor read() const;
-    void write(const at::Tensor& value) const;
-    /// The present value, for a Moment.
-    std::shared_ptr<Value> hold();
-    /// Copies the present value if a Moment needs it.
-    void keep() const;
-    /// Call before the value changes.
-    void change();
-    /// Notes a change without change(). Returns whether a Moment needs a value that is gone.
-    bool note_unseen();
-    /// Gives it an earlier value. Does not advance the version counter. Errors: std::runtime_error if that is gone.
-    void put(const std::shared_ptr<Value>& value);
-  };
-
  public:
-  /// The state at one time.
-  class Moment {
-    friend StageState;
-    std::vector<Layer::Buffers> buffers_;                                           // per layer
-    std::vector<std::pair<std::shared_ptr<Item>, std::shared_ptr<Value>>> values_;  // of tensors, then of generators
-    std::size_t generators_ = 0;                                                    // their number
+  struct Saved {
+    std::vector<Layer::Buffers> layers;
+    std::vector<std::pair<at::Tensor, at::Tensor>> values;  ///< copies of tensors
+    int changes = 0;                                        ///< of other tensors, before that time
   };
-  /// `parameters`: the stage's own. With `earlier`, also holds what earlier Moments hold.
-  Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters, bool earlier = false);
-
-  /// Whether layers have made modules since.
-  bool has_new_modules(const Stage& stage, const Moment& moment) const;
-
-  /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
-  /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
-  void restore(const Stage& stage, const Moment& moment);
-  /// Gives modules the buffers and modes that they had; values stay as they are. Errors: Layer::Buffers::put_back().
-  void put_back(const Stage& stage, const Moment& moment);
-  /// Restores the values, but not the buffers that the backward has set. Errors: std::runtime_error as restore(), and,
-  /// with the name of the layer, if the backward replaced a buffer whose present value it could not read.
-  void restore_after_backward(const Stage& stage, const Moment& moment);
+  /// `parameters`: the stage's own.
+  Saved save(const Stage& stage, const std::vector<at::Tensor>& parameters);
+  /// Gives modules the buffers, modes and values that they had. Does not advance version counters, so graphs in flight
+  /// stay valid. Errors: Layer::Buffers::put_back().
+  static void restore(const Stage& stage, const Saved& saved);
+  /// The same, except for values.
+  static void rebind(const Stage& stage, const Saved& saved);
   /// As restore(), while an exception is being handled: ignores its own errors.
-  void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
+  static void restore_after_error(const Stage& stage, const Saved& saved) noexcept;
+  /// Restores what a recompute reads. Adds to `now`, just saved, what will undo this. Errors: std::runtime_error, which
+  /// names the layer, if a tensor that was not copied has changed.
+  void restore_forward(const Stage& stage, const Saved& forward, Saved& now);
+  /// Call after the backward. Errors: std::runtime_error, which names the layer, if that replaced a buffer.
+  static void restore_after_backward(const Stage& stage, const Saved& now);
 
-  /// Call after the layers have run. Finds what was written unseen. Errors, with `needed`: std::runtime_error, which
-  /// names the layer, if a Moment needs a value that is gone. From then on the tensor is copied when it is held.
-  void check(const Stage& stage, bool needed);
-
+  /// Call after the layers have run. Errors: std::runtime_error, which names the layer, if code that PyTorch does not see
+  /// has changed a tensor that was not copied, in a forward that is recomputed.
+  void check(const Stage& stage);
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
-  void forbid_writes(const at::Tensor& buffer, std::string what) { forbidden_.emplace_back(buffer, std::move(what)); }
-
-  /// Whether a buffer is small, or was changed before.
+  void forbid_writes(const at::Tensor& buffer, std::string what) { shared_.emplace_back(buffer, std::move(what)); }
+  /// Whether a buffer is small, or has changed since the first save().
   bool may_change(const at::Tensor& buffer) const;
+  /// Whether a tensor shares memory with one of the layers, so that it must be copied when it leaves the stage.
+  bool has_memory_of(const at::Tensor& tensor) const;
 
-  /// Whether a tensor that leaves the stage must be copied, because it shares memory with a buffer, or with a parameter
-  /// that layers write to. Otherwise later writes to a parameter of the same memory are errors.
-  bool must_copy(const at::Tensor& leaving);
-
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. In the backward
-  /// of a recomputed forward, a write changes the value of the Moment `present`, which restore() then leaves alone.
+  /// The running call's Saved, which undoes it; null between calls. Gets copies of large buffers before the first write.
+  Saved* call = nullptr;
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they write to. In a forward or
+  /// recompute, `saved` gets copies of large buffers before the first write. In the backward of a recompute, buffers get
+  /// their values of `saved`, the present ones, before the first write.
   class Scope {
    public:
-    explicit Scope(StageState& state, const Moment* present = nullptr);
+    Scope(StageState& state, Saved* saved, bool is_backward);
     ~Scope();
     Scope(const Scope&) = delete;
 
    private:
-    StageState& state_;
     StageState* const outer_;
   };
-
-  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of its memory.
-  /// Errors: std::runtime_error for a forbidden write.
-  static bool before_write(const at::Tensor& tensor);
-  /// Call when the tensor has changed, if its version counter may have advanced.
-  static void after_write(const at::Tensor& tensor);
-  /// Tells this thread's state that numbers are about to be drawn.
-  static void before_draw(const at::Generator& generator);
+  /// Errors: std::runtime_error for a write to a shared buffer, or to a parameter in a forward that is recomputed.
+  static void before_write(const at::Tensor& tensor);
 
  private:
-  void track(std::vector<at::Tensor> tensors, std::size_t buffers);
-  std::shared_ptr<Item> make_item(const at::Tensor& tensor, bool is_buffer) const;
-  void restore_values(const Moment& moment);
-  void return_to_present(Item& item);
-  template <typename F>
-  void for_each_of_memory(const at::Tensor& tensor, F f);
+  struct Item {
+    at::Tensor tensor;
+    bool is_buffer;
+    bool is_copied;                                    // by save()
+    std::string shared_by;                             // of forbid_writes()
+    VersionWatch version;                              // as last seen
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // weak, so that no other memory gets its address
+    bool has_changed = false;
+  };
+  const Item* find_change(bool by_layers);
+  void before_change(Item& item);
 
-  std::vector<at::Tensor> tensors_;                             // of the layers, at the last hold()
-  std::vector<std::shared_ptr<Item>> items_;                    // of tensors_, then of earlier ones that a Moment has
-  absl::flat_hash_map<const void*, std::vector<Item*>> index_;  // of items_, by tensor and by its memory
-  std::vector<std::shared_ptr<Item>> generators_;
-  std::vector<std::pair<at::Tensor, std::string>> forbidden_;
-  const Moment* present_ = nullptr;  // of the Scope
+  std::vector<Item> items_;  // of the layers' tensors
+  std::vector<std::pair<at::Tensor, std::string>> shared_;
+  int changes_ = 0;
+  at::Tensor changed_;      // the last one
+  Saved* saved_ = nullptr;  // of the Scope
+  bool is_backward_ = false;
 };
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -31,6 +32,10 @@ class DeviceConnections {
   /// Makes an end of a wire, which lives as long as this. Waits for the end of the same name. Errors: ConnectionError.
   virtual DeviceWire& connect(const std::string& name, bool sends, c10::Device device) = 0;
 
+  /// Makes a group of `size` ranks, one device each, which all make it under one name; null if it cannot. Gradients are
+  /// summed by its all-reduce. Errors: ConnectionError.
+  virtual c10::intrusive_ptr<c10d::Backend> group(const std::string& name, int rank, int size) = 0;
+
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
   virtual void abort() noexcept = 0;
 };
@@ -39,6 +44,11 @@ class DeviceConnections {
 /// that a transfer may take. Errors: std::invalid_argument if gpipe was built without NCCL, or torch has no CUDA.
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit);
+
+/// Makes a group of ranks that sums on the CPU, by c10d's Gloo backend. Waits until all have come. `host`: an address of
+/// this host. `limit`: the longest that a sum may take. Errors: those of c10d.
+c10::intrusive_ptr<c10d::Backend> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                  const std::string& host, std::chrono::milliseconds limit);
 
 /// A worker's end of a DeviceWire, with its copy stream. Used by the worker, while its compute stream is current.
 class DeviceLink {

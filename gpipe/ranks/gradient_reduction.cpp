@@ -1,270 +1,97 @@
 #include "gpipe/ranks/gradient_reduction.h"
 
-#include <ATen/ops/add.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/intraop.h"
-#include "gpipe/runtime/exit.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
 
-constexpr char kWaits[] = "the gradients of another replica";
 constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
-GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std::vector<at::Tensor>& parameters,
-                               int replicas) {
-  std::int64_t total = 0;
-  for (const auto p : bucket) total += parameters[p].numel();
-  GradientBucket shares(replicas);
-  std::int64_t before = 0;  // elements of earlier parameters
-  for (const auto p : bucket) {
-    const auto size = parameters[p].numel();
-    for (int r = 0; r < replicas; ++r) {
-      const auto begin = std::max<std::int64_t>(total * r / replicas - before, 0);
-      const auto end = std::min(total * (r + 1) / replicas - before, size);
-      if (begin < end) shares[r].push_back({p, begin, end});
-    }
-    before += size;
-  }
-  return shares;
-}
-
-// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, which are alike on all replicas.
-at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
-  require(gradient.layout() == at::kStrided,
-          "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
-  using namespace torch::autograd::utils;
-  if (!obeys_layout_contract(gradient, parameter)) gradient = clone_obey_contract(gradient, parameter);
-  return gradient.to(at::kCPU);
-}
-
-// The memory of a piece. REQUIRES: `gradient` lies as in_parameters_order(), or is undefined.
-at::Tensor piece_of(const at::Tensor& gradient, const GradientPiece& piece) {
-  if (!gradient.defined()) return gradient;
-  return gradient.as_strided({piece.end - piece.begin}, {1}, gradient.storage_offset() + piece.begin);
-}
-
-// Sums a piece in the order of replicas, into the `own` part if that is defined. Writes to the others too.
-at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
-  at::Tensor sum;
-  for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
-    auto part = parts[r];
-    if (!part.defined()) continue;
-    if (!sum.defined()) {
-      sum = part;
-    } else if (r == own) {
-      sum = at::add_out(part, sum, part);
-    } else {
-      sum.add_(part);
-    }
-  }
-  return sum;
-}
-
-// Returns the buckets of a stage's parameters: in reverse order, and of at least kBucketBytes each, except the last.
-// Depends on the parameters' sizes only. (PyTorch Distributed, Li et al., arXiv:2006.15704, section 3.2.3)
-std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas) {
-  std::vector<std::vector<std::size_t>> buckets;  // indices of parameters
-  std::int64_t present = kBucketBytes;            // bytes in the last bucket
-  for (auto p = parameters.size(); p-- > 0;) {
-    if (present >= kBucketBytes) {
-      buckets.emplace_back();
-      present = 0;
-    }
-    buckets.back().push_back(p);
-    present += static_cast<std::int64_t>(parameters[p].nbytes());
-  }
-  std::vector<GradientBucket> cut;
-  for (const auto& bucket : buckets) cut.push_back(cut_into_shares(bucket, parameters, replicas));
-  return cut;
+// A parameter's elements of a bucket, with the strides that PyTorch chooses for `.grad`. Advances `begin`.
+at::Tensor next_view(const at::Tensor& values, std::int64_t& begin, const at::Tensor& parameter) {
+  const auto own = values.narrow(0, std::exchange(begin, begin + parameter.numel()), parameter.numel());
+  if (!parameter.is_non_overlapping_and_dense()) return own.view(parameter.sizes());
+  return own.as_strided(parameter.sizes(), parameter.strides(), own.storage_offset());
 }
 
 }  // namespace
 
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest) {
-  const auto share_of = [&](std::int64_t bytes) { return (bytes + replicas - 1) / replicas; };
-  const auto message = share_of(std::min(gradients, kBucketBytes + largest));
-  const auto posted = static_cast<std::int64_t>(most_posted(message));
-  // From each other replica come parts on one wire and sums on another. One message of each is in use.
-  return 2 * (replicas - 1) * std::min(share_of(gradients), posted + message);
+  return replicas == 1 ? 0 : std::min(gradients, kBucketBytes + largest);
 }
 
 GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters)
-    : team_(team),
-      call_(team.calls()),
-      stages_(parameters.size()),
-      awaited_(team.awaited_for_gradients()),
-      is_sent_(parameters.size()) {
-  for (int s = 0; s < std::ssize(stages_); ++s) {
-    auto& stage = stages_[s];
-    stage.parameters = std::move(parameters[s]);
-    stage.gradients.resize(stage.parameters.size());
-    stage.buckets = cut_into_buckets(stage.parameters, team.replicas());
-    const auto count = stage.buckets.size();
-    for (int r = 0; r < team.replicas() && count != 0; ++r) {
-      if (r == team.replica()) continue;
-      stage.parts.push_back(team.gradient_wires(Team::Gradient::kPart, s, r, count));
-      stage.sums.push_back(team.gradient_wires(Team::Gradient::kSum, s, r, count));
+    : team_(team), parameters_(std::move(parameters)), buckets_(parameters_.size()), is_sent_(parameters_.size()) {
+  for (std::size_t s = 0; s < parameters_.size(); ++s) {
+    const auto& of_stage = parameters_[s];
+    is_sent_[s] = of_stage.empty();
+    for (auto p = of_stage.size(); p-- > 0;) {
+      team.sums(of_stage[p].device());  // which may connect
+      const bool is_like_last = p + 1 < of_stage.size() && of_stage[p].dtype() == of_stage[p + 1].dtype();
+      const auto item = static_cast<std::int64_t>(of_stage[p].element_size());
+      if (!is_like_last || buckets_[s].back().elements * item >= kBucketBytes) buckets_[s].emplace_back();
+      buckets_[s].back().parameters.push_back(p);
+      buckets_[s].back().elements += of_stage[p].numel();
     }
   }
-  thread_ = std::thread([this] { run(); });
 }
 
-GradientReduction::~GradientReduction() {
-  {
-    MutexLock lock(mutex_);
-    ended_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
-
-Outgoing GradientReduction::to_message(const std::vector<at::Tensor>& pieces) const {
-  Parcel parcel;
-  for (const auto& piece : pieces) parcel.add(piece, /*gradient_wanted=*/false);
-  return gpipe::to_message({std::move(parcel)}, team_.rank(), team_.codec());
-}
-
-void GradientReduction::send(int stage_index, Gradients gradients) {
-  auto& stage = stages_[stage_index];
-  for (std::size_t p = 0; p < gradients.size(); ++p) {
-    if (gradients[p].defined()) stage.gradients[p] = in_parameters_order(std::move(gradients[p]), stage.parameters[p]);
-  }
-  for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
-    for (const auto& wires : stage.parts) {
-      std::vector<at::Tensor> pieces;
-      for (const auto& piece : stage.buckets[number][wires.replica]) {
-        pieces.push_back(piece_of(stage.gradients[piece.parameter], piece));
-      }
-      try {
-        wires.sender->send((*wires.layouts)[number], call_, to_message(pieces));
-      } catch (const ConnectionError& error) {
-        team_.fail(error, team_.counterpart(wires.replica), kWaits);
-        throw;
-      }
-    }
-  }
-  MutexLock lock(mutex_);
-  is_sent_[stage_index] = true;
-  changed_.notify_all();
-}
-
-void GradientReduction::run() {
-  const ExitGuard guard;
-  set_intraop_threads_of_this_thread(1);
+void GradientReduction::send(int stage, Gradients gradients) {
   const at::NoGradGuard no_grad;
-  try {
-    sum();
-  } catch (const ConnectionError& error) {
-    error_ = std::current_exception();
-    team_.fail(error, awaited_, kWaits);
-  } catch (const std::exception& error) {
-    error_ = std::current_exception();
-    team_.fail("rank " + std::to_string(team_.rank()) + " failed while it summed gradients: " + error.what());
+  for (auto& bucket : buckets_[stage]) {
+    const auto options = parameters_[stage][bucket.parameters.front()].options().requires_grad(false);
+    const bool on_cpu = team_.sums(options.device()).getBackendName() == "gloo";
+    const auto count = std::ssize(bucket.parameters);
+    bucket.values = at::zeros({bucket.elements + count}, on_cpu ? options.device(at::kCPU) : options);
+    const auto flags = bucket.values.narrow(0, bucket.elements, count).fill_(1);
+    std::int64_t begin = 0;
+    for (std::int64_t k = 0; k < count; ++k) {
+      const auto gradient = std::move(gradients[bucket.parameters[k]]);
+      const auto own = next_view(bucket.values, begin, parameters_[stage][bucket.parameters[k]]);
+      require(!gradient.defined() || gradient.layout() == at::kStrided,
+              "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse "
+              "gradients");
+      gradient.defined() ? own.copy_(gradient) : flags[k].zero_();
+      bucket.lacks_some = bucket.lacks_some || !gradient.defined();
+    }
+    bucket.ready = record_event(bucket.values.device());
   }
-  awaited_ = -1;
   MutexLock lock(mutex_);
-  done_ = true;
-  changed_.notify_all();
-}
-
-void GradientReduction::sum() {
-  OfStage* last = nullptr;  // the stage and the number of the bucket whose share was summed last
-  std::size_t last_number = 0;
-  for (auto s = stages_.size(); s-- > 0;) {
-    auto& stage = stages_[s];
-    if (stage.buckets.empty()) continue;
-    {
-      MutexLock lock(mutex_);
-      while (!is_sent_[s] && !ended_) changed_.wait(mutex_);
-      if (!is_sent_[s]) return;  // the backward has ended before
-    }
-    for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
-      sum_share(stage, number);
-      if (last != nullptr) take_sums(*last, last_number);
-      last = &stage;
-      last_number = number;
+  is_sent_[stage] = 1;
+  for (auto s = is_sent_.size(); s-- > 0 && is_sent_[s] != 0;) {
+    for (auto& [parameters, elements, values, lacks_some, ready, sum] : buckets_[s]) {
+      if (sum) continue;
+      wait(ready, values.device());
+      std::vector<at::Tensor> summed{values.is_complex() ? at::view_as_real(values) : values};
+      sum = team_.sums(values.device()).allreduce(summed);
     }
   }
-  if (last != nullptr) take_sums(*last, last_number);
-  // The sums that are sent lie in the gradients, which the caller may change later.
-  for (const auto& stage : stages_) {
-    for (const auto& wires : stage.sums) {
-      awaited_ = team_.counterpart(wires.replica);
-      wires.sender->drain(team_.timeout());
-    }
-  }
-}
-
-Parcel GradientReduction::receive(const Team::GradientWires& wires) {
-  awaited_ = team_.counterpart(wires.replica);
-  auto message = wires.receiver->receive(call_);
-  awaited_ = -1;
-  return std::move(to_parcels(std::move(message)).front());
-}
-
-void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values) {
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    const auto& value = values.tensors.at(k);
-    if (!value.defined()) continue;
-    const auto& parameter = stage.parameters[pieces[k].parameter];
-    auto& gradient = stage.gradients[pieces[k].parameter];
-    if (!gradient.defined()) gradient = in_parameters_order(at::empty_like(parameter, at::kCPU), parameter);
-    const auto piece = piece_of(gradient, pieces[k]);
-    if (piece.const_data_ptr() != value.const_data_ptr()) piece.copy_(value);
-  }
-}
-
-void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
-  const int own = team_.replica();
-  const auto& share = stage.buckets[number][own];
-  std::vector<std::vector<at::Tensor>> parts(share.size(), std::vector<at::Tensor>(team_.replicas()));
-  for (const auto& wires : stage.parts) {
-    const auto received = receive(wires);
-    for (std::size_t k = 0; k < share.size(); ++k) parts[k][wires.replica] = received.tensors.at(k);
-  }
-  Parcel sums;
-  for (std::size_t k = 0; k < share.size(); ++k) {
-    parts[k][own] = piece_of(stage.gradients[share[k].parameter], share[k]);
-    sums.add(sum_of(parts[k], own), /*gradient_wanted=*/false);
-  }
-  for (const auto& wires : stage.sums) {
-    awaited_ = team_.counterpart(wires.replica);
-    wires.sender->send((*wires.layouts)[number], call_, to_message(sums.tensors));
-  }
-  awaited_ = -1;
-  write(stage, share, sums);
-}
-
-void GradientReduction::take_sums(OfStage& stage, std::size_t number) {
-  for (const auto& wires : stage.sums) write(stage, stage.buckets[number][wires.replica], receive(wires));
-}
-
-void GradientReduction::await_thread() {
-  const auto is_done = [&] {
-    MutexLock lock(mutex_);
-    if (!done_) changed_.wait_until(mutex_, std::chrono::steady_clock::now() + kPollPeriod);
-    return done_;
-  };
-  while (!is_done()) {
-    if (team_.poll()) team_.poll()();
-  }
-  thread_.join();
 }
 
 std::vector<Gradients> GradientReduction::take() {
-  if (thread_.joinable()) await_thread();
-  if (error_) team_.rethrow(error_);
-  std::vector<Gradients> all;
-  for (auto& stage : stages_) {
-    for (std::size_t p = 0; p < stage.parameters.size(); ++p) {
-      auto& gradient = stage.gradients[p];
-      if (gradient.defined()) gradient = gradient.to(stage.parameters[p].device());
+  const at::NoGradGuard no_grad;
+  std::vector<Gradients> all(parameters_.size());
+  for (std::size_t s = parameters_.size(); s-- > 0;) {
+    all[s].resize(parameters_[s].size());
+    for (auto& bucket : buckets_[s]) {
+      const auto values = std::exchange(bucket.values, {});
+      team_.await(*bucket.sum, values.is_cpu());
+      use_on_current_stream(values);
+      at::Tensor flags;  // the host waits for a device only if it does not know them
+      if (bucket.lacks_some) flags = values.narrow(0, bucket.elements, std::ssize(bucket.parameters)).ne(0).cpu();
+      std::int64_t begin = 0;
+      for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
+        const auto& parameter = parameters_[s][bucket.parameters[k]];
+        const auto sum = next_view(values, begin, parameter);
+        if (flags.defined() && !flags.const_data_ptr<bool>()[k]) continue;
+        all[s][bucket.parameters[k]] = sum.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+      }
     }
-    all.push_back(std::move(stage.gradients));
   }
   return all;
 }

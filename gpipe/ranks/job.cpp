@@ -2,7 +2,9 @@
 
 #include <unistd.h>
 
+#include <future>
 #include <limits>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/bytes.h"
@@ -25,8 +27,9 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
       caller_(std::this_thread::get_id()),
+      shared_(std::move(store)),
       devices_(std::move(devices)),
-      store_(std::make_unique<StoreThread>([store = std::move(store)] { return store->clone(); })),
+      store_(std::make_unique<StoreThread>([store = shared_] { return store->clone(); })),
       board_(std::make_unique<FailureBoard>(
           *store_, rank_, ranks.size(), FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
@@ -153,10 +156,8 @@ std::string Job::share(const std::string& text, const Poll& poll) {
 
 Socket Job::listen(const Poll& poll) {
   const auto& [interface, address] = ranks_.listen_at();
-  const auto host = !interface.empty() ? address_of_interface(interface)
-                    : !address.empty() ? address
-                                       : address_of_this_host();
-  Socket listener([&] { return listen_at(rank_, host, /*port=*/0); });
+  host_ = !interface.empty() ? address_of_interface(interface) : !address.empty() ? address : address_of_this_host();
+  Socket listener([&] { return listen_at(rank_, host_, /*port=*/0); });
   ByteWriter bytes;
   bytes.add(Endpoint::of(listener.get()));
   const auto publish = [rank = rank_, address = bytes.take()](c10d::Store& store) {
@@ -221,17 +222,36 @@ void Job::leave_together(const Poll& poll) {
   }
 }
 
+void Job::check_and_poll(const Poll& poll) {
+  board_->check("no pipeline can be made any more, because a rank has failed");
+  if (!poll) return;
+  try {
+    poll();
+  } catch (const std::exception& error) {
+    report_stop(error);
+    throw;
+  }
+}
+
+// On a thread of its own, because nothing ends Gloo's wait.
+c10::intrusive_ptr<c10d::Backend> Job::connect_sums(const std::string& name, int rank, int size, const Poll& poll) {
+  using Group = c10::intrusive_ptr<c10d::Backend>;
+  std::packaged_task<Group()> connect([=, host = host_, store = shared_, limit = ranks_.options().timeout()] {
+    return connect_by_gloo(c10::make_intrusive<c10d::PrefixStore>(name, store->clone()), rank, size, host, limit);
+  });
+  auto connected = connect.get_future();
+  std::thread(std::move(connect)).detach();
+  while (connected.wait_for(kPollPeriod) != std::future_status::ready) check_and_poll(poll);
+  try {
+    return connected.get();
+  } catch (const std::exception& error) {
+    board_->report(absl::StrCat("rank ", rank_, " cannot connect to the replicas: ", error.what()));
+    throw;
+  }
+}
+
 int Job::join(const Manifest& manifest, int wires, const Poll& poll) {
-  const auto poll_or_fail = [&] {
-    board_->check("no pipeline can be made any more, because a rank has failed");
-    if (!poll) return;
-    try {
-      poll();
-    } catch (const std::exception& error) {
-      report_stop(error);
-      throw;
-    }
-  };
+  const auto poll_or_fail = [&] { check_and_poll(poll); };
   if (finished_) throw_error("no pipeline can be made: this rank has left the job");
   poll_or_fail();
   const auto prefix = absl::StrCat("pipeline", pipelines_++);

@@ -30,6 +30,10 @@ class Job {
 
   std::string share(const std::string& text, const Poll& poll);  ///< as Ranks::share()
 
+  /// Connects `size` ranks that sum on the CPU, this one as `rank` among them. All of them call it, after join(). Errors:
+  /// std::runtime_error if they cannot connect, or after a failure; those of `poll`.
+  c10::intrusive_ptr<c10d::Backend> connect_sums(const std::string& name, int rank, int size, const Poll& poll);
+
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
   /// Wires between devices; null if tensors pass through the hosts.
@@ -70,6 +74,7 @@ class Job {
   /// Waits until all ranks have called this, for at most the time-out, or until a rank is lost.
   void leave_together(const Poll& poll);
   void report_stop(const std::exception& error);
+  void check_and_poll(const Poll& poll);
   void close() noexcept;
   std::string activity();
 
@@ -86,6 +91,8 @@ class Job {
   bool has_one_caller_ ABSL_GUARDED_BY(mutex_) = true;
   bool finished_ = false;
   std::atomic<bool> leaving_ = false;
+  std::string host_;  // at which this rank listens
+  const c10::intrusive_ptr<c10d::Store> shared_;
   std::unique_ptr<DeviceConnections> devices_;
   std::unique_ptr<StoreThread> store_;
   std::unique_ptr<FailureBoard> board_;

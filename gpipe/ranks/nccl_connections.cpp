@@ -85,17 +85,8 @@ class NcclConnections : public DeviceConnections {
   c10::DeviceType device_type() const override { return c10::kCUDA; }
 
   DeviceWire& connect(const std::string& name, bool sends, c10::Device device) override {
-    // The streams come from another pool than a pipeline's, so that no computation waits behind a transfer.
-    const auto options = Group::Options::create(/*is_high_priority_stream=*/true);
-    options->timeout = limit_;
-    options->group_name = name;
-    options->config.blocking = 1;
-    c10::intrusive_ptr<Group> group;
-    or_connection_error([&] {
-      group = c10::make_intrusive<Group>(c10::make_intrusive<c10d::PrefixStore>(name, store_),
-                                         sends ? kSender : kReceiver, /*size=*/2, options);
-    });
     NcclWire* wire = nullptr;
+    auto group = make(name, sends ? kSender : kReceiver, /*size=*/2);
     {
       MutexLock lock(mutex_);
       if (aborted_) throw ConnectionError("the connections were closed");
@@ -105,21 +96,44 @@ class NcclConnections : public DeviceConnections {
     return *wire;
   }
 
+  c10::intrusive_ptr<c10d::Backend> group(const std::string& name, int rank, int size) override {
+    auto group = make(name, rank, size);
+    MutexLock lock(mutex_);
+    if (aborted_) throw ConnectionError("the connections were closed");
+    groups_.push_back(group);
+    return group;
+  }
+
   // All at once: ending one communicator waits for its device, where another's kernels may wait for the other rank.
   void abort() noexcept override {
     std::vector<std::thread> threads;
     MutexLock lock(mutex_);
     if (std::exchange(aborted_, true)) return;
     for (const auto& wire : wires_) threads.emplace_back([&wire] { wire->abort(); });
+    for (const auto& group : groups_) threads.emplace_back([&group] { ignore_errors([&] { group->abort(); }); });
     for (auto& thread : threads) thread.join();
   }
 
  private:
+  c10::intrusive_ptr<Group> make(const std::string& name, int rank, int size) {
+    // The streams come from another pool than a pipeline's, so that no computation waits behind a transfer.
+    const auto options = Group::Options::create(/*is_high_priority_stream=*/true);
+    options->timeout = limit_;
+    options->group_name = name;
+    options->config.blocking = 1;
+    c10::intrusive_ptr<Group> group;
+    or_connection_error([&] {
+      group = c10::make_intrusive<Group>(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, options);
+    });
+    return group;
+  }
+
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::milliseconds limit_;
   Mutex mutex_;
   bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::unique_ptr<NcclWire>> wires_ ABSL_GUARDED_BY(mutex_);
+  std::vector<c10::intrusive_ptr<Group>> groups_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -1,13 +1,13 @@
 #include "gpipe/ranks/team.h"
 
-#include <torch/csrc/autograd/engine.h>
-
 #include <limits>
 
+#include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
@@ -21,14 +21,13 @@ constexpr char kResult[] = "the result of a call";
 
 }  // namespace
 
-Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-           StructureCodec codec, const Poll& poll)
+Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
+           const Poll& poll)
     : ranks_(std::move(ranks)),
       job_(&ranks_->job()),
       mesh_(ranks_->mesh()),
       rank_(ranks_->rank()),
       of_workers_(std::move(of_workers)),
-      stages_(stages),
       codec_(std::move(codec)),
       poll_(poll == nullptr ? nullptr : Poll([this, poll] {
         try {
@@ -38,8 +37,7 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
           throw;
         }
       })) {
-  const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
-  const int count = wire_number(kSubjects, 0, 0) + gradient_wires;
+  const int count = wire_number(kSubjects, 0, 0);
   first_wire_ = job_->join(manifest, count, poll);
   wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, count, ranks_->options().join_timeout(),
                                    parcel_memory(codec_));
@@ -51,6 +49,7 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages
     }
     awaited_ = -1;
   });
+  if (replicas() > 1) sums_[""] = job_->connect_sums(sums_name(), replica(), replicas(), poll_);
   job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); },
                    [this](int from) { return awaited_call(from); }});
 }
@@ -59,6 +58,8 @@ Team::~Team() {
   if (job_ == nullptr) return;
   job_->remove(this);
   leave("has destroyed its pipeline");
+  // Gloo waits for sums that another rank does not make.
+  if (!job_->board().failure().empty()) std::thread([sums = std::move(sums_)]() mutable { sums.clear(); }).detach();
 }
 
 void Team::leave(const std::string& how) {
@@ -87,16 +88,43 @@ DeviceWire& Team::connect_devices(int from, int to, c10::Device device) {
   }
 }
 
-Team::GradientWires Team::gradient_wires(Gradient kind, int stage, int replica, std::size_t messages) {
-  const auto number = [&](int from, int to) {
-    const int wire = static_cast<int>(kind) * stages_ + stage;
-    return wire_number(kSubjects, 0, 0) + (wire * replicas() + from) * replicas() + to;
-  };
-  const int there = number(this->replica(), replica);
-  const int back = number(replica, this->replica());
-  auto& receiver = wires_->receiver(back, counterpart(replica), timeout());
-  receiver.expect(wires_->last_layouts(back, {}, messages), messages);
-  return {replica, &wires_->sender(there, counterpart(replica)), &wires_->last_layouts(there, {}, messages), &receiver};
+std::string Team::sums_name() const {
+  return absl::StrCat("sums ", first_wire_, " of ", mesh_.position_of(rank_), " ");
+}
+
+c10d::Backend& Team::sums(c10::Device device) {
+  if (!has_device_wires() || device.is_cpu()) return *sums_.at("");
+  auto& group = sums_[device.str()];
+  if (!group) group = job_->devices()->group(absl::StrCat(sums_name(), sums_.size()), replica(), replicas());
+  return group ? *group : *sums_.at("");
+}
+
+void Team::await(c10d::Work& sum, bool on_cpu) {
+  for (;;) {
+    try {
+      sum.wait(on_cpu ? kPollPeriod : kNoTimeout);
+      return;
+    } catch (const std::exception&) {
+      if (!on_cpu || sum.isCompleted()) return fail_in_sums(message_of(std::current_exception()));
+    }
+    check();
+    if (poll_) poll_();
+  }
+}
+
+void Team::fail_in_sums(const std::string& error) {
+  // The end of a rank is also seen by its connection, which tells which it was.
+  for (const auto end = end_after(kRestOfWords); std::chrono::steady_clock::now() < end;) {
+    check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  std::vector<int> others;
+  for (int r = 0; r < replicas(); ++r) {
+    if (r != replica()) others.push_back(counterpart(r));
+  }
+  fail(
+      absl::StrCat("rank ", rank(), " did not get the gradients of rank ", absl::StrJoin(others, " or "), ": ", error));
+  check();
 }
 
 void Team::expect(Subject subject, int from) {
@@ -151,7 +179,7 @@ void Team::watch(std::function<Activity()> activity) {
 std::string Team::activity() {
   MutexLock lock(mutex_);
   const auto activity = activity_ ? activity_() : Activity();
-  for (const int awaited : {awaited_.load(), activity.awaits, activity.runs ? -1 : awaited_for_gradients_.load()}) {
+  for (const int awaited : {awaited_.load(), activity.awaits}) {
     if (awaited >= 0) return std::to_string(awaited);
   }
   return activity.runs ? "runs " + to_string(ErrorInfo{.action = *activity.runs}) : "";
@@ -201,13 +229,13 @@ std::string Team::agree_on_words(const std::string& mine) {
 Agreement Team::agree(Proposal proposal) {
   if (job_ == nullptr) {
     ++calls_;
-    return {proposal.number, {proposal.weight}, {proposal.micro_batches}};
+    return {proposal.number, false, {proposal.weight}, {static_cast<int>(proposal.key.sizes.size())}};
   }
   job_->board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
   proposal.has_one_caller = job_->has_one_caller();
-  const auto decision = agree_on_words(encode(std::move(proposal)));
+  const auto decision = agree_on_words(encode(proposal));
   ++calls_;
   return decode_agreement(decision, mesh_);
 }

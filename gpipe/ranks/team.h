@@ -2,9 +2,9 @@
 
 #include <set>
 
+#include "gpipe/ranks/agreement.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
-#include "gpipe/ranks/proposal.h"
 
 namespace gpipe {
 
@@ -21,8 +21,8 @@ class Team {
   explicit Team(int workers) : of_workers_(workers) {}
   /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
   /// replica. An exception of `poll` is a failure. Errors: as check_manifests().
-  Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-       StructureCodec codec, const Poll& poll);
+  Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
+       const Poll& poll);
   /// Tells the other ranks, whose later calls throw.
   ~Team();
 
@@ -91,19 +91,11 @@ class Team {
 
   // For GradientReduction.
 
-  /// The wires that carry a stage's gradients to another replica and back: parts of sums, or sums.
-  enum class Gradient { kPart, kSum };
-  struct GradientWires {
-    int replica;
-    WireSender* sender;
-    std::deque<LastLayout>* layouts;  // of the messages that it sends
-    WireReceiver* receiver;           // expects as many messages
-  };
-  GradientWires gradient_wires(Gradient kind, int stage, int replica, std::size_t messages);
-  /// Call it every 50 ms while the caller waits; null if the caller has no poll. Its exception is a failure.
-  const Poll& poll() const { return poll_; }
-  /// The rank that the thread which sums gradients waits for; -1: none. Any thread.
-  std::atomic<int>& awaited_for_gradients() { return awaited_for_gradients_; }
+  /// The group that sums over the ranks with the same stages on a device, or on the CPU if there is none for it. The
+  /// first call for a device makes its group, in the same order on all of them.
+  c10d::Backend& sums(c10::Device device);
+  /// Waits for a sum; on a device, only the current stream waits. Errors: as check(), and those of the poll.
+  void await(c10d::Work& sum, bool on_cpu);
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0 and is told, results by their Group, and more.
@@ -119,8 +111,10 @@ class Team {
   /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
   void send_copies(Subject subject, Group group, Parcel parcel);
   std::string receive_words(int from);
+  std::string sums_name() const;
   std::string awaited_call(int from);  // see Job::Member
   std::string agree_on_words(const std::string& mine);
+  void fail_in_sums(const std::string& error);
   bool has_failed_backward();
   void leave(const std::string& how);
   std::string activity();
@@ -131,7 +125,6 @@ class Team {
   const Mesh mesh_;
   const int rank_ = 0;
   const std::vector<int> of_workers_;
-  const int stages_ = 0;
   const StructureCodec codec_;
   const Poll poll_;
   int first_wire_ = 0;
@@ -139,10 +132,10 @@ class Team {
   std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);
   std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
   std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
-  std::atomic<int> awaited_for_gradients_ = -1;
-  std::string gone_;                        // why the pipeline of a rank is gone
-  std::map<int, std::string> early_words_;  // by rank: of a call that this rank has not made yet
-  std::set<int> expected_;                  // the wires whose next message has been announced
+  std::map<std::string, c10::intrusive_ptr<c10d::Backend>> sums_;  // by device
+  std::string gone_;                                               // why the pipeline of a rank is gone
+  std::map<int, std::string> early_words_;                         // by rank: of a call that this rank has not made yet
+  std::set<int> expected_;                                         // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

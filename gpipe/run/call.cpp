@@ -6,19 +6,28 @@
 
 namespace gpipe {
 
+Call::~Call() {
+  for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
+}
+
 void Call::take_turn() {
   if (!turn_) turn_.emplace(pipeline_.call_mutex());
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {
-  for (auto& stage : pipeline_.stages()) before_.push_back(stage.state.hold(stage, sinks[stage.index].own()));
+  auto& stages = pipeline_.stages();
+  before_.resize(stages.size());
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    before_[s] = stages[s].state.save(stages[s], sinks[s].own());
+    stages[s].state.call = &before_[s];
+  }
   draw_.emplace();
 }
 
 Agreement Call::agree(Proposal proposal) {
   take_turn();
   has_answered_ = true;
-  what_ = proposal.what;
+  key_ = proposal.key;
   return pipeline_.team().agree(std::move(proposal));
 }
 
@@ -27,7 +36,7 @@ void Call::report() noexcept try {
   if (std::exchange(has_reported_, true) || team.size() == 1) return;
   const auto message = message_of(std::current_exception());
   if (has_started_) {
-    team.fail(absl::StrCat("rank ", team.rank(), " failed in ", what_, ": ", message));
+    team.fail(absl::StrCat("rank ", team.rank(), " failed in ", to_string(key_), ": ", message));
   } else if (!has_answered_) {
     take_turn();
     team.withdraw(message);
@@ -37,10 +46,7 @@ void Call::report() noexcept try {
 
 void Call::fail() noexcept {
   report();
-  for (std::size_t s = 0; s < before_.size(); ++s) {
-    auto& stage = pipeline_.stages()[s];
-    stage.state.restore_after_error(stage, before_[s]);
-  }
+  for (std::size_t s = 0; s < before_.size(); ++s) StageState::restore_after_error(pipeline_.stages()[s], before_[s]);
   if (draw_) draw_->undo();
 }
 }  // namespace gpipe

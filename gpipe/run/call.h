@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpipe/autograd/parameter_sinks.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/runtime/exit.h"
@@ -8,12 +9,13 @@ namespace gpipe {
 
 /// One forward, step, backward or collective, as a transaction.
 ///
-///   return in_call(pipeline, [&](Call& call) { return call.agree({.what = "largest", .number = number}).largest; });
+///   return in_call(pipeline, [&](Call& call) { return call.agree({.key = {.name = "largest"}, .number = number}).largest; });
 ///
 /// Thread safety: used by the thread that made it.
 class Call {
  public:
   explicit Call(Pipeline& pipeline) : pipeline_(pipeline) {}
+  ~Call();
 
   /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time.
   void take_turn();
@@ -36,12 +38,12 @@ class Call {
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
   std::optional<MutexLock> turn_;
-  std::vector<StageState::Moment> before_;  // per stage
+  std::vector<StageState::Saved> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call
   bool has_started_ = false;
   bool has_reported_ = false;
-  std::string what_;  // the proposal
+  StepKey key_;  // the proposal
 };
 
 /// Returns run(call) of a new call. If that throws, the call fails.

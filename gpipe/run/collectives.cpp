@@ -55,7 +55,7 @@ std::vector<double> read_all(const std::vector<at::Tensor>& scalars) {
 std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string& what) {
   if (pipeline_->team().size() == 1) return {std::move(bytes)};
   return in_call(*pipeline_, [&](Call& call) {
-    call.agree({.what = "gather of " + what});
+    call.agree({.key = {.name = "gather of " + what}});
     return pipeline_->team().gather(std::move(bytes));
   });
 }
@@ -64,7 +64,7 @@ Timeline GPipeImpl::gather(Timeline timeline) {
   auto& team = pipeline_->team();
   if (team.size() == 1) return timeline;
   return in_call(*pipeline_, [&](Call& call) -> Timeline {
-    call.agree({.what = "gather of a timeline"});
+    call.agree({.key = {.name = "gather of a timeline"}});
     const auto clocks = team.clocks();
     const auto all = team.gather(to_bytes(timeline.spans));
     if (all.empty()) return {};
@@ -86,14 +86,15 @@ Timeline GPipeImpl::gather(Timeline timeline) {
 
 std::uint64_t GPipeImpl::largest(std::uint64_t number) {
   if (pipeline_->team().size() == 1) return number;
-  return in_call(*pipeline_, [&](Call& call) { return call.agree({.what = "largest", .number = number}).largest; });
+  return in_call(*pipeline_,
+                 [&](Call& call) { return call.agree({.key = {.name = "largest"}, .number = number}).largest; });
 }
 
 std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
   auto& team = pipeline_->team();
   if (team.size() == 1) return numbers;
   return in_call(*pipeline_, [&](Call& call) {
-    call.agree({.what = "sum of " + std::to_string(numbers.size()) + " numbers over replicas"});
+    call.agree({.key = {.name = absl::StrCat("sum of ", numbers.size(), " numbers over replicas")}});
     const auto of_ranks = team.gather(to_bytes(numbers));
     std::vector<double> sums(numbers.size());
     for (int replica = 0; !of_ranks.empty() && replica < team.replicas(); ++replica) {
@@ -118,7 +119,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
       refuse_argument("the layers of this rank have ", own, " parameters, but had ", known,
                       " when the pipeline was made; make a new pipeline on all ranks");
     }
-    call.agree({.what = what + " of all parameters"});
+    call.agree({.key = {.name = what + " of all parameters"}});
     auto& team = pipeline_->team();
     std::vector<std::vector<double>> of_ranks;
     for (const auto& bytes : team.gather(to_bytes(numbers))) of_ranks.push_back(to_items<double>(bytes));

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "gpipe/ranks/remote_edges.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 

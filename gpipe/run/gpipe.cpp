@@ -87,8 +87,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
       buffer_names_, [](const auto& buffer) { return buffer.name.ends_with(".num_batches_tracked"); });
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
-    team = std::make_unique<Team>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()), model.manifest,
-                                  binding.structures, binding.poll);
+    team = std::make_unique<Team>(options_.ranks(), workers.ranks, model.manifest, binding.structures, binding.poll);
   } else {
     team = std::make_unique<Team>(static_cast<int>(devices_.size()));
   }
@@ -118,7 +117,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
                                          threads, std::move(binding), std::move(team));
   const auto is_on_cpu = [&](const Stage& stage) { return is_here(stage.index) && stage.device.is_cpu(); };
   if (options_.keep_memory() && std::ranges::any_of(pipeline_->stages(), is_on_cpu)) pipeline_->keep_memory();
-  if (pipeline_->team().replicas() > 1) pipeline_->take_state_of_first_replica();
+  pipeline_->take_state_of_first_replica();
   std::move(tell_counterparts).Cancel();
 }
 
@@ -136,11 +135,6 @@ GPipeImpl::GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> ba
     : GPipeImpl(make_layers(*model), std::move(balance), std::move(options), LanguageBinding()) {}
 
 const std::vector<int>& GPipeImpl::placement() const { return pipeline_->placement(); }
-
-std::string GPipeImpl::schedule() const {
-  auto chosen = pipeline_->chosen_schedule();
-  return chosen.empty() ? options_.schedule() : chosen;
-}
 
 bool GPipeImpl::is_here(int stage) const { return pipeline_->is_here(stage); }
 
@@ -179,7 +173,10 @@ void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   check_kinds(*this, archive, "");
   torch::nn::Module::load(archive);
   move_to_devices(pipeline_->stages());
+  note_load();
 }
+
+void GPipeImpl::note_load() { pipeline_->note_load(); }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
 

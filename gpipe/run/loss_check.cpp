@@ -8,7 +8,7 @@
 #include <ATen/ops/norm.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <torch/autograd.h>
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,8 @@
 #include <numeric>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
+#include "gpipe/run/step_loss.h"
 
 namespace gpipe {
 namespace {
@@ -167,24 +168,21 @@ Value clone_of(const Value& value) {
   return {value.form(), std::move(tensors)};
 }
 
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
-  auto loss = function(output, target.value());
-  if (target.changed()) throw_error("the loss function changed its target in place; change a clone instead");
-  if (!loss.defined()) {
-    refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
-  }
-  if (loss.dim() != 0 || !loss.is_floating_point()) {
-    refuse_argument("the loss function returned a tensor of shape ", c10::str(loss.sizes()), " and type ",
-                    c10::str(loss.dtype()), "; return a floating-point scalar");
-  }
-  const bool differentiable =
-      std::ranges::any_of(output.tensors(), [](const auto& t) { return t.defined() && t.requires_grad(); });
-  if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
-    refuse_argument(
-        "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
-        "detach() or no_grad");
-  }
-  return loss;
+LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                     const StepOptions& options) {
+  at::NoGradGuard no_grad;
+  const auto samples = batch_size(output, "output");
+  const auto completed = complete(options, loss, target, samples);
+  const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
+  const auto outputs = scatter(output, sizes);
+  const auto targets = scatter(target, sizes);
+  std::vector<at::Tensor> losses;
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    losses.push_back(call_loss(loss, clone_of(outputs[i].value()), targets[i]));
+  const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
+  auto weights = loss_weights(completed, sizes, counts_of(completed, targets));
+  normalize_weights(weights, std::accumulate(weights.begin(), weights.end(), 0.0), *completed.reduction());
+  return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
 bool TargetMarks::add(const TargetMarks& later) {

@@ -16,9 +16,6 @@
 
 namespace gpipe {
 
-/// Calls a loss function on one micro-batch. Errors: as StepLoss::compute().
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target);
-
 /// Copies the tensors, because a loss function may change the output in place.
 Value clone_of(const Value& value);
 

@@ -1,37 +1,49 @@
 #include "gpipe/run/mini_batch.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <numeric>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/options.h"
+#include "gpipe/tensors/errors.h"
 
 namespace gpipe {
 namespace {
 
-// Says which of this rank's parameters get gradients. Counterparts must say the same.
-std::string describe_trained(const std::vector<ParameterSinks>& stages) {
-  std::size_t count = 0;
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (const auto& sinks : stages) {
-    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
-      count += sinks.has_sink()[p];
-      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
-      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
-    }
+/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
+class CallerStateScope {
+ public:
+  explicit CallerStateScope(const at::ThreadLocalState& state) : guard_(state) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   }
-  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash);
+
+ private:
+  at::ThreadLocalStateGuard guard_;
+};
+
+LayoutKey layout_key(Part part, const MiniBatch::Options& options) {
+  LayoutKey key{static_cast<int>(part), static_cast<int>(options.use)};
+  key.insert(key.end(), options.sizes.begin(), options.sizes.end());
+  return key;
 }
 
-// Hashes the values of this rank's parameters.
-std::string describe_values(const std::vector<ParameterSinks>& stages) {
-  std::vector<at::Tensor> own;
-  for (const auto& sinks : stages) own.insert(own.end(), sinks.own().begin(), sinks.own().end());
-  return absl::StrCat(", and begins with values of the hash ", sample_hash(own),
-                      " (load the same state on all replicas)");
+// Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
+void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
+  proposal.trained_sizes = 14695981039346656037u;  // FNV-1a
+  for (const auto& sinks : stages) {
+    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
+      proposal.trained += sinks.has_sink()[p];
+      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
+      proposal.trained_sizes = (proposal.trained_sizes ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+    }
+  }
 }
 
 }  // namespace
@@ -61,17 +73,14 @@ void MiniBatch::begin(Call& call) {
   }
   auto& team = pipeline_->team();
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
-  auto proposal = options_.proposal;
-  if (team.replicas() > 1) {
-    proposal.same_for_counterparts = describe_trained(sinks_);
-    // Later, optimizers may round differently on another processor.
-    if (!pipeline_->has_trained()) proposal.same_for_counterparts += describe_values(sinks_);
-  }
+  Proposal proposal{.key = options_.key};
+  if (team.replicas() > 1) note_trained(sinks_, proposal);
+  proposal.has_loaded = pipeline_->has_loaded();
   proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
-  proposal.micro_batches = samples == 0 ? 0 : micro_batches_;
-  const auto [seed, weights, micro_batches] = call.agree(std::move(proposal));
+  proposal.has_samples = samples != 0;
+  const auto [seed, has_loaded, weights, micro_batches] = call.agree(std::move(proposal));
   seed_ = seed;
   call_number_ = team.calls();
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -80,7 +89,7 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  pipeline_->take_buffers_of_first_replica(options_.training);
+  has_loaded ? pipeline_->take_state_of_first_replica() : pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
 Results MiniBatch::start(Call& call) try {
@@ -97,7 +106,7 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   for (int s = 0; s < pipeline_->count(); ++s) {
     if (program_->recomputes(s)) sinks_[s].check_unchanged();
   }
-  call.agree({.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
+  call.agree({.key = {.call = StepKey::kBackward, .number = call_number_, .retains_graph = retain_graph}});
   call.start();
   retain_graph_ = retain_graph;
   gradients_.emplace(*pipeline_, sinks_, micro_batches_);
@@ -120,14 +129,9 @@ Results MiniBatch::run_part(Part part) {
   auto& counter = recording_.counter;
   const AllocationListener::Scope counting(counter);
   if (!counting.installed()) counter.reset();
-  LayoutKey key{static_cast<int>(part), static_cast<int>(options_.use)};
-  key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
-  {
-    for (auto& sinks : sinks_) sinks.begin_writes();
-    const absl::Cleanup end_writes = [&] {
-      for (int s = 0; s < pipeline_->count(); ++s) sinks_[s].end_writes(!loss_ && program_->recomputes(s));
-    };
-    run_actions(part, key);
+  run_actions(part);
+  for (int s = 0; part == Part::kForward && s < pipeline_->count(); ++s) {
+    if (program_->recomputes(s)) sinks_[s].note_values();
   }
   inputs_.await_copies();
   Results results;
@@ -142,24 +146,148 @@ Results MiniBatch::run_part(Part part) {
   return results;
 }
 
-std::vector<Parcel> MiniBatch::run(const Action& action, std::vector<Parcel> in) {
-  if (action.kind == Kind::F) return run_forward(action, std::move(in));
+MiniBatch::Run::Run(MiniBatch& of, Part part)
+    : edges(*of.pipeline_, *of.program_, part, layout_key(part, of.options_), of.recording_.counter, of.inputs_) {
+  for (int w = 0; w < of.pipeline_->workers(); ++w) {
+    workers.push_back({record_event(of.pipeline_->device_of_worker(w)), {}, {}});
+  }
+}
+
+// Returns when all workers rest. The caller's streams then wait for their work on any device. Errors: the first one;
+// Pipeline::error() says where it came from.
+void MiniBatch::run_actions(Part part) {
+  run_.emplace(*this, part);
+  const absl::Cleanup end = [&] { run_.reset(); };
+  pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
+  auto* timeline = recording_.timeline.get();
+  const auto recorded = timeline ? timeline->spans.size() : 0;
+  const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
+  try {
+    await_workers(recorded);
+  } catch (...) {
+    if (!failure) throw;  // else the device is in an error state; the first error says more
+  }
+  if (!failure) return;
+  auto error = failure->error;
+  if (failure->action) error = with_context(error, "in " + to_string(describe(*failure->action, error)));
+  pipeline_->team().rethrow(error);
+}
+
+// The caller may use any result on any device. Sets the times of the spans from `recorded` on.
+void MiniBatch::await_workers(std::size_t recorded) {
+  for (const auto& devices : {pipeline_->devices(), outputs_.other_devices()}) {
+    for (const auto device : devices) {
+      for (const auto& worker : run_->workers) wait(worker.end, device);
+    }
+  }
+  const auto& timeline = recording_.timeline;
+  for (auto i = recorded; timeline && i < timeline->spans.size(); ++i) {
+    auto& span = timeline->spans[i];
+    if (auto& clock = run_->workers[span.worker].clock) clock->set_times(span);
+  }
+}
+
+void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
+  const CallerStateScope state(run_->state);
+  const c10::OptionalStreamGuard stream(pipeline_->stream_of_worker(worker));
+  std::optional<ByteCounter::Worker> counted;
+  if (recording_.counter) counted.emplace(recording_.counter.get(), worker);
+  if (const auto& enter = pipeline_->binding().enter_worker) enter();
+  // A cached cast would join the graphs of two cells.
+  at::autocast::set_autocast_cache_enabled(false);
+  const auto device = pipeline_->device_of_worker(worker);
+  auto& [begin, end, clock] = run_->workers[worker];
+  if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_->intraop_threads());
+  wait(begin, device);
+  if (recording_.timeline && !device.is_cpu()) clock.emplace(device);
+  run_actions();
+  try {
+    run_->edges.settle(worker);
+  } catch (...) {
+    end_worker(worker);
+    throw;
+  }
+  end_worker(worker);
+}
+
+void MiniBatch::end_worker(int worker) {
+  auto& [begin, end, clock] = run_->workers[worker];
+  if (clock) clock->stop();
+  end = {record_event(pipeline_->device_of_worker(worker))};
+  if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;
+  for (const auto device : outputs_.other_devices()) end.push_back(record_event(device));
+}
+
+void MiniBatch::run(const Action& action, Measure measure) {
+  RECORD_USER_SCOPE("gpipe " + to_string(action));
+  auto& clock = run_->workers[pipeline_->worker_of(action.stage)].clock;
+  try {
+    auto in = run_->edges.receive(action);
+    std::vector<Parcel> out;
+    measure([&] {
+      if (clock) clock->start();
+      out = compute(action, std::move(in));
+      if (clock) clock->end();
+    });
+    run_->edges.send(action, std::move(out));
+  } catch (const ConnectionError&) {
+    throw;
+  } catch (...) {
+    const auto& on_error = pipeline_->binding().on_error;
+    if (on_error) on_error(describe(action, std::current_exception()), std::current_exception());
+    throw;
+  }
+}
+
+void MiniBatch::cancel(const Failure& failure) noexcept {
+  std::string place;
+  if (failure.action) {
+    const auto info = describe(*failure.action, failure.error);
+    place = to_string(info);
+    pipeline_->set_error(info);
+  }
+  auto& team = pipeline_->team();
+  if (team.size() == 1) return;
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const ConnectionError& error) {
+    const int awaits = run_->edges.activity(failure.worker).awaits;
+    team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
+  } catch (...) {
+    team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
+                           message_of(failure.error)));
+  }
+}
+
+ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& error) const {
+  const auto& stage = pipeline_->stages()[action.stage];
+  ErrorInfo info{.action = action, .message = message_of(error)};
+  const auto& cell = cells_[index(action)];
+  const int layer = cell ? cell->layer() : -1;
+  if (layer < 0) return info;
+  info.layer = stage.first_layer + layer;
+  info.layer_name = stage.name_of(layer);
+  return info;
+}
+
+std::vector<Parcel> MiniBatch::compute(const Action& action, std::vector<Parcel> in) {
+  if (action.kind == Kind::F) return forward(action, std::move(in));
   if (action.kind == Kind::R) {
     const CallerStateScope state(forward_state_);
     const AllocationListener::Scope counting(recording_.counter);
-    cell(action)->recompute(retain_graph_);
+    cells_[index(action)]->recompute(retain_graph_);
     return {};
   }
   // The backward of a step runs without autocast.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(loss_ ? c10::autocast_dispatch_keyset : c10::DispatchKeySet());
   const at::NoGradGuard no_grad;
-  auto out = run_backward(action, std::move(in));
+  auto out = backward(action, std::move(in));
   if (action.kind != Kind::I) gradients_->end_backward(action.stage);
   return out;
 }
 
 // `in` has the activation, the skips and the borrowed parameters.
-std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Parcel> in) {
+std::vector<Parcel> MiniBatch::forward(const Action& action, std::vector<Parcel> in) {
   const int s = action.stage;
   const bool is_last = s + 1 == pipeline_->count();
   auto& sinks = sinks_[s];
@@ -176,10 +304,11 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
     };
     loss.adopts_leaves = pipeline_->team().replicas() == 1;
   }
-  auto& cell = this->cell(action);
+  auto& cell = cells_[index(action)];
   cell = std::make_unique<Cell>(pipeline_->stages()[s], sinks, seed_, first_micro_batch_ + action.micro_batch,
                                 std::move(loss));
-  const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[s]);
+  std::optional<BatchStatistics::Scope> statistics;
+  if (!statistics_.empty()) statistics.emplace(&statistics_[s]);
   const auto parameters = sinks.all().size();
   auto out = cell->forward(std::move(in), grad_, /*recompute=*/program_->recomputes(s, action.micro_batch));
   if (pipeline_->team().size() > 1 && sinks.all().size() != parameters) {
@@ -192,9 +321,9 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
 }
 
 // B, I or W.
-std::vector<Parcel> MiniBatch::run_backward(const Action& action, std::vector<Parcel> in) {
+std::vector<Parcel> MiniBatch::backward(const Action& action, std::vector<Parcel> in) {
   const auto& [kind, s, micro_batch] = action;
-  auto& cell = this->cell(action);
+  auto& cell = cells_[index(action)];
   auto& sums = gradients_->sums(s);
   if (kind == Kind::W) {
     cell->backward_weights(sums);

@@ -3,33 +3,26 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "gpipe/autograd/cell.h"
+#include "gpipe/run/action_clock.h"
 #include "gpipe/run/call.h"
 #include "gpipe/run/edges.h"
-#include "gpipe/run/results.h"
+#include "gpipe/run/gradients.h"
 
 namespace gpipe {
 
-/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
-class CallerStateScope {
- public:
-  explicit CallerStateScope(const at::ThreadLocalState& state);
-
- private:
-  at::ThreadLocalStateGuard guard_;
-};
-
-/// The cells of one mini-batch. The graph of a forward's outputs keeps it until their backward.
+/// One mini-batch: runs a program's actions on cells, sets up the workers' threads as the caller's, and orders the work
+/// on devices. The graph of a forward's outputs keeps it until their backward.
 ///
 /// Thread safety: start() and backward() belong to a Call. Only the worker of its stage uses a cell.
-class MiniBatch {
+class MiniBatch : private ActionRunner {
  public:
   struct Options {
     Pipeline::Use use = Pipeline::Use::kForward;
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
     bool training = true;
+    StepKey key = {};                      ///< what the call is
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
-    Proposal proposal = {};                ///< what the call is
     bool measures = false;                 ///< whether to record the actions in any case
     bool accumulates = false;              ///< see BackwardGradients
   };
@@ -50,20 +43,39 @@ class MiniBatch {
   Timeline timeline() const;
 
  private:
-  class PartRun;
+  /// Of one run of a part of the program.
+  struct Run {
+    Run(MiniBatch& mini_batch, Part part);
+
+    const at::ThreadLocalState state;  // the caller's
+    struct Worker {
+      StreamEvent begin;                 // the caller's work on its device
+      StreamEvents end;                  // its work, on all devices
+      std::optional<ActionClock> clock;  // if actions are timed on its device
+    };
+    std::vector<Worker> workers;
+    Edges edges;
+  };
 
   void begin(Call& call);
   Results run_part(Part part);
-  // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device.
-  // Errors: the first one; Pipeline::error() says where it came from.
-  void run_actions(Part part, const LayoutKey& key);
-  // Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
-  std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
-  std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
-  std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
+  void run_actions(Part part);
+  void await_workers(std::size_t recorded);
+
+  // Of ActionRunner: on the workers' threads.
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override;
+  void run(const Action& action, Measure measure) override;
+  void cancel(const Failure& failure) noexcept override;
+  Bytes bytes(int worker) override { return recording_.counter ? recording_.counter->count(worker) : Bytes(); }
+
+  void end_worker(int worker);
+  /// Take what Edges::receive() has returned, and return what Edges::send() takes.
+  std::vector<Parcel> compute(const Action& action, std::vector<Parcel> in);
+  std::vector<Parcel> forward(const Action& action, std::vector<Parcel> in);
+  std::vector<Parcel> backward(const Action& action, std::vector<Parcel> in);
+  ErrorInfo describe(const Action& action, const std::exception_ptr& error) const;
 
   std::size_t index(const Action& action) const { return action.stage * micro_batches_ + action.micro_batch; }
-  std::unique_ptr<Cell>& cell(const Action& action) { return cells_[index(action)]; }
 
   const std::shared_ptr<Pipeline> pipeline_;
   const int micro_batches_;
@@ -81,6 +93,7 @@ class MiniBatch {
   StepLoss* const loss_;                        // null in a forward
   std::optional<BackwardGradients> gradients_;  // during a backward
   bool retain_graph_ = false;
+  std::optional<Run> run_;
 
   // What the ranks have agreed on.
   std::uint64_t call_number_ = 0;

@@ -1,13 +1,16 @@
 #include "gpipe/run/pipeline.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <set>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/options.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
@@ -67,6 +70,16 @@ void take_values(const std::vector<at::Tensor>& tensors, const std::vector<at::T
 }
 
 }  // namespace
+
+void set_intraop_threads_of_this_thread(int threads) {
+  // A thread's first parallel region sets its number of threads to the process's. Run this initialisation now, so that
+  // it does not undo the setting later. lazy_init_num_threads() is inline, and its flag exists twice: in this library,
+  // and in libtorch, where at::get_num_threads() sets it.
+  at::internal::lazy_init_num_threads();
+  at::get_num_threads();
+  if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
+  if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
+}
 
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
                    LanguageBinding binding, std::unique_ptr<Team> team)
@@ -136,6 +149,8 @@ Mutex& Pipeline::call_mutex() {
 }
 
 void Pipeline::take_state_of_first_replica() {
+  has_loaded_ = false;
+  if (team_->replicas() == 1) return;
   std::vector<at::Tensor> tensors;
   for (const auto& stage : stages_) {
     for (const auto& list : {stage.parameters(), stage.buffers()}) {
@@ -143,10 +158,12 @@ void Pipeline::take_state_of_first_replica() {
     }
   }
   take_values(tensors, tensors, *team_);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && !tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+  }
 }
 
 void Pipeline::take_buffers_of_first_replica(bool trains) {
-  has_trained_ = has_trained_ || trains;
   if (team_->replicas() == 1 || !std::exchange(buffers_differ_, trains)) return;
   std::vector<at::Tensor> buffers;
   std::vector<at::Tensor> sent;

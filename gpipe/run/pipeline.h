@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <tuple>
 
@@ -9,7 +10,7 @@
 #include "gpipe/binding.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/kept_memory.h"
@@ -70,13 +71,16 @@ class Pipeline {
   /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
   Mutex& call_mutex();
 
-  /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made.
+  /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made,
+  /// and in the next call after one of them has loaded a state.
   void take_state_of_first_replica();
   /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
   /// since the last time. `trains`: whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
-  /// Whether replicas have trained together. Belongs to the holder of call_mutex().
-  bool has_trained() const { return has_trained_; }
+  /// Call when this rank has loaded a state. Any thread.
+  void note_load() { has_loaded_ = true; }
+  /// Whether this rank has loaded a state since take_state_of_first_replica().
+  bool has_loaded() const { return has_loaded_; }
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
   enum class Use { kForward, kForwardAndBackward, kStep };
@@ -124,7 +128,7 @@ class Pipeline {
   const std::vector<int> placement_;
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
-  bool has_trained_ = false;
+  std::atomic<bool> has_loaded_ = false;
   bool buffers_differ_ = false;  // a call has trained since they were made equal
   const int intraop_threads_;
   const LanguageBinding binding_;

@@ -1,15 +1,11 @@
 #include "gpipe/run/step_loss.h"
 
-#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/util/TypeCast.h>
 
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 #include "gpipe/base/checks.h"
@@ -17,46 +13,6 @@
 
 namespace gpipe {
 namespace {
-
-// Returns what the micro-batches' losses are the means of; nothing if these are the samples, or for sums.
-std::vector<at::Tensor> counts_of(const StepOptions& options, const std::vector<Parcel>& targets) {
-  std::vector<at::Tensor> counts;
-  if (options.reduction() == Reduction::kSum || !options.count()) return counts;
-  at::NoGradGuard no_grad;
-  for (const auto& target : targets) {
-    const at::Tensor count = options.count()(target.value());
-    if (!count.defined() || count.numel() != 1) {
-      refuse_argument("count returned ", count.defined() ? c10::str("a tensor of shape ", count.sizes()) : "no tensor",
-                      " for micro-batch ", counts.size(), "; return a number, or a tensor of one element");
-    }
-    counts.push_back(count.detach().reshape({}).to(at::kDouble));
-  }
-  return counts;
-}
-
-// Returns the micro-batches' weights, before normalize(). Waits for the counts.
-std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
-                                 const std::vector<at::Tensor>& counts) {
-  if (options.reduction() == Reduction::kSum) return std::vector<double>(sizes.size(), 1);
-  std::vector<double> weights(sizes.begin(), sizes.end());
-  for (std::size_t i = 0; i < counts.size(); ++i) {
-    const double count = weights[i] = counts[i].item<double>();
-    if (std::isfinite(count) && count >= 0) continue;
-    refuse_argument("count returned ", std::to_string(count), " for micro-batch ", i,
-                    "; return a finite number that is not negative");
-  }
-  return weights;
-}
-
-// Divides the weights of a mean by `total`, the sum of the mini-batch's.
-void normalize(std::vector<double>& weights, double total, Reduction reduction) {
-  if (reduction == Reduction::kSum) return;
-  if (total == 0) {
-    refuse_argument(
-        "every target is ignored (count is 0 for every micro-batch), or there are no samples; skip this mini-batch");
-  }
-  for (auto& weight : weights) weight /= total;
-}
 
 // Returns aliases of the tensors whose gradients become 0, also where they are NaN, if the weight is 0.
 Value weighted_gradients(const Value& output, const at::Tensor& weight) {
@@ -73,42 +29,24 @@ Value weighted_gradients(const Value& output, const at::Tensor& weight) {
 
 }  // namespace
 
-Count::Count(double number) : at::Tensor(at::scalar_tensor(number, at::kDouble)) {}
-
-CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
-  return [weight = std::move(weight), ignore_index](const Value& value) -> Count {
-    const auto target = value.tensor();
-    if (target.is_floating_point()) return static_cast<double>(target.size(0));  // probabilities: a mean over samples
-    // As the number of a class of type uint8, -100 would be 156.
-    const bool ignores = target.scalar_type() != at::kByte || !c10::overflows<std::uint8_t>(ignore_index, true);
-    if (!weight.defined())
-      return ignores ? target.ne(ignore_index).count_nonzero() : Count(static_cast<double>(target.numel()));
-    const auto ignored = ignores ? target.eq(ignore_index) : at::zeros_like(target, at::kBool);
-    const auto classes = target.masked_fill(ignored, 0).to(at::kLong).flatten();
-    const auto weights = weight.detach().to(target.device()).index_select(0, classes);
-    return weights.masked_fill(ignored.flatten(), 0).sum(at::toOpMathType(weights.scalar_type()));
-  };
-}
-
-StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples) {
-  if (!loss) refuse_argument("the loss function is empty; pass one");
-  if (const auto targets = batch_size(target, "target"); targets != samples) {
-    refuse_argument("the target has ", targets, " samples, but the input has ", samples, "; give as many");
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
+  auto loss = function(output, target.value());
+  if (target.changed()) throw_error("the loss function changed its target in place; change a clone instead");
+  if (!loss.defined()) {
+    refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
   }
-  for (const auto& tensor : target.tensors()) {
-    if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
+  if (loss.dim() != 0 || !loss.is_floating_point()) {
+    refuse_argument("the loss function returned a tensor of shape ", c10::str(loss.sizes()), " and type ",
+                    c10::str(loss.dtype()), "; return a floating-point scalar");
   }
-  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
-    refuse_argument("scale must be finite and positive, but is ", options.scale());
+  const bool differentiable =
+      std::ranges::any_of(output.tensors(), [](const auto& t) { return t.defined() && t.requires_grad(); });
+  if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
+    refuse_argument(
+        "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
+        "detach() or no_grad");
   }
-  if (options.count() && options.reduction() == Reduction::kSum) {
-    refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
-  }
-  if (options.reduction() == Reduction::kSum) options.check(false);
-  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
-    options.reduction(loss.reduction).count(loss.count).check(false);
-  }
-  return options.reduction(options.reduction().value_or(Reduction::kMean));
+  return loss;
 }
 
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights) {
@@ -119,23 +57,6 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
     sum = sum.defined() ? sum.add(losses[i], weights[i]) : losses[i].mul(weights[i]);
   }
   return sum;
-}
-
-LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
-                     const StepOptions& options) {
-  at::NoGradGuard no_grad;
-  const auto samples = batch_size(output, "output");
-  const auto completed = complete(options, loss, target, samples);
-  const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
-  const auto outputs = scatter(output, sizes);
-  const auto targets = scatter(target, sizes);
-  std::vector<at::Tensor> losses;
-  for (std::size_t i = 0; i < sizes.size(); ++i)
-    losses.push_back(call_loss(loss, clone_of(outputs[i].value()), targets[i]));
-  const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
-  auto weights = loss_weights(completed, sizes, counts_of(completed, targets));
-  normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), *completed.reduction());
-  return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
 StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
@@ -168,7 +89,7 @@ double StepLoss::weight() const {
   return shares_on_device_ ? 1 : std::accumulate(weights_.begin(), weights_.end(), 0.0);
 }
 
-void StepLoss::normalize(double total) { gpipe::normalize(weights_, total, *options_.reduction()); }
+void StepLoss::normalize(double total) { normalize_weights(weights_, total, *options_.reduction()); }
 
 void StepLoss::begin_comparison() {
   if (!options_.check() || !pipeline_.is_here(pipeline_.count() - 1) || losses_.size() == 1) return;

@@ -4,14 +4,12 @@
 
 #include "gpipe/loss.h"
 #include "gpipe/run/loss_check.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
 namespace gpipe {
 
-/// Fills in the reduction, the count, and whether to check the loss. Errors: std::invalid_argument for an empty
-/// function, a target that requires grad or has another number of samples, a scale that is not finite and positive, or
-/// a count with Reduction::kSum.
-StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples);
+/// Calls a loss function on one micro-batch. Errors: as StepLoss::compute().
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target);
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);

@@ -4,20 +4,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/autograd.h>
 
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
@@ -25,6 +17,7 @@
 #include "gpipe/run/mini_batch.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
@@ -77,23 +70,16 @@ void refuse_step_in_ddp(const std::vector<Stage>& stages) {
   }
 }
 
-// Which devices' operations autocast casts, and to which type.
-std::string describe_autocast() {
-  std::string text;
+// Which devices' operations autocast casts, and to which types.
+std::vector<std::int64_t> autocast_types() {
+  std::vector<std::int64_t> types;
   for (const auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     if (!at::autocast::is_autocast_enabled(type)) continue;
-    absl::StrAppend(&text, ", autocast of ", c10::DeviceTypeName(type, /*lower_case=*/true), " to ",
-                    c10::toString(at::autocast::get_autocast_dtype(type)));
+    for (const auto number : {static_cast<int>(type), static_cast<int>(at::autocast::get_autocast_dtype(type))}) {
+      types.push_back(number);
+    }
   }
-  return text;
-}
-
-std::string describe_step(const StepOptions& options) {
-  auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
-  if (options.scale() != 1) absl::StrAppendFormat(&text, " scaled by %.17g", options.scale());
-  if (options.reduction() == Reduction::kSum) absl::StrAppend(&text, " with a sum of losses");
-  if (options.count()) absl::StrAppend(&text, " with counts");
-  return text;
+  return types;
 }
 
 // Advances the version counter of each input that layers have changed, so that graphs which saved it refuse it:
@@ -106,16 +92,15 @@ void note_writes(const Value& input, const std::vector<std::vector<VersionWatch>
   }
 }
 
-// Makes a mini-batch and starts it. `what` describes the call to the other ranks, which must make the same.
+// Makes a mini-batch and starts it. `key` has what the options and the thread's state do not tell.
 std::pair<std::shared_ptr<MiniBatch>, Results> start(Call& call, const std::shared_ptr<Pipeline>& pipeline,
-                                                     const Value& input, MiniBatch::Options options,
-                                                     const std::string& what, StepLoss* loss = nullptr) {
-  const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
-                                options.training ? "" : ", evaluation mode", describe_autocast());
-  auto& proposal = options.proposal;
-  // The sizes are one replica's.
-  proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(options.sizes, ", "), "]", how);
-  proposal.same_on_all = what + how;
+                                                     const Value& input, MiniBatch::Options options, StepKey key,
+                                                     StepLoss* loss = nullptr) {
+  key.checkpoint = options.checkpoint;
+  key.training = options.training;
+  key.autocast = autocast_types();
+  key.sizes = options.sizes;
+  options.key = std::move(key);
   auto parts = scatter(input, options.sizes);
   std::vector<std::vector<VersionWatch>> versions;
   for (const auto& part : parts) versions.push_back(part.versions);
@@ -236,6 +221,11 @@ BackwardFunction hand_out(std::vector<at::Tensor> gradients, std::shared_ptr<Pip
 
 }  // namespace
 
+std::string GPipeImpl::schedule() const {
+  auto chosen = pipeline_->chosen_schedule();
+  return chosen.empty() ? options_.schedule() : chosen;
+}
+
 torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
 
 std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) & {
@@ -268,8 +258,10 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     pipeline_->set_error(std::nullopt);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
-    return start(call, pipeline_, input, {use, checkpoint, options_.deferred_batch_norm(), is_training(), sizes},
-                 grad ? "forward with gradients" : "forward");
+    MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
+    made.sizes = sizes;
+    return start(call, pipeline_, input, std::move(made),
+                 {.call = grad ? StepKey::kForwardWithGradients : StepKey::kForward});
   });
   auto& output = results.outputs;
   const auto& wanted = output.wants_gradient;
@@ -323,8 +315,13 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     made.sizes = sizes;
     made.measures = measures;
     made.accumulates = unit != nullptr;
-    const auto what = describe_step(completed) + (measures ? " that measures" : "");
-    auto [mini_batch, results] = start(call, pipeline_, input, std::move(made), what, &step_loss);
+    const StepKey key{.call = StepKey::kStep,
+                      .measures = measures,
+                      .returns_output = completed.return_output(),
+                      .sums_losses = completed.reduction() == Reduction::kSum,
+                      .counts = completed.count() != nullptr,
+                      .scale = completed.scale()};
+    auto [mini_batch, results] = start(call, pipeline_, input, std::move(made), key, &step_loss);
     if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoint);
     sources = sources_of(*mini_batch, *pipeline_, input);
     return std::move(results);

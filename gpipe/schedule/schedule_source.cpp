@@ -1,4 +1,4 @@
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 
 #include <algorithm>
 #include <array>
@@ -68,6 +68,7 @@ std::string to_text(const Schedule& schedule) {
 ParsedSchedule parse_schedule(std::string_view text) {
   ParsedSchedule result;
   std::map<int, int> workers;  // by stage
+  std::int64_t actions = 0;
   for (int line = 1; !text.empty(); ++line) {
     const auto end = std::min(text.find('\n'), text.size());
     const auto content = text.substr(0, std::min(end, text.find('#')));
@@ -86,6 +87,7 @@ ParsedSchedule parse_schedule(std::string_view text) {
       require(owner == worker, "line %d, column %d: stage %d is on worker %d already: keep all its actions in one line",
               line, at + 1, action->stage, owner);
       list.push_back(*action);
+      ++actions;
       result.layout.micro_batches = std::max(result.layout.micro_batches, action->micro_batch + 1);
       at += word.size();
     }
@@ -98,6 +100,10 @@ ParsedSchedule parse_schedule(std::string_view text) {
             result.layout.stages - 1);
     result.layout.placement.push_back(worker);
   }
+  // Before a verifier allocates memory for all cells.
+  const auto cells = static_cast<std::int64_t>(result.layout.stages) * result.layout.micro_batches;
+  require(actions >= cells, "there are %d actions for %d stages x %d micro-batches: give each at least an F", actions,
+          result.layout.stages, result.layout.micro_batches);
   return result;
 }
 

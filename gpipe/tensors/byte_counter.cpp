@@ -8,9 +8,9 @@ using torch::profiler::impl::ActiveProfilerType;
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
-AllocationListener::Scope::Scope(std::shared_ptr<AllocationListener> listener) {
+void AllocationListener::Scope::install(std::shared_ptr<AllocationListener> listener) {
   const auto kind = c10::DebugInfoKind::PROFILER_STATE;
-  if (listener && c10::ThreadLocalDebugInfo::get(kind) == nullptr) guard_.emplace(kind, std::move(listener));
+  if (c10::ThreadLocalDebugInfo::get(kind) == nullptr) guard_.emplace(kind, std::move(listener));
 }
 
 AllocationListener::AllocationListener()

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <torch/csrc/profiler/orchestration/observer.h>
-
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/runtime/executor.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 
@@ -19,11 +18,13 @@ class AllocationListener : public torch::profiler::impl::ProfilerStateBase {
   /// Installs a listener on this thread for a scope, unless it is null or the thread has another one, or a profiler.
   class Scope {
    public:
-    explicit Scope(std::shared_ptr<AllocationListener> listener);
-
+    explicit Scope(std::shared_ptr<AllocationListener> listener) {
+      if (listener) install(std::move(listener));
+    }
     bool installed() const { return guard_.has_value(); }
 
    private:
+    void install(std::shared_ptr<AllocationListener> listener);
     std::optional<c10::DebugInfoGuard> guard_;
   };
 
@@ -45,7 +46,7 @@ class ByteCounter : public AllocationListener {
   explicit ByteCounter(int workers) : counts_(workers) {}
 
   /// Assigns this thread's allocations to a worker for a scope. Allocations of threads without a worker are not
-  /// counted. The counter may be null. Scopes of nested pipelines nest: the innermost counts.
+  /// counted. Scopes of nested pipelines nest: the innermost counts.
   class Worker {
    public:
     Worker(const ByteCounter* counter, int worker);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <span>
+#include <unordered_set>
 
 #include "gpipe/base/checks.h"
 
@@ -55,6 +56,19 @@ std::uint64_t next_number() {
 }
 
 }  // namespace
+
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors) {
+  std::unordered_set<const void*> seen;
+  std::erase_if(tensors, [&](const at::Tensor& tensor) {
+    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
+  });
+  return tensors;
+}
+
+std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
+  const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
+  return std::ranges::find_if(tensors, is_it) - tensors.begin();
+}
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 
@@ -35,6 +35,15 @@ class VersionWatch {
 
 /// A weak reference to a tensor, which prevents another tensor from getting the same address.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+/// Returns the defined tensors, each once. Modules may share a tensor.
+std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors);
+
+/// Returns the place of a tensor in a list; the list's size if it is not there.
+std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors);
+
+/// Whether a tensor has 64 KiB or more.
+inline bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= (64 << 10); }
 
 /// Identifies the memory of a tensor that crosses a cut.
 struct AliasGroup {

@@ -1,20 +1,10 @@
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 
-bool operator==(const Value::Form& a, const Value::Form& b) {
-  if (a.kind != b.kind) return false;
-  return a.structure == b.structure || a.structure->equals(*b.structure);
-}
-
-at::Tensor Value::tensor() const {
-  if (form_.kind != Form::kTensor || tensors_.size() != 1) {
-    refuse_argument("expected a single tensor, but this is ", describe());
-  }
-  return tensors_.front();
-}
+void Value::refuse() const { refuse_argument("expected a single tensor, but this is ", describe()); }
 
 std::string Value::describe() const {
   if (form_.kind == Form::kObject) return form_.structure->describe();

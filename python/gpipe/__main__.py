@@ -16,16 +16,21 @@ from torch import nn
 
 import gpipe
 from gpipe import _C, balance
+from gpipe.drawing import to_svg
 from gpipe.exported.conversion import as_sequential, converted
 from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
 Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
 _FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing".split()
+_OF_NAMES = ["workers", "stages", "placement", "chunks", "checkpoint"]  # flags of a schedule that is given by its name
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def draw(options: Options) -> Output:
+    if options.schedule.startswith("@") and options.schedule.endswith(".json"):
+        _refuse(options, "a timeline", ["text", *_OF_NAMES])
+        return to_svg(Path(options.schedule[1:]).read_text()), None, 0
     made = _schedule(options)
     return str(made) if options.text else _simulate(made, options).timeline.to_svg(), None, 0
 
@@ -43,9 +48,7 @@ def check(options: Options) -> Output:
 def _schedule(options: Options) -> _C.Schedule:
     name, place = options.schedule, options.placement
     if name.startswith("@"):
-        for flag in ("workers", "placement", "chunks", "checkpoint"):
-            if getattr(options, flag) is not None:
-                raise ValueError(f"--{flag} does not apply to a schedule from a file")
+        _refuse(options, "a schedule from a file", _OF_NAMES)
         return _C.Schedule.read(name[1:])
     workers, stages = options.workers or 2, options.stages or 0
     place = [*map(int, place.split(","))] if place not in (None, "looped", "v") else place
@@ -56,6 +59,12 @@ def _schedule(options: Options) -> _C.Schedule:
     if stages not in (0, len(place)) or options.workers not in (None, len(set(place))):
         raise ValueError(f"the placement {place} is not of {stages} stages on {workers} workers; leave one of them out")
     return _C.Schedule(name, place, options.chunks or 4, options.checkpoint or "never")
+
+
+def _refuse(options: Options, what: str, flags: Sequence[str]) -> None:
+    for flag in flags:
+        if getattr(options, flag):
+            raise ValueError(f"--{flag} does not apply to {what}")
 
 
 def _simulate(made: _C.Schedule, options: Options) -> _C.Simulation:
@@ -216,7 +225,7 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
 _COMMANDS = {
     "s": (suggest, "find the fastest way to run a model"),
     "p": (profile, "measure each layer of a model"),
-    "d": (draw, "print a drawing of a schedule, as SVG"),
+    "d": (draw, "print a drawing of a schedule, or of a timeline in @FILE.json, as SVG"),
     "c": (check, "check that a schedule runs; print time, bubble and memory"),
     "E": (export, "write a model as a file that C++ trains"),
 }

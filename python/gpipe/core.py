@@ -216,6 +216,12 @@ class StagedModel(Wrapper):
             state = OrderedDict({name: each for name, each in state.items() if name not in others} | others)
         return super().load_state_dict(state, strict, assign)
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # Also called when a module around the pipeline loads its state.
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        if self._made is not None:
+            self._made.note_load()
+
     # Layers stay on the devices of their stages.
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

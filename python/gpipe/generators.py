@@ -1,7 +1,5 @@
-"""Makes recomputes repeat the draws of the generators of Python and NumPy. PyTorch's have :class:`gpipe.RandomScope`.
-
-A stage that draws from the global generators runs under a lock, because all stages share them. A recompute starts from the
-state that its forward started from, also of generators that are attributes of a layer.
+"""Refuses to recompute layers that draw from generators of Python and NumPy, because they would draw other numbers. PyTorch's
+default generators have :class:`gpipe.RandomScope`.
 """
 
 import random
@@ -37,8 +35,6 @@ def without_turn() -> Iterator[None]:
 class GeneratorState:
     """The state of both global generators, and of others."""
 
-    restores = 0  # the starts and ends of restores; changes under the lock
-
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
         if numpy := sys.modules.get("numpy.random"):  # None until something imports NumPy
@@ -58,10 +54,8 @@ class GeneratorState:
         return [_without_arrays(state) for _, state in self._states]
 
     def restore(self) -> None:
-        GeneratorState.restores += 1
         for restore, state in self._states:
             restore(state)
-        GeneratorState.restores += 1
 
 
 def is_generator(value: object) -> bool:
@@ -82,57 +76,35 @@ def _without_arrays(state: Any) -> Any:
 
 
 class Draws:
-    """Repeats a stage's draws in its recomputes. Used by one thread at a time."""
+    """Refuses a recompute of a stage that draws. Used by one thread at a time.
+
+    All stages and threads share the global generators. So a stage whose forward has seen them change is only suspected. The
+    recompute looks again, layer by layer, while no other suspected stage runs.
+    """
 
     def __init__(self, stage: nn.Module) -> None:
         values = (value for each in stage.modules() for value in vars(each).values())
-        # Attributes of layers. A RandomScope repeats PyTorch's default generators.
+        # Attributes of layers. C++ refuses those of PyTorch.
         self._generators = [value for value in values if is_generator(value) and not isinstance(value, torch.Generator)]
-        self._draws = False  # whether the stage was seen to draw
-        self._may_draw = True  # whether the next forward takes the lock
+        self._is_suspected = True
 
-    def __call__(self, run: Callable[[Any], Any], input: Any) -> Any:
-        """Calls ``run(input)``, the stage's layers. Raises RuntimeError if a recompute drew other numbers."""
-        if is_checkpointing():
-            return self._forward(run, input)
-        if is_recomputing():
-            return self._recompute(run, input)
-        with _turn if self._draws else nullcontext():  # other stages may be in a forward that is recomputed
-            return run(input)
+    def __call__(self, run: Callable[[Any, Callable[[str], None]], Any], input: Any) -> Any:
+        """Calls ``run(input, f)``, which runs the layers and calls ``f(name)`` after each. Raises RuntimeError if a layer whose
+        forward has drawn draws in its recompute."""
+        if not is_checkpointing() and not (is_recomputing() and _C.saved_for_recompute()):
+            return run(input, lambda _: None)
 
-    def _forward(self, run: Callable[[Any], Any], input: Any) -> Any:
-        with _turn if self._may_draw else nullcontext():
-            restores = GeneratorState.restores
-            before = GeneratorState(self._generators)
-            output = run(input)
-            after = GeneratorState(self._generators)
-        # Without the lock, another stage may have drawn, and its recompute may have undone draws of this one.
-        is_unknown = restores != GeneratorState.restores
-        changed = is_unknown or after != before
-        self._draws = self._draws or (changed and self._may_draw)
-        self._may_draw = changed or self._draws
-        if changed:
-            _C.save_for_recompute((before, before if is_unknown else after))
-        return output
+        def check(name: str) -> None:
+            if GeneratorState(self._generators) != state:
+                raise RuntimeError(
+                    f"layer '{name}' draws from a generator of Python or NumPy, so its forward cannot be recomputed; draw "
+                    "with torch, or use checkpoint='never' (if only another thread draws, give it a generator of its own)"
+                )
 
-    def _recompute(self, run: Callable[[Any], Any], input: Any) -> Any:
-        saved = _C.saved_for_recompute()
-        if saved is None:
-            return run(input)
-        before, after = saved
-        with _turn:
-            now = GeneratorState(self._generators)
-            before.restore()
-            try:
-                output = run(input)
-                end = GeneratorState(self._generators)
-            finally:
-                now.restore()
-        # A stage that draws nothing ends in `before`: then another thread drew during its forward, which is harmless.
-        if end not in (before, after):
-            raise RuntimeError(
-                "a recompute drew other numbers from Python's or NumPy's global generator than its forward, because "
-                "another thread drew from it too; repeat the call if this was its first, else draw with torch or use "
-                "checkpoint='never'"
-            )
+        with _turn if self._is_suspected else nullcontext():
+            state = GeneratorState(self._generators)
+            output = run(input, check if is_recomputing() else lambda _: None)
+            self._is_suspected = GeneratorState(self._generators) != state
+        if self._is_suspected:
+            _C.save_for_recompute(True)
         return output

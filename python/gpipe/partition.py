@@ -6,7 +6,7 @@ Its modules keep the parameter registered, so that names and optimizers see one 
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -68,8 +68,8 @@ class Partition(nn.Sequential):
                 with torch.enable_grad():
                     vars(module)[name] = keep(torch.empty(0, requires_grad=True), tensor.detach())
 
-    def __run(self, input: Any) -> Any:
-        for index, layer in enumerate(self):
+    def __run(self, input: Any, after_layer: Callable[[str], None]) -> Any:
+        for index, (name, layer) in enumerate(zip(self._modules, self)):
             _C.begin_layer(self, index)
             try:
                 input = layer(input)
@@ -80,6 +80,7 @@ class Partition(nn.Sequential):
                         "mini-batch, or leave it out: DataLoader(..., drop_last=True)"
                     )
                 raise
+            after_layer(name)
         return input
 
 

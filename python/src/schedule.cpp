@@ -12,10 +12,9 @@
 
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/drawing.h"
 #include "gpipe/ranks.h"
-#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "gpipe/timeline.h"
@@ -50,6 +49,10 @@ std::vector<std::tuple<std::string, std::string, bool>> rules() {
   return rules;
 }
 
+std::string drawn(const Timeline& timeline) {
+  return py::module_::import("gpipe.drawing").attr("to_svg")(to_chrome_json(timeline)).cast<std::string>();
+}
+
 /// Returns the device of each worker, the worker of each stage, and the rank of each worker.
 std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arranged(
     const std::vector<torch::Device>& devices, std::size_t stages, const std::string& schedule,
@@ -81,8 +84,8 @@ void init_schedule(py::module_& module) {
       .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
       .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
       .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
-      .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
-      .def("_repr_svg_", &to_svg);
+      .def("to_svg", &drawn, "Returns a drawing as SVG text: a row per worker, a box per action.")
+      .def("_repr_svg_", &drawn);
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
       .def_readonly("makespan", &Simulation::makespan)

@@ -93,6 +93,8 @@ class CheckedWires::Connections : public DeviceConnections {
     return *wires_.emplace_back(std::make_unique<Wire>(*network_, name, sends, device));
   }
 
+  c10::intrusive_ptr<c10d::Backend> group(const std::string&, int, int) override { return nullptr; }
+
   void abort() noexcept override {
     std::lock_guard lock(network_->mutex);
     if (!std::exchange(aborted_, true)) ++network_->aborted;

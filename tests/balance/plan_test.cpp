@@ -11,7 +11,6 @@
 #include "balance/report.h"
 #include "balance/search.h"
 #include "balance/stage_cost.h"
-#include "gpipe/schedule/verifier.h"
 #include "tests/support/matchers.h"
 
 namespace gpipe {
@@ -312,28 +311,6 @@ TEST(Search, FindsTheSchedule) {
   EXPECT_THAT(candidate_table(free.candidates),
               AllOf(HasSubstr("zb_v"), HasSubstr("greedy, V"), HasSubstr("crossing")));
   EXPECT_THAT(any(1).reason, HasSubstr("the smallest candidate, "));
-}
-
-TEST(Search, TailorsASchedule) {
-  auto profile = chain({1, 3, 1, 2, 1, 2, 1, 1});
-  profile.input_requires_grad = true;
-  for (std::size_t i = 0; i < profile.layers.size(); ++i) {
-    profile.layers[i].input_gradient = 1 + 0.3 * static_cast<double>(i);
-    profile.layers[i].weight_gradient = 2 - 0.2 * static_cast<double>(i);
-  }
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    SearchOptions options{.checkpoints = {checkpoint}, .schedulings = all_schedulings(2, 8)};
-    const auto suggestion = search({{5, profile}}, options);
-    for (const auto& candidate : suggestion.candidates) {
-      const auto made = tailored_schedule(profile, candidate, options);
-      ASSERT_TRUE(made);
-      EXPECT_LE(made->seconds, candidate.seconds);
-      const Layout layout{static_cast<int>(candidate.balance.size()), 5, candidate.placement};
-      EXPECT_NO_THROW(verify(layout, {}, made->schedule));
-    }
-    options.memory_limit = 1;
-    EXPECT_FALSE(tailored_schedule(profile, suggestion.best(), options));
-  }
 }
 
 TEST(Search, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {

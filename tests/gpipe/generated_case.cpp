@@ -2,7 +2,7 @@
 
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/remote_edges.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"

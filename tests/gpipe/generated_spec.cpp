@@ -122,6 +122,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
   }
+  if (spec.has(Unit::kOnce)) spec.checkpoint = Checkpoint::kNever;
   return spec;
 }
 

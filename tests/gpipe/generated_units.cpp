@@ -360,7 +360,7 @@ std::vector<Unit> other_units() {
       {"moving average", moving_average},
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
-      {"own generator", own_generator, Unit::kHost},
+      {"own generator", own_generator, Unit::kHost | Unit::kOnce},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
       {"batch norm twice", [](Builder& b) { batch_norm(b, false, /*twice=*/true); }},
@@ -387,7 +387,8 @@ std::vector<Unit> other_units() {
           "parameter alone", [](Tensor x, const Tensor& w) { return w.expand_as(x); }, Unit::kDrops),
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
       {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
-      {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); }},
+      {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); },
+       Unit::kOnce},
       of_input("detach a part",
                [](Tensor x) {
                  const auto halves = x.chunk(2, 1);

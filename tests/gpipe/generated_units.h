@@ -57,6 +57,7 @@ struct Unit {
     kAliases = 2,  ///< passes on, or stashes, several tensors that share memory
     kDouble = 4,   ///< needs double precision: PyTorch has another kernel for a forward without a graph
     kHost = 8,     ///< runs on the CPU only
+    kOnce = 32,    ///< cannot be recomputed
     kDrops = 16,   ///< its output may not depend on its input, whose graph is freed then before a backward
   };
 

@@ -1,5 +1,5 @@
 // The container: modes, calls, the forms of inputs and outputs, state, random numbers, traces and micro-batches.
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {

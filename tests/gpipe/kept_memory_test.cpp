@@ -8,7 +8,6 @@
 
 #include <fstream>
 
-#include "gpipe/memory_reuse.h"
 #include "gpipe/tensors/kept_memory.h"
 #include "tests/gpipe/layers.h"
 
@@ -58,7 +57,6 @@ TEST(KeptMemory, HasNoPageFaultsInASteadyStep) {
     take_gradients(*model);
     pipe->step(input, input, [](const Value& output, const Value&) { return output.tensor().mean(); });
   };
-  reuse_cpu_memory();  // deprecated; changes nothing
   for (const std::int64_t mebibytes : {1, 80}) {
     SCOPED_TRACE(mebibytes);
     GPipe pipe(model, {1, 1}, in_chunks(2).devices({2, torch::kCPU}).schedule("1f1b").intraop_threads(1));

@@ -39,40 +39,81 @@ void expect_gradient(const LateTableImpl& layer, const Tensor& x) {
   EXPECT_TRUE(torch::allclose(layer.linear->weight.grad(), expected.expand({6, 6})));
 }
 
-TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
+const std::pair<std::string, Write> kWrites[] = {
+    {"in place", [](Tensor& table) { table.add_(1); }},
+    {"hidden", [](Tensor& table) { table.variable_data().add_(1); }},
+    {"assigned", [](Tensor& table) { table.set_data(table + 1); }},
+    {"unseen",
+     [](Tensor& table) {
+       table.data_ptr<float>()[0] += 1;
+       table.unsafeGetTensorImpl()->bump_version();
+     }},
+};
+
+constexpr std::int64_t kSmall = 6;
+constexpr std::int64_t kLarge = 100000;
+
+TEST(Recompute, ReadsTheBuffersThatItsForwardRead) {
   const auto x = torch::randn({8, 6});
-  const std::pair<std::string, Write> writes[] = {
-      {"in place", [](Tensor& table) { table.add_(1); }},
-      {"hidden", [](Tensor& table) { table.variable_data().add_(1); }},
-      {"assigned", [](Tensor& table) { table.set_data(table + 1); }},
-  };
-  for (const auto& [name, write] : writes) {
-    for (const std::int64_t width : {6, 100000}) {
-      for (const bool frozen_parameter : {false, true}) {
-        SCOPED_TRACE(name + " " + std::to_string(width) + (frozen_parameter ? " parameter" : ""));
-        auto layer = std::make_shared<LateTableImpl>(write, width, frozen_parameter);
-        GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
-        pipe->forward(x).sum().backward();
-        expect_gradient(*layer, x);
-        EXPECT_EQ(layer->table[0].item<float>(), 3);
+  for (const auto& [name, write] : kWrites) {
+    for (const std::int64_t width : {kSmall, kLarge}) {
+      SCOPED_TRACE(name + " " + std::to_string(width));
+      auto layer = std::make_shared<LateTableImpl>(write, width, /*frozen_parameter=*/false);
+      GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
+      if (width == kLarge) {  // it is copied from its first change on
+        EXPECT_THAT(error_of([&] { pipe->forward(x).sum().backward(); }),
+                    AllOf(HasSubstr("buffer of layer '0' was changed"), HasSubstr("repeat the call")));
+        EXPECT_FALSE(layer->linear->weight.grad().defined());
+        torch::NoGradGuard no_grad;
+        layer->table.fill_(1);
+        layer->calls.zero_();
       }
+      pipe->forward(x).sum().backward();
+      expect_gradient(*layer, x);
+      EXPECT_EQ(layer->table[0].item<float>(), 3);
     }
   }
 }
 
-TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
-  const auto write = [](Tensor& table) {
-    table.data_ptr<float>()[0] += 1;
-    table.unsafeGetTensorImpl()->bump_version();
-  };
-  auto layer = std::make_shared<LateTableImpl>(write, 100000, /*frozen_parameter=*/false);
-  GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
+TEST(Recompute, IsRefusedIfALayerWritesToAParameter) {
   const auto x = torch::randn({8, 6});
-  EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("a tensor of layer '0' was changed"));
-  EXPECT_FALSE(layer->linear->weight.grad().defined());
-  layer->table.fill_(1);
-  pipe->forward(x).sum().backward();
-  expect_gradient(*layer, x);
+  for (const auto& [name, write] : kWrites) {
+    SCOPED_TRACE(name);
+    auto layer = std::make_shared<LateTableImpl>(write, kSmall, /*frozen_parameter=*/true);
+    GPipe pipe(Sequential(layer), {1}, in_chunks(4, Checkpoint::kAlways));
+    EXPECT_THAT(error_of([&] { pipe->forward(x); }), AllOf(HasSubstr("layer '0'"), HasSubstr("checkpoint='never'")));
+    auto again = std::make_shared<LateTableImpl>(write, kSmall, /*frozen_parameter=*/true);
+    GPipe never(Sequential(again), {1}, in_chunks(4, Checkpoint::kNever));
+    never->forward(x).sum().backward();
+    expect_gradient(*again, x);
+  }
+}
+
+// Only the last micro-batch, which is not recomputed, writes to the parameter.
+TEST(Recompute, IsRefusedIfTheLastMicroBatchWritesToAParameter) {
+  const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.sum(); });
+  for (const auto& [name, write] : kWrites) {
+    for (const bool step : {false, true}) {
+      SCOPED_TRACE(name + (step ? " step" : " forward"));
+      const auto x = torch::randn({6, 6});
+      GPipe pipe(Sequential(std::make_shared<LateTableImpl>(write, kSmall, /*frozen_parameter=*/true)), {1},
+                 in_chunks(3, Checkpoint::kExceptLast));
+      const auto run = [&] { step ? void(pipe->step(x, x, loss, kOfSums)) : pipe->forward(x).sum().backward(); };
+      EXPECT_THAT(error_of(run), AllOf(HasSubstr("layer '0'"), HasSubstr("between a forward and its recompute"),
+                                       HasSubstr("checkpoint='never'")));
+    }
+  }
+}
+
+TEST(Recompute, IsRefusedIfALayerDrawsFromAGeneratorOfItsOwn) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+  const auto draw = [&](Tensor x) { return x * torch::rand({6}, generator); };
+  const auto x = torch::randn({4, 6}).requires_grad_();
+  GPipe pipe(Sequential(Linear(6, 6), Functional(draw)), {1, 1}, in_chunks(2, Checkpoint::kAlways));
+  EXPECT_THAT(error_of([&] { pipe->forward(x); }),
+              AllOf(HasSubstr("layer '1'"), HasSubstr("generator of its own"), HasSubstr("checkpoint='never'")));
+  GPipe never(Sequential(Linear(6, 6), Functional(draw)), {1, 1}, in_chunks(2, Checkpoint::kNever));
+  never->forward(x).sum().backward();
 }
 
 /// Scales by an expanded buffer, and by sparse and nested ones that it changes, small and large.
@@ -187,11 +228,16 @@ TEST(Recompute, KeepsWritesOfItsBackward) {
     Tensor sum;
   };
   const auto x = torch::randn({8, 6});
-  for (const std::int64_t width : {6, 1 << 15}) {
+  for (const std::int64_t width : {kSmall, kLarge}) {
     expect_same_in_all_modes([&](Checkpoint checkpoint) {
       torch::manual_seed(0);
-      Sequential model(std::make_shared<StatisticsImpl>(width), Linear(6, 6));
+      auto layer = std::make_shared<StatisticsImpl>(width);
+      Sequential model(layer, Linear(6, 6));
       GPipe pipe(model, {1, 1}, in_chunks(4, checkpoint).intraop_threads(1));
+      if (width == kLarge && checkpoint != Checkpoint::kNever) {  // it is copied from its first change on
+        EXPECT_THAT(error_of([&] { pipe->forward(x).pow(2).sum().backward(); }), HasSubstr("repeat the call"));
+        layer->sum.zero_();
+      }
       for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
       return buffers_and_gradients(*model);
     });
@@ -210,34 +256,29 @@ struct FrozenViewImpl : nn::Module {
   int calls = 0;
 };
 
-TEST(Recompute, SendsCopiesOfParametersThatLayersWriteTo) {
+TEST(Recompute, SendsCopiesOfParameters) {
   const auto x = torch::randn({8, 6});
-  for (const auto checkpoint : kModes) {
-    Linear linear(6, 6);
-    GPipe pipe(Sequential(std::make_shared<FrozenViewImpl>(0), linear), {1, 1}, in_chunks(4, checkpoint));
-    const auto expected = 1 + x.view({4, 12}).mean(1).cumsum(0);
-    const auto rows = expected.repeat_interleave(2).unsqueeze(1).expand({8, 6});
-    EXPECT_TRUE(torch::allclose(pipe->forward(x), linear->forward(rows), 1e-4, 1e-5));
+  Linear linear(6, 6);
+  GPipe pipe(Sequential(std::make_shared<FrozenViewImpl>(0), linear), {1, 1}, in_chunks(4, Checkpoint::kNever));
+  const auto expected = 1 + x.view({4, 12}).mean(1).cumsum(0);
+  const auto rows = expected.repeat_interleave(2).unsqueeze(1).expand({8, 6});
+  EXPECT_TRUE(torch::allclose(pipe->forward(x), linear->forward(rows), 1e-4, 1e-5));
 
-    GPipe begins(Sequential(std::make_shared<FrozenViewImpl>(2), linear), {1, 1}, in_chunks(4, checkpoint));
-    EXPECT_THAT([&] { begins->forward(x); }, throws<std::runtime_error>("has left the stage"));
-    EXPECT_NO_THROW(begins->forward(x).sum().backward());
-  }
+  GPipe begins(Sequential(std::make_shared<FrozenViewImpl>(2), linear), {1, 1}, in_chunks(4, Checkpoint::kNever));
+  const auto later = 1 + (x.view({4, 12}).mean(1) * torch::tensor({0., 0., 1., 1.})).cumsum(0);
+  const auto late_rows = later.repeat_interleave(2).unsqueeze(1).expand({8, 6}).to(torch::kFloat);
+  EXPECT_TRUE(torch::allclose(begins->forward(x), linear->forward(late_rows), 1e-4, 1e-5));
 }
 
-TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
+TEST(Recompute, IsRefusedIfAnEmbeddingHasMaxNorm) {
   auto table = nn::Embedding(nn::EmbeddingOptions(4, 6).max_norm(0.5));
+  const auto before = table->weight.detach().clone();
   GPipe pipe(Sequential(table), {1}, in_chunks(2, Checkpoint::kAlways));
-  const auto ids = torch::tensor({0, 3, 3, 1});
-  const auto first = pipe->forward(ids).sum();
-  const auto second = pipe->forward(ids).sum();
-  first.backward();
-  {
-    torch::NoGradGuard no_grad;
-    table->weight.mul_(2);
-  }
-  EXPECT_THAT([&] { second.backward(); }, throws<std::runtime_error>("step the optimizer after"));
-  pipe->forward(ids).sum().backward();
+  EXPECT_THAT(error_of([&] {
+                pipe->forward(torch::tensor({0, 3, 3, 1}));
+              }),
+              AllOf(HasSubstr("layer '0'"), HasSubstr("wrote to a parameter"), HasSubstr("checkpoint='never'")));
+  EXPECT_TRUE(same(table->weight, before));
 }
 
 // LibTorch's SGD writes through Tensor.data(), which advances no version counter.

@@ -4,7 +4,7 @@
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 #include "skip/layout.h"
 
 namespace gpipe {

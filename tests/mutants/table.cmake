@@ -19,8 +19,8 @@ mutant(remote_edges_receive_messages_twice gpipe/ranks/remote_edges.cpp
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
 mutant(wires_remember_all_layouts gpipe/ranks/remote_edges.cpp
        "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
-mutant(calls_forget_failed_backwards gpipe/ranks/proposal.cpp "calls[rank].failed_before == calls[0].failed_before"
-       "true" Proposal.*)
+mutant(calls_forget_failed_backwards gpipe/ranks/agreement.cpp "calls[r].failed_before == calls[0].failed_before" "true"
+       Agreement.*)
 mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward gpipe/schedule/verifier.cpp "cell.has(Kind::R) ? Kind::R : Kind::F"
        "Kind::F" Verifier.*)
@@ -58,34 +58,39 @@ mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving
 mutant(recomputes_without_copies gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*:Generated*)
 mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
-       "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" "" Recompute.*:Generated*)
+       "  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe/autograd/checkpointing.cpp "if (!stores_copies_) fail(stage_, when);" ""
        InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe/autograd/stage.cpp "== versions_[i]) continue;"
-       ">= versions_[i]) continue;" InPlace.*)
+mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "std::ranges::any_of(versions_, &VersionWatch::changed)"
+       "false" InPlace.*)
+mutant(recomputes_after_other_changes gpipe/autograd/stage_state.cpp "if (forward.changes != changes_) {" "if (false) {"
+       Recompute.*)
+mutant(recomputes_writes_to_parameters gpipe/autograd/stage_state.cpp "if (!item.is_buffer && is_recomputed()) {"
+       "if (false) {" Recompute.*)
+mutant(recomputes_draws_of_generators gpipe/autograd/random_scope.cpp "} else if (is_recomputed() && " "} else if (false && "
+       Recompute.*)
 mutant(forgets_retained_graphs gpipe/autograd/boundary.cpp "if (retain_graph) function_ = std::move(function);" ""
        GPipe.RunsASecondBackward*)
-mutant(sizes_missing_gradients_like_the_first gpipe/run/micro_batch.cpp "shape[0] = sizes[i];" "shape[0] = sizes[0];"
+mutant(sizes_missing_gradients_like_the_first gpipe/run/step_input.cpp "shape[0] = sizes[i];" "shape[0] = sizes[0];"
        MicroBatch*)
-mutant(shares_versions_of_micro_batches gpipe/run/micro_batch.cpp ".variable_data()" "" MicroBatch*)
+mutant(shares_versions_of_micro_batches gpipe/run/step_input.cpp ".variable_data()" "" MicroBatch*)
 mutant(counts_deferred_batches_by_micro_batch gpipe/autograd/batch_statistics.cpp "sub_(entry.calls - 1)" "sub_(0)"
        DeferredBatchNorm*)
-mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "stage.state.restore_after_error(stage, before_[s]);"
-       "(void)stage;" DeferredBatchNorm*:Errors.*)
+mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "StageState::restore_after_error(pipeline_.stages()[s], before_[s]);"
+       "(void)s;" DeferredBatchNorm*:Errors.*)
 mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
 mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
-mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "watching->return_to_present(item);" "(void)0;"
+mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "set_value(present, value);" "(void)value;"
        Recompute.*)
-mutant(sends_views_of_state gpipe/autograd/stage_state.cpp "if (item.is_buffer || item.has_changed) result = true;" ""
-       Recompute.*)
+mutant(sends_views_of_state gpipe/autograd/cell.cpp "!stage_.state.has_memory_of(tensor)" "true" Recompute.*)
 
 mutant(keeps_all_memory gpipe/tensors/kept_memory.cpp "live_bytes_ + cached_bytes_ > most" "false" KeptMemory.*)
 
 # Steps.
-mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/stage.cpp
+mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/parameter_sinks.cpp
        "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
 mutant(drops_gradients_of_lent_parameters gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
        TiedParameters.*:Generated*)
@@ -99,7 +104,7 @@ mutant(runs_the_loss_in_both_passes gpipe/autograd/cell.cpp
        "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {" "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
-mutant(weights_micro_batches_equally gpipe/run/step_loss.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
+mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
        "std::vector<double> weights(sizes.size(), 1);" Step.*)
 mutant(forgets_the_range_of_targets gpipe/run/loss_check.cpp "later.high > high + slack" "false" Step.*)
 mutant(accepts_a_part_that_is_nan gpipe/run/loss_check.cpp "!std::isfinite(square_of_all)" "!std::isfinite(off)" Step.*)
@@ -107,7 +112,7 @@ mutant(ignores_the_scale gpipe/run/step_loss.cpp "weight * options_.scale()" "we
 mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "std::exchange(slot(edge, action), {})"
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})"
        Generated*)
-mutant(commits_sums_after_an_error gpipe/run/part_run.cpp "pipeline_.team().rethrow(error);"
+mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
        "if (part_ != Part::kAll) pipeline_.team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.

@@ -15,7 +15,6 @@ from gpipe.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
     ("convert", "norm"),
     [
         (False, nn.BatchNorm2d(4)),
-        (False, nn.InstanceNorm2d(4, track_running_stats=True)),
         (True, nn.BatchNorm2d(4, momentum=None)),
     ],
 )
@@ -39,6 +38,17 @@ def test_statistics_equal_those_of_the_whole_mini_batch(convert, norm, checkpoin
     plain.eval()
     torch.testing.assert_close(pipe(x), plain(x))
     assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+def test_the_statistics_of_an_instance_norm_are_refused():
+    def pipe(**options):
+        norm = nn.InstanceNorm2d(4, **options)
+        return gpipe.GPipe(nn.Sequential(nn.Conv2d(3, 4, 3), norm), [1, 1], chunks=2, deferred_batch_norm=True)
+
+    x = torch.rand(4, 3, 8, 8)
+    with pytest.raises(RuntimeError, match="(?s)instance norm.*track_running_stats=False.*layer '1'"):
+        pipe(track_running_stats=True)(x)
+    pipe()(x)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

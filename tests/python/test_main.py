@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe import balance
+from gpipe import _C, balance
 from gpipe.__main__ import main
 from helpers import Fail
 
@@ -72,7 +72,7 @@ def test_a_schedule_is_printed_and_read(run, tmp_path):
     assert run("draw", "zb_v", "--chunks", "1", "--text") == "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0\n"
 
 
-def test_a_schedule_is_checked_and_drawn(run):
+def test_a_schedule_or_a_timeline_is_checked_and_drawn(run, tmp_path):
     printed = run("check", "interleaved_1f1b", "--stages", "4", "--chunks", "8")
     assert printed.startswith("The schedule runs: 2 workers, 4 stages, 8 micro-batches.\nmakespan ")
     flags = ["1f1b", "--workers", "4", "--chunks", "8"]
@@ -84,6 +84,9 @@ def test_a_schedule_is_checked_and_drawn(run):
     assert "makespan 9 s" in run("check", "zb_h1", "--workers", "1", "--chunks", "2", *costs)
     drawn = run("draw", "zb_v")
     assert ">weight gradient<" in drawn and drawn.rstrip().endswith("</svg>")
+    simulated = _C.Schedule("zb_v", [0, 1, 1, 0], 4, "never").simulate([1, 1, 2, 1, 1]).timeline
+    (tmp_path / "step.json").write_text(simulated.to_chrome_json())
+    assert run("draw", f"@{tmp_path}/step.json") == drawn == simulated.to_svg()
 
 
 def test_a_profile_is_measured_and_written(run, tmp_path):
@@ -184,6 +187,8 @@ REFUSED = [
     ("check @deadlock.txt", "the schedule deadlocks"),
     ("draw @malformed.txt", "malformed.txt: line 1, column 5: '0X0' is not an action"),
     ("draw @right.txt --chunks 3", "--chunks does not apply to a schedule from a file"),
+    ("draw @right.txt --stages 2", "--stages does not apply to a schedule from a file"),
+    ("draw @step.json --text", "--text does not apply to a timeline"),
     ("draw gpipe --placement 0,1 --stages 3", "the placement [0, 1] is not of 3 stages on 2 workers; leave one of them out"),
     ("draw gpipe --placement 0,x", "invalid literal for int"),
     ("draw gpipe --chunk 8", "unrecognized arguments: --chunk 8"),

@@ -95,10 +95,14 @@ def own(make, draw):
     return [call(lambda self, x: x * (0.5 + draw(self.own)), own=lambda: make(1)), call(late)]
 
 
+def assigns_data(self, x):
+    self.b.data = self.b.data + 1
+
+
 WAYS = [  # to change a buffer
     lambda self, x: torch.add(self.b, 1, out=self.b),
     lambda self, x: self.b.data.add_(1),
-    lambda self, x: setattr(self.b, "data", self.b.data + 1),
+    assigns_data,
     lambda self, x: self.b.view(-1)[1:].mul_(0.5).add_(x.detach().mean()),
     lambda self, x: setattr(self, "b", torch.cat([x.detach().mean(0), self.b[WIDTH:]])),
 ]
@@ -184,18 +188,24 @@ UNITS = {
     "draws": [
         call(lambda self, x: F.dropout(x, 0.3) + torch.rand(WIDTH, generator=torch.default_generator)),
         call(lambda self, x: x * (1.5 + (torch.manual_seed(5) and torch.rand(WIDTH)))),
-        call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(random.random)),
-        call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(numpy.random.rand)),
         call(checkpointed, inner=linear, reentrant=lambda: False),
         call(checkpointed, inner=linear, reentrant=lambda: True),
     ],
-    "own generator": [
+    "once": [  # cannot be recomputed
+        call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(random.random)),
+        call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(numpy.random.rand)),
+        call(clamped, w=weight()),
         *own(lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.rand(WIDTH, generator=own)),
         own(random.Random, lambda own: own.random())[0],
         own(numpy.random.default_rng, lambda own: own.random())[0],
     ],
-    # A buffer of 64 KiB and more is not copied in every forward.
-    "writes": [changes(change, first, size) for change in WAYS for size in (8, 20000) for first in (False, True)],
+    # A buffer of 64 KiB and more is copied from its first change on, which must not be an assignment to Tensor.data.
+    "writes": [
+        changes(change, first, size)
+        for change in WAYS
+        for size in ((8,) if change is assigns_data else (8, 20000))
+        for first in (False, True)
+    ],
     "comes and goes": [call(comes_and_goes, b=lambda: None)],
     "batch norm": [lambda: norm(momentum=0.1), lambda: norm(momentum=None)],
     "gradient statistics": [
@@ -203,7 +213,7 @@ UNITS = {
         call(lambda self, x: Noted.apply(checkpoint(F.gelu, x, use_reentrant=False), self.w, self.b), w=weight(), b=zeros()),
     ],
     "linear": [linear, lambda: nn.Sequential(linear(), nn.Tanh(), linear())],
-    "weights": [call(clamped, w=weight()), call(lambda self, x: x * self.w, w=weight(requires_grad=False))],
+    "weights": [call(lambda self, x: x * self.w, w=weight(requires_grad=False))],
     "norms of weights": [
         lambda: parametrizations.spectral_norm(linear()),
         lambda: parametrizations.weight_norm(linear()),
@@ -225,6 +235,7 @@ UNITS = {
 
 def generate(rng, schedule):
     uses = [(name, rng.randrange(len(UNITS[name]))) for name in rng.choices(sorted(UNITS), k=rng.randint(2, 6))]
+    checkpoint = rng.choice(["never", "except_last", "always"])
     per_worker = 2 if schedule in TWO_PER_WORKER else rng.randint(1, 2) if schedule in LOOPED else 1
     return types.SimpleNamespace(
         seed=rng.randrange(2**31),
@@ -233,7 +244,7 @@ def generate(rng, schedule):
         stages_per_worker=per_worker,
         batch=rng.randint(1, 9),
         chunks=rng.randint(1, 5),
-        checkpoint=rng.choice(["never", "except_last", "always"]),
+        checkpoint="never" if any(name == "once" for name, _ in uses) else checkpoint,
         schedule=schedule,  # of step(); "" for forward() and backward()
         input_requires_grad=rng.choice([True, False]),
     )

@@ -70,6 +70,24 @@ def test_replicas_equal_one_pipeline_also_with_zero_redundancy_optimizer():
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+def load_into_replicas(ranks, loads):
+    """Loads another state on the ranks that do, and returns the state after the next call."""
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(make_model(), [8], chunks=2, group=mesh)
+        state = {name: value + 1 + mesh.rank for name, value in pipe.state_dict().items()}
+        if mesh.rank in loads:
+            nn.ModuleList([pipe]).load_state_dict({f"0.{name}": value for name, value in state.items()})
+        with torch.no_grad():
+            pipe.eval()(batch(8)[0])
+        return pipe.state_dict(), state
+
+
+@pytest.mark.parametrize("loads", [[0], [0, 1]])
+def test_replicas_take_the_state_that_the_first_one_has_loaded(loads):
+    (first, loaded), (second, _) = results_of(2, load_into_replicas, loads)
+    assert all(torch.equal(first[name], loaded[name]) and torch.equal(second[name], loaded[name]) for name in loaded)
+
+
 def choose_a_schedule(ranks):
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=4, schedule="auto", group=ranks)
     losses = [pipe.step(*batch(8), F.cross_entropy).item() for _ in range(2)]

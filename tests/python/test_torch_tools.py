@@ -1,5 +1,6 @@
 """PyTorch's tools in and around a pipeline: compilation, checkpoints, dispatch modes, tracing, the profiler."""
 
+import collections
 import contextlib
 import copy
 import functools
@@ -249,13 +250,60 @@ def test_draws_in_nested_pipelines_do_not_deadlock():
         loss.backward()
 
 
-def test_a_recompute_that_draws_other_numbers_is_an_error():
-    class Disturbed(nn.Module):
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda self: random.random(),
+        lambda self: numpy.random.rand(),
+        lambda self: self.python.random(),
+        lambda self: self.numpy.random(),
+        lambda self: torch.rand(3, generator=self.torch),
+    ],
+)
+def test_a_layer_that_draws_from_other_generators_is_not_recomputed(draw):
+    class Draw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.python, self.numpy, self.torch = random.Random(0), numpy.random.default_rng(0), torch.Generator()
+
+        def forward(self, x):
+            return x * draw(self)
+
+    x = torch.rand(4, 3, requires_grad=True)
+    sums = gpipe.Loss(lambda output, _: output.sum(), reduction="sum")
+    model = nn.Sequential(collections.OrderedDict(one=nn.Linear(3, 3), draws=Draw(), two=nn.Linear(3, 3)))
+    pipe = gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="always")
+    with pytest.raises(RuntimeError, match="layer 'draws'") as error:
+        pipe(x).sum().backward()
+    assert "checkpoint='never'" in str(error.value)
+    with pytest.raises(RuntimeError, match="layer 'draws'"):
+        pipe.step(x, x.detach(), sums)
+    gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="never").step(x, x.detach(), sums)
+
+
+def test_draws_beside_a_forward_are_not_the_layers():
+    class Passes(nn.Module):
         def forward(self, x):
             if not gpipe.is_recomputing():
-                random.random()
-            return x * random.random()
+                random.random()  # as another thread would
+            return x
 
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Disturbed()), [2], checkpoint="always")
-    with pytest.raises(RuntimeError, match="drew other numbers"):
-        pipe(torch.randn(8, 8)).sum().backward()
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Passes()), [1, 1], chunks=2, checkpoint="always")
+    pipe(torch.rand(4, 3)).sum().backward()
+
+
+def test_a_recompute_whose_backward_replaces_a_buffer_is_refused():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sum = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda gradient: setattr(self, "sum", self.sum + gradient.sum()))
+            return x * 2
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Replaces()), [2], chunks=2, checkpoint="always")
+    with pytest.raises(RuntimeError, match="replaced a buffer of layer '1'.*checkpoint='never'"):
+        pipe(torch.rand(4, 3)).sum().backward()
+

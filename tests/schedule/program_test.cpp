@@ -1,5 +1,5 @@
 // Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
-#include "gpipe/schedule/program.h"
+#include "gpipe/program.h"
 
 #include <sys/resource.h>
 
@@ -7,8 +7,8 @@
 #include <limits>
 #include <span>
 
-#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 
@@ -172,6 +172,7 @@ TEST(ScheduleText, NamesLineColumnAndReason) {
   EXPECT_THAT(error("0F4194304"), HasSubstr("line 1, column 1"));
   EXPECT_THAT(error("0F0 0B0\n1F0 0F1"), HasSubstr("line 2, column 5: stage 0 is on worker 0 already"));
   EXPECT_THAT(error("0F0 0B0\n2F0 2B0"), HasSubstr("stage 1 has no action, but stage 2 has"));
+  EXPECT_THAT(error("0F4000000 0B4000000"), HasSubstr("there are 2 actions for 1 stages x 4000001 micro-batches"));
   EXPECT_THAT(error(""), HasSubstr("the schedule is empty"));
   EXPECT_THAT(error(" , \n# nothing\n"), HasSubstr("the schedule is empty"));
 }

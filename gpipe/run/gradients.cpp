@@ -1,4 +1,4 @@
-#include "gpipe/run/results.h"
+#include "gpipe/run/gradients.h"
 
 #include <ATen/core/grad_mode.h>
 

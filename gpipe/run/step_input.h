@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "gpipe/loss.h"
 #include "gpipe/run/pipeline.h"
 
 namespace gpipe {
@@ -73,5 +74,20 @@ std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::
 
 /// Joins the micro-batches' gradients of one input. Undefined parts become zeros; the result is undefined if all are.
 at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes);
+
+/// Fills in the reduction, the count, and whether to check the loss. Errors: std::invalid_argument for an empty
+/// function, a target that requires grad or has another number of samples, a scale that is not finite and positive, or
+/// a count with Reduction::kSum.
+StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples);
+
+/// Returns what the micro-batches' losses are the means of; nothing if these are the samples, or for sums. Errors:
+/// std::invalid_argument for a count that is not one number.
+std::vector<at::Tensor> counts_of(const StepOptions& options, const std::vector<Parcel>& targets);
+/// Returns the micro-batches' weights, before normalize_weights(). Waits for the counts. Errors: std::invalid_argument
+/// for one that is negative or not finite.
+std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
+                                 const std::vector<at::Tensor>& counts);
+/// Divides the weights of a mean by `total`, the sum of the mini-batch's. Errors: std::invalid_argument if that is 0.
+void normalize_weights(std::vector<double>& weights, double total, Reduction reduction);
 
 }  // namespace gpipe

@@ -1,17 +1,12 @@
-#include "gpipe/autograd/stage.h"
+#include "gpipe/autograd/parameter_sinks.h"
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/error_info.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -19,8 +14,6 @@ namespace {
 
 using torch::autograd::edge_list;
 using torch::autograd::Node;
-
-constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
 
 // Whether this thread has made a node.
 bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
@@ -33,62 +26,6 @@ bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction
 
 }  // namespace
 
-std::string Stage::name_of(int layer) const {
-  return layer == static_cast<int>(layers.size()) ? "loss" : layers[layer]->name();
-}
-
-bool Stage::borrows(std::size_t parameter) const { return std::ranges::find(borrowed, parameter) != borrowed.end(); }
-
-std::vector<at::Tensor> Stage::parameters() const {
-  std::vector<at::Tensor> all;
-  for (const auto& layer : layers) {
-    for (const auto& parameter : layer->module()->parameters()) all.push_back(parameter);
-  }
-  return distinct(std::move(all));
-}
-
-std::vector<at::Tensor> Stage::buffers() const {
-  std::vector<at::Tensor> all;
-  for (const auto& layer : layers) {
-    for (const auto& buffer : layer->buffers().tensors) all.push_back(buffer);
-  }
-  return distinct(std::move(all));
-}
-
-std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors) {
-  absl::flat_hash_set<const void*> seen;
-  std::erase_if(tensors, [&](const at::Tensor& tensor) {
-    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
-  });
-  return tensors;
-}
-
-std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors) {
-  const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
-  return std::ranges::find_if(tensors, is_it) - tensors.begin();
-}
-
-bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
-
-std::string message_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& exception) {
-    const std::string text = exception.what();
-    return text.substr(0, text.find("\n\nAt:\n"));  // pybind11 appends a traceback
-  } catch (...) {
-    return "unknown";
-  }
-}
-
-std::string to_string(const ErrorInfo& info) {
-  const auto layer = info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'";
-  return absl::StrCat(to_string(info.action), " (stage ", info.action.stage, ", micro-batch ", info.action.micro_batch,
-                      layer, ")");
-}
-
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage),
       caller_(at::RecordFunction::currentThreadId()),
@@ -98,7 +35,6 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
   const c10::OptionalStreamGuard scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
-    versions_.push_back(others_writes(parameter));
     has_sink_.push_back(false);
     if (!stage.borrows(i)) own_.push_back(parameter);
     if (!grad || !parameter.requires_grad()) continue;
@@ -152,17 +88,11 @@ bool ParameterSinks::adopt_new() {
       if (!parameter.requires_grad() || !known.insert(parameter.unsafeGetTensorImpl()).second) continue;
       all_.push_back(parameter);
       own_.push_back(parameter);
-      versions_.push_back(others_writes(parameter));
       has_sink_.push_back(true);
       add_sink(parameter, /*of_its_own=*/true);  // the graphs of other cells may lead to the shared one
     }
   }
   return all_.size() > before;
-}
-
-std::uint32_t ParameterSinks::others_writes(const at::Tensor& parameter) const {
-  const auto own = stage_.own_writes.find(parameter.unsafeGetTensorImpl());
-  return version_of(parameter) - (own == stage_.own_writes.end() ? 0 : own->second);
 }
 
 std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& indices) const {
@@ -171,33 +101,22 @@ std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& i
   return selected;
 }
 
+void ParameterSinks::note_values() {
+  versions_ = {own_.begin(), own_.end()};
+  samples_.clear();
+  for (const auto& parameter : own_) samples_.push_back(sample_hash({parameter}));
+}
+
 void ParameterSinks::check_unchanged() const {
-  bool has_changed = false;
-  for (std::size_t i = 0; i < all_.size(); ++i) {
-    has_changed = has_changed || (!stage_.borrows(i) && others_writes(all_[i]) != versions_[i]);
-  }
+  bool has_changed = std::ranges::any_of(versions_, &VersionWatch::changed);
   for (std::size_t i = 0; i < samples_.size(); ++i) {
-    const bool writes = stage_.own_writes.contains(own_[i].unsafeGetTensorImpl()) || stage_.state.may_change(own_[i]);
-    has_changed = has_changed || (!writes && sample_hash({own_[i]}) != samples_[i]);
+    has_changed = has_changed || sample_hash({own_[i]}) != samples_[i];
   }
   if (!has_changed) return;
   throw_error(
       "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
-      "step the optimizer after the backward");
-}
-
-void ParameterSinks::begin_writes() {
-  before_.clear();
-  for (const auto& parameter : own_) before_.push_back(version_of(parameter));
-}
-
-void ParameterSinks::end_writes(bool recomputes) {
-  samples_.clear();
-  for (std::size_t i = 0; recomputes && i < own_.size(); ++i) samples_.push_back(sample_hash({own_[i]}));
-  for (std::size_t i = 0; i < before_.size(); ++i) {
-    const auto writes = version_of(own_[i]) - before_[i];
-    if (writes != 0) stage_.own_writes[own_[i].unsafeGetTensorImpl()] += writes;
-  }
+      "step "
+      "the optimizer after the backward");
 }
 
 NodePtr<Node> accumulator_of(const at::Tensor& parameter) {

@@ -9,10 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 /// The structure of an object of another language, without its tensors. Immutable. Thread-safe.
-class Structure {
+class GPIPE_API Structure {
  public:
   virtual ~Structure() = default;
   virtual bool equals(const Structure& other) const = 0;
@@ -28,7 +30,7 @@ struct StructureCodec {
 
 /// The input or output of a layer: a tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an
 /// object of another language. By its form, a layer gets the type that the previous one returned, at any balance.
-class Value {
+class GPIPE_API Value {
  public:
   struct Form {
     enum Kind { kTensor, kVector, kTuple, kObject };
@@ -36,7 +38,9 @@ class Value {
     /*implicit*/ Form(Kind of_kind) : kind(of_kind) {}
     /// REQUIRES: `of_object` is not null.
     /*implicit*/ Form(std::shared_ptr<const Structure> of_object) : kind(kObject), structure(std::move(of_object)) {}
-    friend bool operator==(const Form& a, const Form& b);
+    friend bool operator==(const Form& a, const Form& b) {
+      return a.kind == b.kind && (a.structure == b.structure || a.structure->equals(*b.structure));
+    }
 
     Kind kind;
     std::shared_ptr<const Structure> structure;  ///< null unless kind is kObject
@@ -57,12 +61,17 @@ class Value {
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
 
   /// Returns the single tensor. Errors: std::invalid_argument when this is not one.
-  at::Tensor tensor() const;
+  at::Tensor tensor() const {
+    if (form_.kind != Form::kTensor || tensors_.size() != 1) refuse();
+    return tensors_.front();
+  }
 
   /// "a tensor", "a vector of 3 tensors", "a tuple of 2 tensors", or the description of an object's structure.
   std::string describe() const;
 
  private:
+  [[noreturn]] void refuse() const;
+
   Form form_ = Form::kTensor;
   std::vector<at::Tensor> tensors_;
 };

@@ -1,10 +1,15 @@
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_input.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/TypeCast.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "gpipe/base/checks.h"
 
@@ -187,6 +192,81 @@ at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std:
     parts[i] = at::zeros(shape, like->options());
   }
   return at::cat(parts, 0);
+}
+
+Count::Count(double number) : at::Tensor(at::scalar_tensor(number, at::kDouble)) {}
+
+CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
+  return [weight = std::move(weight), ignore_index](const Value& value) -> Count {
+    const auto target = value.tensor();
+    if (target.is_floating_point()) return static_cast<double>(target.size(0));  // probabilities: a mean over samples
+    // As the number of a class of type uint8, -100 would be 156.
+    const bool ignores = target.scalar_type() != at::kByte || !c10::overflows<std::uint8_t>(ignore_index, true);
+    if (!weight.defined())
+      return ignores ? target.ne(ignore_index).count_nonzero() : Count(static_cast<double>(target.numel()));
+    const auto ignored = ignores ? target.eq(ignore_index) : at::zeros_like(target, at::kBool);
+    const auto classes = target.masked_fill(ignored, 0).to(at::kLong).flatten();
+    const auto weights = weight.detach().to(target.device()).index_select(0, classes);
+    return weights.masked_fill(ignored.flatten(), 0).sum(at::toOpMathType(weights.scalar_type()));
+  };
+}
+
+StepOptions complete(StepOptions options, const LossFunction& loss, const Value& target, std::int64_t samples) {
+  if (!loss) refuse_argument("the loss function is empty; pass one");
+  if (const auto targets = batch_size(target, "target"); targets != samples) {
+    refuse_argument("the target has ", targets, " samples, but the input has ", samples, "; give as many");
+  }
+  for (const auto& tensor : target.tensors()) {
+    if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
+  }
+  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
+    refuse_argument("scale must be finite and positive, but is ", options.scale());
+  }
+  if (options.count() && options.reduction() == Reduction::kSum) {
+    refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
+  }
+  if (options.reduction() == Reduction::kSum) options.check(false);
+  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
+    options.reduction(loss.reduction).count(loss.count).check(false);
+  }
+  return options.reduction(options.reduction().value_or(Reduction::kMean));
+}
+
+std::vector<at::Tensor> counts_of(const StepOptions& options, const std::vector<Parcel>& targets) {
+  std::vector<at::Tensor> counts;
+  if (options.reduction() == Reduction::kSum || !options.count()) return counts;
+  at::NoGradGuard no_grad;
+  for (const auto& target : targets) {
+    const at::Tensor count = options.count()(target.value());
+    if (!count.defined() || count.numel() != 1) {
+      refuse_argument("count returned ", count.defined() ? c10::str("a tensor of shape ", count.sizes()) : "no tensor",
+                      " for micro-batch ", counts.size(), "; return a number, or a tensor of one element");
+    }
+    counts.push_back(count.detach().reshape({}).to(at::kDouble));
+  }
+  return counts;
+}
+
+std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
+                                 const std::vector<at::Tensor>& counts) {
+  if (options.reduction() == Reduction::kSum) return std::vector<double>(sizes.size(), 1);
+  std::vector<double> weights(sizes.begin(), sizes.end());
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    const double count = weights[i] = counts[i].item<double>();
+    if (std::isfinite(count) && count >= 0) continue;
+    refuse_argument("count returned ", std::to_string(count), " for micro-batch ", i,
+                    "; return a finite number that is not negative");
+  }
+  return weights;
+}
+
+void normalize_weights(std::vector<double>& weights, double total, Reduction reduction) {
+  if (reduction == Reduction::kSum) return;
+  if (total == 0) {
+    refuse_argument(
+        "every target is ignored (count is 0 for every micro-batch), or there are no samples; skip this mini-batch");
+  }
+  for (auto& weight : weights) weight /= total;
 }
 
 }  // namespace gpipe
