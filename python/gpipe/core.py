@@ -218,7 +218,7 @@ class StagedModel(Wrapper):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # Also called when a module around the pipeline loads its state.
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args)
         if self._made is not None:
             self._made.note_load()
 
