@@ -12,10 +12,10 @@
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <stdexcept>
 #include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -177,7 +177,7 @@ class PipelineNode : public torch::autograd::Node {
   } catch (const std::exception&) {
     throw;
   } catch (...) {
-    throw std::runtime_error("[gpipe] a layer threw an object that is not a std::exception");
+    throw_error("a layer threw an object that is not a std::exception");
   }
 
   BackwardFunction function_;
