@@ -2,6 +2,7 @@
 
 #include "balance/cut.h"
 #include "balance/profiler.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -9,13 +10,14 @@ namespace gpipe {
 
 /// Returns the balance whose slowest stage is fastest, without checkpointing. The sample is one micro-batch: its size
 /// affects the times. On the CPU, ProfileOptions::workers is ignored: `partitions` stages are measured at once.
-std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
-                                          ProfileOptions options = {});
+GPIPE_API std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
+                                                    ProfileOptions options = {});
 
 /// Returns the balance whose largest stage needs the fewest bytes in a step, with the sample cut into `chunks`.
 ///
 /// Assumes that all stages use one memory, as on the CPU. For several GPUs use the overload with RunOptions::copies.
-std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks = 1,
-                                          double param_scale = 2, Checkpoint checkpoint = Checkpoint::kExceptLast);
+GPIPE_API std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample,
+                                                    int chunks = 1, double param_scale = 2,
+                                                    Checkpoint checkpoint = Checkpoint::kExceptLast);
 
 }  // namespace gpipe

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 /// How fast one device sends to another.
@@ -19,7 +21,7 @@ struct LinkSpeed {
 
 /// The devices of equal replicas of a pipeline, each with the same workers. Worker w of replica r is on device
 /// w * replicas + r, and each host has the next devices_per_host devices. So replicas of a worker are neighbours.
-struct Network {
+struct GPIPE_API Network {
   int replicas = 1;
   int devices_per_host = 0;  ///< 0: all devices are on one host
   LinkSpeed inside = {};     ///< between two devices of a host
@@ -34,7 +36,7 @@ struct Network {
 };
 
 /// Errors: std::invalid_argument for a number of replicas that is not positive, and for negative or NaN numbers.
-void check(const Network& network);
+GPIPE_API void check(const Network& network);
 
 /// Hosts of equal devices.
 struct Cluster {
@@ -58,6 +60,6 @@ inline constexpr std::size_t kMaxClusterJson = std::size_t{1} << 16;
 /// Reads a cluster from JSON: an object with the names of Cluster's members, each link an object with "bandwidth" and
 /// "latency". Every member is required, and no other name is allowed. Errors: std::invalid_argument with the reason and
 /// the place, e.g. "/inside/latency"; numbers out of range are errors, and so is a bandwidth of 0.
-Cluster cluster_from_json(const std::string& text);
+GPIPE_API Cluster cluster_from_json(const std::string& text);
 
 }  // namespace gpipe

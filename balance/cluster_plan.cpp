@@ -4,7 +4,9 @@
 #include <cmath>
 
 #include "absl/strings/str_join.h"
+#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 

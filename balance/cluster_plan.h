@@ -2,6 +2,7 @@
 
 #include "balance/cluster.h"
 #include "balance/search.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -24,7 +25,7 @@ inline constexpr std::int64_t kMostPlannedCells = 1 << 13;
 /// not fit otherwise, and searches little where a step takes more than twice the fastest. Takes seconds for a thousand
 /// devices. Deterministic. Errors: std::invalid_argument for invalid options or an invalid cluster, no profiles,
 /// profiles of different models, and if no number of replicas suits the devices, the samples and the layers.
-ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
-                         const ClusterPlanOptions& options);
+GPIPE_API ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
+                                   const ClusterPlanOptions& options);
 
 }  // namespace gpipe

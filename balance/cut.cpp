@@ -4,11 +4,12 @@
 #include <cmath>
 #include <limits>
 
+#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 
-std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int, int)> cost) {
+std::vector<std::int64_t> best_partition(int count, int parts, const std::function<double(int, int)>& cost) {
   require(parts >= 1, "[best_partition] parts must be positive, but is %d", parts);
   require(count >= parts, "[best_partition] %d layers cannot be cut into %d parts; each needs at least one", count,
           parts);
@@ -65,7 +66,7 @@ namespace {
 
 constexpr double kForbidden = std::numeric_limits<double>::infinity();
 
-std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::FunctionRef<double(int, int)> cost) {
+std::vector<std::int64_t> cut(const StageCost& stage, int partitions, const std::function<double(int, int)>& cost) {
   check_stages(partitions, stage.layers());
   return best_partition(stage.layers(), partitions, [&](int first, int end) {
     const bool allowed = stage.can_cut_before(first) && stage.can_cut_before(end);

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 
-#include "absl/functional/function_ref.h"
-#include "balance/stage_cost.h"
+#include "balance/profile.h"
+#include "balance/run_options.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -14,10 +16,11 @@ namespace gpipe {
 /// part, and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
 ///
 /// Empty if every cut has a forbidden part. Errors: std::invalid_argument for parts < 1, more than elements, or NaN.
-std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int first, int end)> cost);
+GPIPE_API std::vector<std::int64_t> best_partition(int count, int parts,
+                                                   const std::function<double(int first, int end)>& cost);
 
 /// The same for parts that cost the sum of their elements' costs. Errors: also for a negative or infinite cost.
-std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts);
+GPIPE_API std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts);
 
 // Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in
 // one (LayerProfile::shares_with).
@@ -26,26 +29,28 @@ std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int p
 // from balance_within(), if every balance would separate such layers.
 
 /// Errors: std::invalid_argument unless `stages` is between 1 and `layers`.
-void check_stages(int stages, int layers);
+GPIPE_API void check_stages(int stages, int layers);
 
 /// Returns the balance whose slowest stage is fastest.
-std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options = {});
+GPIPE_API std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions,
+                                                    const RunOptions& options = {});
 
 /// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes().
-std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
+GPIPE_API std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions,
+                                                    const RunOptions& options = {});
 
 /// Returns the balance whose slowest stage is fastest, of those with at most `bytes` per stage. Empty if there is none.
-std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
-                                         const RunOptions& options = {});
+GPIPE_API std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
+                                                   const RunOptions& options = {});
 
 /// Returns a balance for stages on the workers of `options.scheduling.placement`, which is not empty. Keeps the busiest
 /// worker, or link from one worker to another, as little busy as its search finds: from the balance whose slowest stage
 /// is fastest, moves a cut, or two cuts that lie opposite each other, as long as this helps.
-std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
+GPIPE_API std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
 
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, skips across
 /// it, and lent parameters. A skip or parameter that passes several cuts counts in each, but is sent once to each stage
 /// that uses it. Empty where the model cannot be cut, and after the last layer. Errors: as StageCost.
-std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
+GPIPE_API std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
 
 }  // namespace gpipe

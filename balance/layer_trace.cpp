@@ -5,6 +5,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/base/clock.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 

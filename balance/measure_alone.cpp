@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include "absl/strings/str_format.h"
 #include "balance/layer_trace.h"

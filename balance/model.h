@@ -1,13 +1,14 @@
 #pragma once
 
-#include "gpipe/autograd/layer.h"
+#include "gpipe/api.h"
+#include "gpipe/layer.h"
 #include "gpipe/nested.h"
 #include "skip/layout.h"
 
 namespace gpipe {
 
 /// A model to profile. Creates fresh Layer objects on the same modules for each pipeline that runs them.
-class Model {
+class GPIPE_API Model {
  public:
   using MakeLayers = std::function<std::vector<std::unique_ptr<Layer>>()>;
 

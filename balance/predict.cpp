@@ -1,4 +1,4 @@
-#include "balance/predict.h"
+#include "balance/predictor.h"
 
 #include <algorithm>
 #include <numeric>

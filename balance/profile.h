@@ -2,6 +2,7 @@
 
 #include <compare>
 
+#include "gpipe/api.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {
@@ -104,11 +105,11 @@ struct Profile {
 inline constexpr std::size_t kMaxProfileJson = std::size_t{16} << 20;
 
 /// Writes a profile as JSON.
-std::string profile_to_json(const Profile& profile);
+GPIPE_API std::string profile_to_json(const Profile& profile);
 
 /// Reads a profile from JSON. Unknown fields are ignored. Limits: kMaxProfileJson, 1e9 seconds per field, and 2^53
 /// bytes for the sum of all sizes. Errors: std::invalid_argument with the reason and the place, e.g.
 /// "/layers/3/forward". Numbers out of range are errors, never rounded or wrapped.
-Profile profile_from_json(const std::string& text);
+GPIPE_API Profile profile_from_json(const std::string& text);
 
 }  // namespace gpipe

@@ -4,6 +4,7 @@
 
 #include "balance/model.h"
 #include "balance/profile.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -36,6 +37,6 @@ struct ProfileOptions {
 /// Errors: std::invalid_argument for invalid options or samples, and for models that GPipe refuses. std::runtime_error
 /// that names the layer, with the layer's exception nested, if a layer fails or does not fit the device by itself.
 /// std::runtime_error if a layer changes a parameter after its first forwards; that change is not undone.
-Profile profile(const Model& model, const Value& sample, const ProfileOptions& options = {});
+GPIPE_API Profile profile(const Model& model, const Value& sample, const ProfileOptions& options = {});
 
 }  // namespace gpipe

@@ -7,7 +7,9 @@
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "balance/cut.h"
+#include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

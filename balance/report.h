@@ -1,6 +1,7 @@
 #pragma once
 
 #include "balance/cluster_plan.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -9,26 +10,26 @@ namespace gpipe {
 /// One row per layer, with the bytes that a cut after it sends (see cut_bytes()), and the sum per stage of a balance,
 /// or of all layers without a balance. Marks the balance's cuts. Errors: std::invalid_argument for a balance that does
 /// not sum to the number of layers; also as cut_bytes().
-std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
+GPIPE_API std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
 /// One row per stage, and a line about the step. Errors: std::invalid_argument for fields of different lengths.
-std::string prediction_table(const Prediction& prediction);
+GPIPE_API std::string prediction_table(const Prediction& prediction);
 
 /// One row per candidate, in the given order, up to `rows`. If they have several schedules, only the first candidate of
 /// each, with columns for the schedule and for the bytes that cross to other workers. With `unpartitioned` (see
 /// Suggestion), also a row for it, a column of speed-ups over it, and a line if it is faster than the first candidate.
-std::string candidate_table(const std::vector<Candidate>& candidates,
-                            const std::optional<Candidate>& unpartitioned = std::nullopt,
-                            int rows = std::numeric_limits<int>::max());
+GPIPE_API std::string candidate_table(const std::vector<Candidate>& candidates,
+                                      const std::optional<Candidate>& unpartitioned = std::nullopt,
+                                      int rows = std::numeric_limits<int>::max());
 
 /// One row per number of replicas, and the balance of the first.
-std::string plan_table(const ClusterPlan& plan);
+GPIPE_API std::string plan_table(const ClusterPlan& plan);
 
 /// E.g. "1.50 MiB": three digits, in B, KiB, MiB, GiB or TiB.
-std::string bytes_to_text(std::int64_t bytes);
+GPIPE_API std::string bytes_to_text(std::int64_t bytes);
 /// E.g. "1.50 ms": three digits, in us, ms or s.
-std::string seconds_to_text(double seconds);
+GPIPE_API std::string seconds_to_text(double seconds);
 /// E.g. "3,4".
-std::string balance_to_text(const std::vector<std::int64_t>& balance);
+GPIPE_API std::string balance_to_text(const std::vector<std::int64_t>& balance);
 
 }  // namespace gpipe

@@ -5,8 +5,10 @@
 #include <tuple>
 
 #include "balance/cut.h"
+#include "balance/predictor.h"
 #include "balance/report.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

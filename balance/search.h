@@ -1,6 +1,7 @@
 #pragma once
 
 #include "balance/predict.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -35,7 +36,7 @@ struct SearchOptions {
 };
 
 /// Ways to run a model.
-struct Candidates {
+struct GPIPE_API Candidates {
   std::vector<Candidate> candidates;  ///< those that fit come first, fastest first
   /// Why nothing fits: which device, how many bytes are missing, and what would fit. Empty if a candidate fits.
   std::string reason;
@@ -46,7 +47,7 @@ struct Candidates {
 };
 
 /// The best candidate for each number of chunks, checkpoint mode and schedule.
-struct Suggestion : Candidates {
+struct GPIPE_API Suggestion : Candidates {
   std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
   /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all
   /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
@@ -58,19 +59,19 @@ struct Suggestion : Candidates {
 
 /// Returns the schedules that fit `workers` workers, with one and, for enough layers, two stages on each, in loops and
 /// in a V, where they fit. Of schedules with the same lists, the first rule's counts.
-std::vector<Scheduling> all_schedulings(int workers, int layers);
+GPIPE_API std::vector<Scheduling> all_schedulings(int workers, int layers);
 
 /// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode
 /// and schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one
 /// layer as long as the step gets faster (or, if nothing fits, smaller), for a few seconds of simulations.
 /// Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers than stages.
-Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
+GPIPE_API Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
 /// Predicts one candidate. Errors: as predict(), and std::invalid_argument for another number of devices than workers.
-Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
-                         const SearchOptions& options);
+GPIPE_API Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance,
+                                   const RunOptions& run, const SearchOptions& options);
 
 /// Whether only `a` fits, both fit and `a` is faster, or neither fits and `a` needs fewer bytes on its fullest device.
-bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
+GPIPE_API bool is_better(const Candidate& a, const Candidate& b, const SearchOptions& options = {});
 
 }  // namespace gpipe

@@ -5,6 +5,8 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/run/step_input.h"
+#include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

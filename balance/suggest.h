@@ -4,6 +4,7 @@
 
 #include "balance/profiler.h"
 #include "balance/search.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -23,17 +24,18 @@ struct SuggestOptions {
 };
 
 /// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
-bool copies_between(const std::vector<torch::Device>& devices);
+GPIPE_API bool copies_between(const std::vector<torch::Device>& devices);
 
 /// Options of a search for workers on these devices; each CPU worker counts as one. Numbers are as in SuggestOptions.
-SearchOptions search_options(const std::vector<torch::Device>& devices, std::int64_t memory_limit, double bandwidth);
+GPIPE_API SearchOptions search_options(const std::vector<torch::Device>& devices, std::int64_t memory_limit,
+                                       double bandwidth);
 
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with a worker per device:
 /// schedule, placement, balance, chunks, checkpoint mode. Also predicts it unpartitioned. The sample is a mini-batch.
 ///
 /// Measures on the first device, as if all were equal; on a CPU, all stages at once. Errors: as profile(), search().
-Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
-                   const SuggestOptions& options = {});
+GPIPE_API Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
+                             const SuggestOptions& options = {});
 
 /// A candidate, and its measured time.
 struct Measured {
@@ -45,8 +47,9 @@ struct Measured {
 /// Restores the model as profile() does. REQUIRES: the profiles' `intraop_threads`. `progress` is as in ProfileOptions.
 /// Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with the reason if nothing fits;
 /// the errors of GPipe and the layers.
-std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
-                             const Suggestion& suggestion, int candidates = 3, int repeats = 5, int intraop_threads = 0,
-                             const std::function<void(double)>& progress = {});
+GPIPE_API std::vector<Measured> refine(const Model& model, const Value& sample,
+                                       const std::vector<torch::Device>& devices, const Suggestion& suggestion,
+                                       int candidates = 3, int repeats = 5, int intraop_threads = 0,
+                                       const std::function<void(double)>& progress = {});
 
 }  // namespace gpipe

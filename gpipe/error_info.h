@@ -3,7 +3,8 @@
 #include <exception>
 #include <string>
 
-#include "gpipe/schedule/action.h"
+#include "gpipe/action.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -16,9 +17,9 @@ struct ErrorInfo {
 };
 
 /// "0F1 (stage 0, micro-batch 1, layer 'conv')".
-std::string to_string(const ErrorInfo& info);
+GPIPE_API std::string to_string(const ErrorInfo& info);
 
 /// The what() of an exception without a backtrace, or "unknown".
-std::string message_of(const std::exception_ptr& error);
+GPIPE_API std::string message_of(const std::exception_ptr& error);
 
 }  // namespace gpipe

@@ -13,22 +13,23 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/layer.h"
-#include "gpipe/autograd/random_scope.h"
+#include "gpipe/api.h"
 #include "gpipe/error_info.h"
+#include "gpipe/layer.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/options.h"
-#include "gpipe/tensors/value.h"
+#include "gpipe/random_scope.h"
+#include "gpipe/value.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
 
 struct LanguageBinding;
 class Pipeline;
-class Program;
-struct Timeline;
+class GPIPE_API Program;
+struct GPIPE_API Timeline;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by
 /// a balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
@@ -54,7 +55,7 @@ struct Timeline;
 /// tells the place too. Parameters, buffers and the default generator are then as before the call, gradients too, except
 /// as step() says, and the next call works. A backward throws std::runtime_error in the place of an object that is not a
 /// std::exception.
-class GPipeImpl : public torch::nn::Module {
+class GPIPE_API GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
   /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in stages on

@@ -10,11 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/layer.h"
+#include "gpipe/api.h"
+#include "gpipe/layer.h"
 
 namespace gpipe {
 
-class LayerFactory;
+class GPIPE_API LayerFactory;
 /// A model as the factories of its layers, in order.
 using LayerFactories = std::vector<LayerFactory>;
 
@@ -26,7 +27,7 @@ using LayerFactories = std::vector<LayerFactory>;
 ///   auto pipe = gpipe::GPipe(model, {1, 1}, gpipe::GPipeOptions().ranks(ranks));
 ///
 /// Layers that share a parameter get it from a variable that their factories capture.
-class LayerFactory {
+class GPIPE_API LayerFactory {
  public:
   /// `make` returns a module as a Sequential takes it: a holder, a std::shared_ptr, a torch::nn::AnyModule; or a
   /// std::unique_ptr<Layer>. Errors: std::invalid_argument for a name that is empty or has a dot.
@@ -46,8 +47,8 @@ class LayerFactory {
   std::unique_ptr<Layer> operator()() const;
 
  private:
-  friend LayerFactories factories_of(std::vector<std::unique_ptr<Layer>> layers);
-  friend LayerFactories independent(LayerFactories factories);
+  friend GPIPE_API LayerFactories factories_of(std::vector<std::unique_ptr<Layer>> layers);
+  friend GPIPE_API LayerFactories independent(LayerFactories factories);
 
   void set_name(std::string name);
 
@@ -70,10 +71,10 @@ class LayerFactory {
 };
 
 /// Returns factories that hand out these layers, each once.
-LayerFactories factories_of(std::vector<std::unique_ptr<Layer>> layers);
+GPIPE_API LayerFactories factories_of(std::vector<std::unique_ptr<Layer>> layers);
 
 /// Lets each layer draw its initial values in a RandomScope of its own, all from one draw from the default generator.
 /// Names layers without a name by their indices. Errors: std::invalid_argument for two layers of one name.
-LayerFactories independent(LayerFactories factories);
+GPIPE_API LayerFactories independent(LayerFactories factories);
 
 }  // namespace gpipe

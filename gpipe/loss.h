@@ -6,9 +6,10 @@
 #include <cstdint>
 #include <optional>
 
+#include "gpipe/action.h"
+#include "gpipe/api.h"
 #include "gpipe/loss_function.h"
-#include "gpipe/schedule/action.h"
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 
@@ -49,7 +50,7 @@ struct LossCheck {
 /// Returns the loss of the whole `output`, and the one that step() would join from `chunks` micro-batches. They differ
 /// for a loss that does not decompose over samples, such as Dice over the batch or a contrastive loss, for which step()
 /// is of no use. Calls the loss without grad mode, on copies of the output. Errors: as for step().
-LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
-                     const StepOptions& options = {});
+GPIPE_API LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                               const StepOptions& options = {});
 
 }  // namespace gpipe

@@ -15,7 +15,8 @@
 #include <variant>
 #include <vector>
 
-#include "gpipe/tensors/value.h"
+#include "gpipe/api.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 
@@ -26,7 +27,7 @@ enum class Reduction {
 };
 
 /// A number, or a tensor of one element. The step does not wait for a tensor on a device, except with replicas.
-struct Count : at::Tensor {
+struct GPIPE_API Count : at::Tensor {
   Count(double number);
   Count(at::Tensor tensor) : at::Tensor(std::move(tensor)) {}
 };
@@ -37,7 +38,7 @@ using CountFunction = std::function<Count(const Value& target)>;
 
 /// What StepOptions::check has compared of a loss.
 struct LossRecord;
-std::shared_ptr<LossRecord> make_loss_record();
+GPIPE_API std::shared_ptr<LossRecord> make_loss_record();
 
 /// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once
 /// per micro-batch. Draws random numbers as a layer after the last does. Tensors that it uses and that require grad get
@@ -60,10 +61,10 @@ struct LossFunction : std::function<at::Tensor(const Value& output, const Value&
 };
 
 /// Returns the count of torch's cross entropy or NLL loss: its targets that are not ignored, or their weights' sum.
-CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index);
+GPIPE_API CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index);
 
 /// Notes the values of tensors. Returns a function that puts them back.
-std::function<void()> hold_values(const std::vector<at::Tensor>& tensors);
+GPIPE_API std::function<void()> hold_values(const std::vector<at::Tensor>& tensors);
 
 /// Makes a LossFunction from a function of two tensors. Reads the options of torch's loss modules.
 template <typename F>

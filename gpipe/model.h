@@ -6,7 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/tensors/value.h"
+#include "gpipe/api.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 
@@ -32,11 +33,12 @@ namespace gpipe {
 ///
 /// Errors: std::runtime_error with the path and the reason for a file that is missing, damaged, not a model, of a newer
 /// version, or calls an operator of another namespace, or one that this torch lacks.
-torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::string>& namespaces = {});
+GPIPE_API torch::nn::Sequential load_model(const std::filesystem::path& path,
+                                           const std::vector<std::string>& namespaces = {});
 
 /// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers in one process.
 /// `safetensors.torch.load_file()` reads the weights for the original: model.load_state_dict(weights, strict=False).
 /// Errors: std::invalid_argument for a module with other layers, or without some; std::system_error.
-void save_model(const std::filesystem::path& path, const torch::nn::Module& model);
+GPIPE_API void save_model(const std::filesystem::path& path, const torch::nn::Module& model);
 
 }  // namespace gpipe

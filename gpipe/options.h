@@ -8,11 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/schedule/action.h"
+#include "gpipe/action.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
-class Ranks;
+class GPIPE_API Ranks;
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
@@ -64,10 +65,10 @@ struct GPipeOptions {
 /// batch norm cannot train on one sample, so a pipeline that trains one passes 2.) An empty mini-batch has one empty
 /// micro-batch. Errors: std::invalid_argument for negative numbers, chunks = 0 without a split_size, and more than
 /// kMostCells micro-batches.
-std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
-                                            std::int64_t least = 1);
+GPIPE_API std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks,
+                                                      std::int64_t split_size, std::int64_t least = 1);
 
 /// Sets how many threads operators on this thread use. Unlike at::set_num_threads, this leaves all other threads alone.
-void set_intraop_threads_of_this_thread(int threads);
+GPIPE_API void set_intraop_threads_of_this_thread(int threads);
 
 }  // namespace gpipe

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/api.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/snapshot.h"
 
@@ -21,11 +22,11 @@ namespace gpipe {
 ///
 /// Errors, on all ranks: std::runtime_error if the optimizers differ in their class, groups or options;
 /// std::invalid_argument, on the others std::runtime_error, for a snapshot that is not of this rank's pipeline.
-Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
+GPIPE_API Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
 
 /// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank:
 /// leaves out the state of layers on other ranks. An error on one rank leaves the others restored.
-Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
+GPIPE_API Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
 
 /// The names in the state of a pipeline's model.
 struct StateNames {
@@ -34,7 +35,7 @@ struct StateNames {
 };
 
 /// The same functions for state with these names, such as that of a language binding's modules.
-Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine);
-Snapshot own_part(const StateNames& names, const Snapshot& whole);
+GPIPE_API Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine);
+GPIPE_API Snapshot own_part(const StateNames& names, const Snapshot& whole);
 
 }  // namespace gpipe

@@ -11,7 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "gpipe/ranks/mesh.h"
+#include "gpipe/api.h"
+#include "gpipe/mesh.h"
 
 namespace gpipe {
 
@@ -53,7 +54,7 @@ using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c1
 /// Traffic between ranks is not encrypted, and whoever can read the store can join. It belongs on a private network.
 ///
 /// Outlives its pipelines; make and destroy these on one thread at a time. The destructor calls finish().
-class Ranks {
+class GPIPE_API Ranks {
  public:
   // A function with the parameter `poll` calls it while it waits, unless it is null, and throws what it throws.
 

@@ -2,33 +2,55 @@
 
 #include <string_view>
 
-#include "gpipe/schedule/program.h"
+#include "gpipe/api.h"
+#include "gpipe/program.h"
 
 namespace gpipe {
 
 /// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending. Errors:
 /// std::invalid_argument for an invalid layout, here and below.
-Schedule fill(const Layout& layout);
+GPIPE_API Schedule fill(const Layout& layout);
 
 /// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.
 /// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
-Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
+GPIPE_API Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
 /// Inserts an R directly before the B or I of each cell that recomputes.
-Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
+GPIPE_API Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
-bool fills_and_drains(std::string_view name);
+GPIPE_API bool fills_and_drains(std::string_view name);
 
 /// Returns what is wrong with an interleaved schedule that has one stage per worker; otherwise "".
-std::string too_few_stages(std::string_view name, int workers, int stages);
+GPIPE_API std::string too_few_stages(std::string_view name, int workers, int stages);
 
 /// Stage s is on worker s mod `workers`.
-std::vector<int> looped_placement(int workers, int stages);
+GPIPE_API std::vector<int> looped_placement(int workers, int stages);
 
 /// Two stages on each of p workers, a V: stages 0 to p - 1 on workers 0 to p - 1, the others on workers p - 1 to 0.
 /// Errors: std::invalid_argument unless `stages` is even.
-std::vector<int> v_placement(int stages);
+GPIPE_API std::vector<int> v_placement(int stages);
+
+struct ListOptions {
+  /// A worker with n stages holds at most n × depth cells at once. REQUIRES: at least 1.
+  int depth = 1;
+  /// Of actions that can start at once, W is last, backwards are first unless this is set, then early micro-batches.
+  bool forward_first = false;
+};
+
+struct ListSchedule {
+  Schedule lists;
+  int makespan = 0;  ///< in actions
+};
+
+/// Returns the lists of F, I and W that arise when each free worker runs one of the actions that can start, and all
+/// actions take equal times. Actions of one kind and stage run in the order of micro-batches. Never deadlocks, whatever
+/// the edges. REQUIRES: a valid layout.
+GPIPE_API ListSchedule list_schedule(const Layout& layout, const ListOptions& options);
+
+/// The rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first. With p workers,
+/// a worker with n stages holds at most n p cells. REQUIRES: a valid layout.
+GPIPE_API Schedule greedy(const Layout& layout);
 
 /// A named rule that generates the schedules of a training step.
 struct ScheduleRule {
@@ -46,13 +68,13 @@ struct ScheduleRule {
 };
 
 /// All rules, in the order of help texts.
-std::span<const ScheduleRule> schedule_rules();
+GPIPE_API std::span<const ScheduleRule> schedule_rules();
 
 /// Errors: std::invalid_argument, with the names that exist, for an unknown name.
-const ScheduleRule& schedule_rule(std::string_view name);
+GPIPE_API const ScheduleRule& schedule_rule(std::string_view name);
 
 /// Generates a named schedule, with an R directly before the B or I of each cell that recomputes. Errors:
 /// std::invalid_argument for an unknown name, an invalid layout, or a layout that does not fit the rule.
-Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint);
+GPIPE_API Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint);
 
 }  // namespace gpipe

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 
+#include "gpipe/api.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe {
@@ -21,7 +22,7 @@ struct HeldBytes {
   bool until_own_backward = false;
 };
 
-struct ActionBytes {
+struct GPIPE_API ActionBytes {
   std::int64_t extra = 0;       ///< peak while it runs, relative to the bytes before it
   std::vector<HeldBytes> held;  ///< what it leaves allocated
 
@@ -69,10 +70,10 @@ struct Simulation {
 
 /// Sets the bytes of every span of a timeline from what the cells of each stage allocate. Errors: std::invalid_argument
 /// for a stage without bytes, or bytes held until an action of a stage that does not exist.
-void account(Timeline& timeline, const std::vector<CellBytes>& stages);
+GPIPE_API void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// Runs a program in simulated time by the executor's rules. Deterministic. Errors: std::invalid_argument if the costs
 /// do not fit the program.
-Simulation simulate(const Program& program, const Costs& costs);
+GPIPE_API Simulation simulate(const Program& program, const Costs& costs);
 
 }  // namespace gpipe

@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "gpipe/api.h"
+
 namespace torch {
 namespace nn {
 class Module;
@@ -59,44 +61,45 @@ struct Snapshot {
 /// disk. Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type
 /// that the format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a
 /// tuple of them. The path then names the previous file, unless only flushing its folder failed.
-void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
+GPIPE_API void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Errors: std::runtime_error with the path
 /// and the reason for a file that is missing, not a regular file, changed, truncated, not a snapshot, or of a newer
 /// version.
-Snapshot read_snapshot(const std::filesystem::path& path);
+GPIPE_API Snapshot read_snapshot(const std::filesystem::path& path);
 
 /// Reads the model's tensors of a snapshot or another safetensors file, such as of `safetensors.torch.save_file()`.
 /// Errors: as read_snapshot().
-NamedTensors read_weights(const std::filesystem::path& path);
+GPIPE_API NamedTensors read_weights(const std::filesystem::path& path);
 
 /// write_snapshot() and read_snapshot() in memory.
-std::string to_bytes(const Snapshot& snapshot);
-Snapshot from_bytes(std::string_view bytes);
+GPIPE_API std::string to_bytes(const Snapshot& snapshot);
+GPIPE_API Snapshot from_bytes(std::string_view bytes);
 
 /// Copies the parameters and buffers to the CPU, so that training can continue while they are written.
-NamedTensors capture_model(const torch::nn::Module& model);
+GPIPE_API NamedTensors capture_model(const torch::nn::Module& model);
 
 /// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only
 /// the model or only the snapshot has, for different shapes, types or layouts, and for a tensor of the model that
 /// cannot be written in place. The model is then unchanged.
-void restore_model(torch::nn::Module& model, const NamedTensors& saved);
+GPIPE_API void restore_model(torch::nn::Module& model, const NamedTensors& saved);
 
 /// Copies an optimizer's options and state to the CPU. Parameters are named as in the model. Errors:
 /// std::invalid_argument for an optimizer that is not LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD, or has a
 /// parameter that is not the model's.
-OptimizerState capture_optimizer(const torch::optim::Optimizer& optimizer, const torch::nn::Module& model);
+GPIPE_API OptimizerState capture_optimizer(const torch::optim::Optimizer& optimizer, const torch::nn::Module& model);
 
 /// Sets an optimizer's options and state, on the parameters' devices. Errors: std::invalid_argument if the saved
 /// optimizer is of another class or has other groups of parameters, or if an option or a parameter's state is missing
 /// or does not fit. The optimizer is then unchanged.
-void restore_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved);
+GPIPE_API void restore_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& model,
+                                 const OptimizerState& saved);
 
 /// Returns the state of the default CPU generator.
-at::Tensor capture_random();
+GPIPE_API at::Tensor capture_random();
 
 /// Sets the state of the default CPU generator. Errors: std::invalid_argument for a tensor that is not such a state.
 /// The generator is then unchanged.
-void restore_random(const at::Tensor& saved);
+GPIPE_API void restore_random(const at::Tensor& saved);
 
 }  // namespace gpipe

@@ -3,7 +3,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "gpipe/schedule/program.h"
+#include "gpipe/api.h"
+#include "gpipe/program.h"
 
 namespace gpipe {
 
@@ -25,7 +26,7 @@ struct Span {
 };
 
 /// The actions of all workers over time, traced or simulated. Not thread-safe.
-struct Timeline {
+struct GPIPE_API Timeline {
   int workers = 0;
   std::vector<Edge> edges;
   std::vector<Span> spans;
@@ -44,10 +45,10 @@ struct Timeline {
 /// Returns, by stage and kind of action, the spans that show how long an action takes while other workers are busy:
 /// those with at least 0.9 of the largest overlap, which is the time that other workers were busy during the span,
 /// summed over workers and divided by its duration. The pointers are into the timeline, in its order.
-std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
+GPIPE_API std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
 /// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track per worker, a
 /// slice per action, an arrow per transfer and, if bytes were counted, a graph of bytes per worker.
-std::string to_chrome_json(const Timeline& timeline);
+GPIPE_API std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -1,8 +1,10 @@
 #pragma once
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 /// Returns the version of the library, such as "0.1.0".
-const char* version();
+GPIPE_API const char* version();
 
 }  // namespace gpipe

@@ -9,6 +9,8 @@
 #include <map>
 #include <string>
 
+#include "gpipe/api.h"
+
 namespace gpipe::models {
 
 struct ResNetOptions {
@@ -39,11 +41,11 @@ struct ResNetOptions {
 /// (group 1 of the bottlenecks, "layer1_0_join.downsample.0.weight").
 ///
 /// Errors: std::invalid_argument with the option and its value.
-torch::nn::Sequential resnet18(const ResNetOptions& options = {});
-torch::nn::Sequential resnet34(const ResNetOptions& options = {});
-torch::nn::Sequential resnet50(const ResNetOptions& options = {});
-torch::nn::Sequential resnet101(const ResNetOptions& options = {});
-torch::nn::Sequential resnet152(const ResNetOptions& options = {});
+GPIPE_API torch::nn::Sequential resnet18(const ResNetOptions& options = {});
+GPIPE_API torch::nn::Sequential resnet34(const ResNetOptions& options = {});
+GPIPE_API torch::nn::Sequential resnet50(const ResNetOptions& options = {});
+GPIPE_API torch::nn::Sequential resnet101(const ResNetOptions& options = {});
+GPIPE_API torch::nn::Sequential resnet152(const ResNetOptions& options = {});
 
 /// Converts a key of the state of torchvision's ResNets to the key in the models above:
 ///
@@ -51,18 +53,18 @@ torch::nn::Sequential resnet152(const ResNetOptions& options = {});
 ///   layer{g}.{b}.downsample.{rest}   layer{g}_{b}_stash.downsample.{rest}
 ///   layer{g}.{b}.{rest}              layer{g}_{b}_{rest}
 ///   other keys                       unchanged
-std::string from_torchvision(const std::string& key);
+GPIPE_API std::string from_torchvision(const std::string& key);
 
 /// Copies the state of torchvision's ResNet of the same depth into a model or into a pipeline of it:
 /// `load_torchvision(*model, state)`. Converts values to the model's devices and types. Sets batch counters
 /// (num_batches_tracked) to 0 if the state is of an older version without them.
 ///
 /// Errors: std::invalid_argument with the first key that is unexpected, missing or misshapen; nothing is copied then.
-void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
+GPIPE_API void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
 /// The same from a safetensors file. `python -m gpipe convert weights.pth weights.safetensors` makes one.
 ///
 /// Errors: also std::runtime_error with the path and the reason; see read_weights().
-void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
+GPIPE_API void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
 
 }  // namespace gpipe::models

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "gpipe/api.h"
+
 namespace gpipe::models {
 
 /// How the decoder of a U-Net doubles the resolution.
@@ -49,6 +51,6 @@ struct UNetOptions {
 /// where BLOCK(b) is b_conv{j}, b_norm{j}, b_relu{j} for each j, then b_dropout if dropout > 0.
 ///
 /// Errors: std::invalid_argument with the option and its value.
-torch::nn::Sequential unet(const UNetOptions& options = {});
+GPIPE_API torch::nn::Sequential unet(const UNetOptions& options = {});
 
 }  // namespace gpipe::models

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "gpipe/api.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
@@ -19,7 +20,7 @@ struct SkipLink {
 };
 
 /// The layers that read a skip, each once.
-std::vector<int> distinct_readers(const SkipLink& skip);
+GPIPE_API std::vector<int> distinct_readers(const SkipLink& skip);
 
 /// A layer, and its name for messages.
 struct NamedLayer {
@@ -40,16 +41,16 @@ struct SkipDeclaration {
 /// order of a module and one nested in it is not checked. Returns the skips in the order of their stashes. Errors:
 /// std::invalid_argument that lists every fault with layer and name: a name stashed or popped twice, read without or
 /// before its stash or after its pop, or stashed and never read.
-std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
+GPIPE_API std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
 
 /// The skips that a layer declares, and those of Skippable modules nested in it. `index` is the layer's.
-std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int index);
+GPIPE_API std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int index);
 
 /// The skips of a model. Modules nested in a layer run in the order in which they were registered, as in a Sequential.
 /// Errors: as match_skips().
-std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
+GPIPE_API std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
 
 /// Checks a model's skips, as the constructor of GPipe does. Errors: as skip_links().
-void verify_skippables(const torch::nn::Sequential& model);
+GPIPE_API void verify_skippables(const torch::nn::Sequential& model);
 
 }  // namespace gpipe

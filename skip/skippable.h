@@ -6,11 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 /// Distinguishes skips of the same name. The default constructor makes a new namespace; a copy equals its original.
 /// Construction and comparison are thread-safe.
-class Namespace {
+class GPIPE_API Namespace {
  public:
   Namespace();
 
@@ -36,7 +38,7 @@ struct SkipKey {
 };
 
 /// Returns "'name'", or "'name' (namespace 3)" for an isolated name.
-std::string to_string(const SkipKey& key);
+GPIPE_API std::string to_string(const SkipKey& key);
 
 /// Mixin for a layer that stashes tensors for later layers, or pops or peeks at tensors of earlier ones:
 ///
@@ -57,7 +59,7 @@ std::string to_string(const SkipKey& key);
 /// Each layer stashes, pops or peeks at each name that it declares once in every forward. Tensors of any dtype and
 /// undefined tensors can be stashed. Changing a stashed tensor in place before its last reader has it is an error,
 /// because its gradient would be wrong.
-class Skippable {
+class GPIPE_API Skippable {
  public:
   struct Names {
     std::vector<std::string> stash = {};
@@ -90,7 +92,7 @@ class Skippable {
   torch::Tensor peek(const std::string& name);
 
  private:
-  friend void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only);
+  friend GPIPE_API void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only);
 
   std::vector<SkipKey> stashes_;
   std::vector<SkipKey> pops_;
@@ -98,7 +100,7 @@ class Skippable {
 };
 
 /// The same for a module and its submodules: isolates every Skippable among them.
-void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
+GPIPE_API void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
 
 /// Implements stash(), pop() and peek() for the calling thread. A pipeline sets a context for each cell. Outside a
 /// pipeline each thread has a default context, so that skippable layers also work in a plain Sequential.
@@ -106,7 +108,7 @@ void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::str
 /// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
 /// forward does not affect the next one. Its pop() and peek() throw std::runtime_error if nothing is stashed under the
 /// key.
-class SkipContext {
+class GPIPE_API SkipContext {
  public:
   virtual ~SkipContext() = default;
 
@@ -120,7 +122,7 @@ class SkipContext {
 
 /// Makes a context current on this thread for a scope. Scopes nest.
 /// REQUIRES: the context outlives the guard; the guard is destroyed on the thread that created it.
-class SkipContextGuard {
+class GPIPE_API SkipContextGuard {
  public:
   explicit SkipContextGuard(SkipContext& context);
   ~SkipContextGuard();

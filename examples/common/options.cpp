@@ -14,7 +14,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe::examples {

@@ -1,7 +1,6 @@
 #include "gpipe/assembly/workers.h"
 
 #include <ATen/Context.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -11,6 +10,7 @@
 #include "gpipe/ranks/job.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -3,7 +3,7 @@
 #include <torch/types.h>
 
 #include "gpipe/options.h"
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 
 namespace gpipe {
 

@@ -10,6 +10,7 @@
 
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -27,7 +28,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
                       bool cudnn_enabled) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   auto* statistics = current_statistics;
   const bool updates = training && have_values(running_mean, running_var);
   const bool defer = statistics != nullptr && updates;
@@ -49,7 +50,7 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
         "deferred_batch_norm does not defer the running statistics of an instance norm; make it with "
         "track_running_stats=False, or turn deferred_batch_norm off");
   }
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   const BatchStatistics::Scope inner(nullptr);  // it calls batch norm
   return at::_ops::instance_norm::redispatch(below, input, weight, bias, running_mean, running_var, use_input_stats,
                                              momentum, eps, cudnn_enabled);

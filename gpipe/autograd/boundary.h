@@ -2,9 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/version.h>
 
 #include <cstddef>
 #include <functional>
@@ -14,37 +11,9 @@
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
-
-// Who counts the nodes of a graph differs between the versions of torch: c10::intrusive_ptr since 2.13.
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-template <class T>
-using NodePtr = c10::intrusive_ptr<T>;
-
-template <class T, class... Args>
-NodePtr<T> make_node(Args&&... args) {
-  return c10::make_intrusive<T>(std::forward<Args>(args)...);
-}
-
-template <class T, class U>
-NodePtr<T> node_cast(const NodePtr<U>& node) {
-  return c10::static_intrusive_pointer_cast<T>(node);
-}
-#else
-template <class T>
-using NodePtr = std::shared_ptr<T>;
-
-template <class T, class... Args>
-NodePtr<T> make_node(Args&&... args) {
-  return {new T(std::forward<Args>(args)...), torch::autograd::deleteNode};
-}
-
-template <class T, class U>
-NodePtr<T> node_cast(const NodePtr<U>& node) {
-  return std::static_pointer_cast<T>(node);
-}
-#endif
 
 /// Returns the tensor itself if no other tensor shares its memory, otherwise a clone: PyTorch adds in place to the
 /// gradient of a leaf. The caller must give up its reference.

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-
 #include <optional>
 
 #include "gpipe/autograd/parameter_sinks.h"

@@ -2,9 +2,6 @@
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 

@@ -1,13 +1,13 @@
 #pragma once
 
 #include <c10/core/StreamGuard.h>
-#include <torch/csrc/autograd/edge.h>
 
 #include <optional>
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 

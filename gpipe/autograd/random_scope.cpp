@@ -3,7 +3,6 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,13 +14,10 @@
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/mutex.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
-
-// A dispatch key above autograd and autocast that PyTorch leaves to out-of-tree code. Scopes include it, so the kernels
-// below see every operator that draws or writes.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -29,7 +25,7 @@ bool is_written(const c10::Argument& argument) {
 
 // A kernel for operators that write to their arguments.
 void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInterceptingKey);
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -168,7 +164,7 @@ void add_kernels(torch::Library& library) {
 // stay: a thread may call operators while the process exits.
 void register_kernels() {
   const auto library = [](const char* name, auto add) {
-    auto* made = new torch::Library(torch::Library::IMPL, name, kKey, __FILE__, __LINE__);
+    auto* made = new torch::Library(torch::Library::IMPL, name, kInterceptingKey, __FILE__, __LINE__);
     add(*made);
     return made;
   };
@@ -192,7 +188,7 @@ void with_current_generator(F f) {
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
     : key_(mix(mix(mix(seed) ^ static_cast<std::uint64_t>(layer)) ^ static_cast<std::uint64_t>(micro_batch))),
       previous_(current_scope),
-      intercept_((register_kernels(), kKey)) {
+      intercept_((register_kernels(), kInterceptingKey)) {
   current_scope = this;
 }
 
@@ -216,7 +212,7 @@ at::Generator RandomScope::generator(c10::Device device) {
   return accelerators_.back();
 }
 
-void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<void()> call) {
+void RandomScope::lend_default_generator(c10::Device device, const std::function<void()>& call) {
   auto own = generator(device);
   auto lent = at::globalContext().defaultGenerator(device);
   MutexLock turn(default_generator_mutex(device));

@@ -1,8 +1,6 @@
 #include "gpipe/autograd/split_backward.h"
 
 #include <c10/util/accumulate.h>
-#include <torch/csrc/autograd/functions/tensor.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
 #include <array>
@@ -11,6 +9,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

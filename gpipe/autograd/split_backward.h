@@ -1,9 +1,7 @@
 #pragma once
 
-#include <torch/csrc/autograd/edge.h>
-#include <torch/csrc/autograd/function.h>
-
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 

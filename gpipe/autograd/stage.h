@@ -10,6 +10,8 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
+#include "gpipe/binding.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "skip/skippable.h"
 
 namespace gpipe {

@@ -1,12 +1,11 @@
 #include "gpipe/autograd/stage_state.h"
 
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include <algorithm>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {

@@ -3,7 +3,7 @@
 #include <optional>
 
 #include "gpipe/graph/graph.h"
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 

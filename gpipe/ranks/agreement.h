@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/ranks/mesh.h"
-#include "gpipe/schedule/action.h"
+#include "gpipe/action.h"
+#include "gpipe/mesh.h"
 
 namespace gpipe {
 

@@ -4,8 +4,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/base/mutex.h"
+#include "gpipe/program.h"
 #include "gpipe/ranks/wire.h"
-#include "gpipe/schedule/program.h"
 
 namespace gpipe {
 

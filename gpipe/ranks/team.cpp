@@ -1,7 +1,5 @@
 #include "gpipe/ranks/team.h"
 
-#include <torch/csrc/autograd/engine.h>
-
 #include <limits>
 
 #include "absl/strings/str_join.h"
@@ -9,6 +7,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

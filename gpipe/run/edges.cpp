@@ -2,11 +2,11 @@
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/view_as_real.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <bit>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -8,7 +8,7 @@
 #include <ATen/ops/norm.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <torch/autograd.h>
 
 #include <algorithm>
 #include <array>

@@ -3,7 +3,6 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <set>
@@ -11,12 +10,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/options.h"
 #include "gpipe/schedules.h"
-
-// Functions of libraries that come with LibTorch without headers. Weak: a LibTorch without OpenMP or MKL lacks them.
-extern "C" {
-__attribute__((weak)) void omp_set_num_threads(int threads);
-__attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
-}
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

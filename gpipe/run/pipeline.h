@@ -11,7 +11,7 @@
 #include "gpipe/binding.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/kept_memory.h"

@@ -4,13 +4,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/autograd.h>
 
 #include <algorithm>
 
@@ -22,6 +17,7 @@
 #include "gpipe/run/mini_batch.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

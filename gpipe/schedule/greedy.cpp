@@ -1,4 +1,4 @@
-#include "gpipe/schedule/greedy.h"
+#include "gpipe/schedules.h"
 
 #include <optional>
 #include <tuple>

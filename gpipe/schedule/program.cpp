@@ -1,4 +1,4 @@
-#include "gpipe/schedule/program.h"
+#include "gpipe/program.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 
 #include <algorithm>
 #include <array>

@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/v_schedules.h"
 #include "gpipe/schedule/verifier.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpipe/schedule/program.h"
+#include "gpipe/program.h"
 
 namespace gpipe {
 

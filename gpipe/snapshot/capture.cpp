@@ -21,7 +21,7 @@ namespace {
 namespace optim = torch::optim;
 
 /// Describes a tensor's type, shape and layout, unless strided. Tensors of equal kinds can be copied into each other.
-std::string kind_of(const at::Tensor& tensor) {
+std::string description_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined";
   std::ostringstream text;
   text << tensor.scalar_type() << tensor.sizes();
@@ -135,7 +135,7 @@ struct Restore {
   void operator()(const char* name, at::Tensor& value, bool needed) const {
     if (!needed && !from.contains(name)) return;
     const auto& tensor = get(name, &c10::IValue::isTensor).toTensor();
-    if (kind_of(tensor) != kind_of(parameter)) wrong(name);
+    if (description_of(tensor) != description_of(parameter)) wrong(name);
     value = copy_on(parameter.device(), tensor);
   }
 
@@ -228,11 +228,11 @@ void restore_model(torch::nn::Module& model, const NamedTensors& saved) {
   auto tensors = tensors_of(model);
   for (const auto& item : tensors) {
     const auto* found = saved.find(item.key());
-    check_same_kind(item.key(), found == nullptr ? "missing" : kind_of(*found), kind_of(item.value()));
+    check_same_kind(item.key(), found == nullptr ? "missing" : description_of(*found), description_of(item.value()));
     check_writable(item.key(), item.value());
   }
   for (const auto& item : saved) {
-    if (!tensors.contains(item.key())) check_same_kind(item.key(), kind_of(item.value()), "missing");
+    if (!tensors.contains(item.key())) check_same_kind(item.key(), description_of(item.value()), "missing");
   }
   const c10::AutoGradMode no_gradients(false);
   for (auto& item : tensors) item.value().copy_(saved[item.key()]);

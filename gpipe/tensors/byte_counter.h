@@ -1,10 +1,9 @@
 #pragma once
 
-#include <torch/csrc/profiler/orchestration/observer.h>
-
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/runtime/executor.h"
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 

@@ -1,7 +1,6 @@
 #include "gpipe/tensors/kept_memory.h"
 
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/base/mutex.h"
+#include "gpipe/tensors/torch_internals.h"
 
 C10_DECLARE_bool(caffe2_cpu_allocator_do_junk_fill);
 C10_DECLARE_bool(caffe2_cpu_allocator_do_zero_fill);

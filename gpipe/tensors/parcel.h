@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 namespace gpipe {
 

@@ -2,9 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+
+#include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {

@@ -1,4 +1,4 @@
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 #include "gpipe/base/checks.h"
 

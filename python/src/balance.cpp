@@ -18,7 +18,7 @@
 #include "balance/search.h"
 #include "balance/stage_cost.h"
 #include "balance/suggest.h"
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 

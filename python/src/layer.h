@@ -11,6 +11,7 @@
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
+#include "gpipe/binding.h"
 #include "python/src/interpreter.h"
 #include "python/src/native_layer.h"
 #include "skip/skippable.h"

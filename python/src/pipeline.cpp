@@ -12,6 +12,7 @@
 #include "gpipe/binding.h"
 #include "gpipe/gradients.h"
 #include "gpipe/ranks.h"
+#include "gpipe/run/loss_check.h"
 #include "gpipe/timeline.h"
 #include "python/src/values.h"
 
@@ -23,7 +24,7 @@ namespace py = pybind11;
 /// The cell that this thread runs.
 struct Running {
   PyObject* stage = nullptr;
-  absl::FunctionRef<void(int)>* begin_layer = nullptr;
+  const std::function<void(int)>* begin_layer = nullptr;
   CellMemo* memo = nullptr;
   const std::vector<Borrowed>* borrowed = nullptr;
 };
@@ -62,8 +63,8 @@ py::object saved_for_recompute() {
 }
 
 /// Runs a stage's layers without Python. A recompute finds the tensors and modes of its forward.
-Value run_native(const std::vector<const PythonLayer*>& layers, Value value, absl::FunctionRef<void(int)> begin_layer,
-                 CellMemo& memo, const std::vector<Borrowed>& borrowed) {
+Value run_native(const std::vector<const PythonLayer*>& layers, Value value,
+                 const std::function<void(int)>& begin_layer, CellMemo& memo, const std::vector<Borrowed>& borrowed) {
   auto kept = std::static_pointer_cast<Memo>(memo);
   if (!kept) {
     kept = std::make_shared<Memo>();
@@ -82,7 +83,7 @@ Value run_native(const std::vector<const PythonLayer*>& layers, Value value, abs
 RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> layers,
                     const std::shared_ptr<ThreadStates>& states, std::shared_ptr<const std::atomic<bool>> is_native) {
   return [states, stage, layers = std::move(layers), is_native = std::move(is_native)](
-             Value input, absl::FunctionRef<void(int)> begin_layer, CellMemo& memo,
+             Value input, const std::function<void(int)>& begin_layer, CellMemo& memo,
              const std::vector<Borrowed>& borrowed) {
     const auto* kept = static_cast<Memo*>(memo.get());
     const bool was_native = kept != nullptr && !kept->states.empty();
@@ -101,7 +102,7 @@ RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> laye
 }
 
 /// Calls a function with the interpreter's lock. An operator's error may be set on this thread meanwhile.
-void lock(absl::FunctionRef<void()> call) {
+void lock(const std::function<void()>& call) {
   const Section section(Section::Pending::kRestore);
   call();
 }

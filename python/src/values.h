@@ -8,9 +8,9 @@
 #include <string>
 #include <type_traits>
 
+#include "gpipe/action.h"
 #include "gpipe/error_info.h"
-#include "gpipe/schedule/action.h"
-#include "gpipe/tensors/value.h"
+#include "gpipe/value.h"
 
 // Conversions between Python objects and values, arguments and errors of the library. REQUIRES: the interpreter's lock,
 // unless a function says otherwise.

@@ -6,6 +6,7 @@
 #include "balance/cluster_plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
+#include "balance/stage_cost.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "tests/support/matchers.h"
 

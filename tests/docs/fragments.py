@@ -3,7 +3,8 @@
     fragments.py PAGE... OUTPUT
 
 A fragment sees the declarations of the earlier fragments on its page. The file includes torch, the pipeline, and the
-headers that fragments include or name in a comment such as `// "balance/cut.h"`.
+headers that fragments include or name in a comment such as `// "balance/cut.h"`. To the linker, what gpipe/api.h does not
+mark is hidden, as in a library that is built without tests.
 """
 
 import re
@@ -39,6 +40,7 @@ def main() -> None:
             body += "{\n" + TYPE.sub("", fragment)
         code += body + "}" * len(fragments) + "}\n}\n"
     includes = "".join(f"#include {header}\n" for header in dict.fromkeys(headers))
+    includes = includes.replace('#include "', '#pragma GCC visibility push(hidden)\n#include "', 1)
     output.write_text(f"// Made by fragments.py.\n{includes}{code}")
 
 

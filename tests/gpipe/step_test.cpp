@@ -2,7 +2,7 @@
 
 #include <fstream>
 
-#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"

@@ -12,7 +12,7 @@ sed -n '/^```cpp$/,/^```$/{//!p}' "$here/../../README.md" >"$work/README.cpp"
 
 rm -rf "$work/prefix"
 "$cmake" --install "$build" --prefix "$work/prefix" >/dev/null
-cp "$build/gpipe/public/libgpipe.so.0" "$work/prefix/lib/"
-"$cmake" --fresh -G Ninja -S "$work" -B "$work/build" -DCMAKE_PREFIX_PATH="$work/prefix"
+"$cmake" --fresh -G Ninja -S "$work" -B "$work/build" -DCMAKE_PREFIX_PATH="$work/prefix" \
+  -DCMAKE_DISABLE_FIND_PACKAGE_absl=ON
 "$cmake" --build "$work/build"
 "$work/build/README"

@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "gpipe/ranks/mesh.h"
+#include "gpipe/mesh.h"
 #include "tests/ranks/fake_rank.h"
 
 namespace gpipe::testing {

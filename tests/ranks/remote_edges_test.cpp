@@ -1,6 +1,6 @@
 #include "gpipe/ranks/remote_edges.h"
 
-#include "gpipe/ranks/mesh.h"
+#include "gpipe/mesh.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 #include "tests/schedule/programs.h"

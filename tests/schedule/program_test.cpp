@@ -1,5 +1,5 @@
 // Programs: edges, the lists of gpipe, text, and what the verifier proves and refuses.
-#include "gpipe/schedule/program.h"
+#include "gpipe/program.h"
 
 #include <sys/resource.h>
 
@@ -7,8 +7,8 @@
 #include <limits>
 #include <span>
 
-#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 

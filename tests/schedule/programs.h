@@ -9,7 +9,7 @@
 #include <tuple>
 #include <utility>
 
-#include "gpipe/schedule/program.h"
+#include "gpipe/program.h"
 #include "gpipe/schedules.h"
 #include "tests/support/matchers.h"
 

@@ -4,8 +4,8 @@
 #include <array>
 #include <optional>
 
-#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 

@@ -3,8 +3,8 @@
 #include <string_view>
 
 #include "gpipe/schedule/auto_schedule.h"
-#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 

@@ -3,7 +3,8 @@
 #include <cstddef>
 #include <span>
 
-#include "gpipe/schedule/action.h"
+#include "gpipe/action.h"
+#include "gpipe/api.h"
 
 namespace gpipe {
 
@@ -26,7 +27,7 @@ struct LayerLink {
 };
 
 /// Returns for each stage the index after its last layer. Errors: std::invalid_argument for numbers < 1 or too large.
-std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
+GPIPE_API std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the edges of
 /// each link that crosses a cut. A reading stage gets the value from the one before it on its worker, else from the one
@@ -34,20 +35,20 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 /// most once, and one summed gradient comes back. `placement` has the worker of each stage; if empty, each has its own.
 /// Appends the index of each of these edges' links to `cut_links` unless it is null. Errors: as stage_ends();
 /// std::out_of_range if a link names a layer that the balance does not have.
-std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
-                            const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
+GPIPE_API std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
+                                      const std::vector<int>& placement = {}, std::vector<int>* cut_links = nullptr);
 
 /// Errors: std::invalid_argument for no layers, or a balance that is not positive or does not sum to their number.
-void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
+GPIPE_API void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
 
 /// Errors: std::invalid_argument unless `chunks` is positive.
-void check_chunks(std::int64_t chunks);
+GPIPE_API void check_chunks(std::int64_t chunks);
 
 /// Most cells (stages x micro-batches) in a layout. A program of this size takes about a gigabyte.
 inline constexpr int kMostCells = 1 << 22;
 
 /// The numbers of stages and micro-batches and the placement: the input of a schedule generator and of the verifier.
-struct Layout {
+struct GPIPE_API Layout {
   int stages = 1;
   int micro_batches = 1;
   /// The worker of each stage. Workers are numbered from 0 without gaps.
@@ -58,7 +59,7 @@ struct Layout {
 
 /// The edges of each stage, and the edges that each action takes and puts: F moves data along the edges, B and I move
 /// gradients back, R and W exchange nothing. The verifier, the simulator and the executor share these rules.
-struct Wiring {
+struct GPIPE_API Wiring {
   Wiring() = default;
   /// REQUIRES: the edges' stages are in 0..stages-1.
   Wiring(int stages, const std::vector<Edge>& edges);
@@ -87,7 +88,7 @@ enum class Part {
 };
 
 /// A verified schedule with its edges, ready for the executor and the simulator. Immutable.
-class Program {
+class GPIPE_API Program {
  public:
   /// Verifies the schedule (see verifier.h) and combines it with its edges. Errors: std::invalid_argument for what
   /// breaks a rule; for a deadlock, with the blocked actions.

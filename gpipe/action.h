@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 enum class Kind : std::uint8_t {
@@ -25,10 +27,10 @@ struct Action {
   friend bool operator==(const Action&, const Action&) = default;
 };
 
-char to_char(Kind kind);
+GPIPE_API char to_char(Kind kind);
 
 /// Returns the notation of torch.distributed.pipelining: "2F0" is the forward of micro-batch 0 on stage 2.
-std::string to_string(const Action& action);
+GPIPE_API std::string to_string(const Action& action);
 
 /// One ordered list of actions per worker.
 using Schedule = std::vector<std::vector<Action>>;
@@ -41,18 +43,18 @@ enum class Checkpoint {
 };
 
 /// Returns all modes by name: "never", "except_last", "always".
-std::map<std::string, Checkpoint> checkpoints();
-std::string to_string(Checkpoint checkpoint);
+GPIPE_API std::map<std::string, Checkpoint> checkpoints();
+GPIPE_API std::string to_string(Checkpoint checkpoint);
 
 /// Whether the mode recomputes a cell of this micro-batch.
-bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
+GPIPE_API bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
 
 /// The schedule of forward() and its backward, and the default of step().
 inline constexpr char kFillAndDrain[] = "gpipe";
 /// The name that stands for the fastest of all schedules.
 inline constexpr char kAnySchedule[] = "auto";
 
-struct Layout;
+struct GPIPE_API Layout;
 
 /// Generates the schedule of a training step. Throws std::invalid_argument for a layout that it has no schedule for.
 using ScheduleFunction = std::function<Schedule(const Layout& layout, Checkpoint checkpoint)>;

@@ -9,10 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/api.h"
+
 namespace gpipe {
 
 /// The structure of an object of another language, without its tensors. Immutable. Thread-safe.
-class Structure {
+class GPIPE_API Structure {
  public:
   virtual ~Structure() = default;
   virtual bool equals(const Structure& other) const = 0;
@@ -28,7 +30,7 @@ struct StructureCodec {
 
 /// The input or output of a layer: a tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an
 /// object of another language. By its form, a layer gets the type that the previous one returned, at any balance.
-class Value {
+class GPIPE_API Value {
  public:
   struct Form {
     enum Kind { kTensor, kVector, kTuple, kObject };

@@ -2,7 +2,8 @@
 
 #include <string_view>
 
-#include "gpipe/schedule/program.h"
+#include "gpipe/api.h"
+#include "gpipe/program.h"
 
 namespace gpipe {
 
@@ -14,12 +15,12 @@ struct ParsedSchedule {
 
 /// The text form of schedules, as PyTorch's pipelining prints them: one line per worker, actions such as 2F0 (stage 2,
 /// forward, micro-batch 0) separated by spaces.
-std::string to_text(const Schedule& schedule);
+GPIPE_API std::string to_text(const Schedule& schedule);
 
 /// Parses the text form. Commas separate actions too. Empty lines and the rest of a line after '#' are skipped. The
 /// layout has the stages, micro-batches and workers that occur. Does not check that the schedule can run. Errors:
 /// std::invalid_argument, with line and column, for text that is not of this form, or a stage on two workers.
-ParsedSchedule parse_schedule(std::string_view text);
+GPIPE_API ParsedSchedule parse_schedule(std::string_view text);
 
 /// Where the schedules of a pipeline come from, and the placement that they need.
 struct ScheduleSource {
@@ -29,14 +30,14 @@ struct ScheduleSource {
 
 /// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a file that cannot be
 /// read, is larger than 64 MiB, or is malformed.
-ParsedSchedule read_schedule(const std::string& path);
+GPIPE_API ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`, or
 /// if that is empty where the rule places them. A file implies its own placement. If it has no R, the checkpoint mode
 /// adds them. Errors: as read_schedule() and the rule; std::invalid_argument for a file for another number of
 /// stages or another placement, stages_per_worker together with a placement or a file, or a schedule that does not fit
 /// the placement.
-ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
-                               std::vector<int> placement = {});
+GPIPE_API ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
+                                         std::vector<int> placement = {});
 
 }  // namespace gpipe
