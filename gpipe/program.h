@@ -65,8 +65,14 @@ struct GPIPE_API Wiring {
   Wiring(int stages, const std::vector<Edge>& edges);
 
   /// The indices of the edges that an action takes before and puts after it runs, ascending, in this object's memory.
-  std::span<const int> takes(const Action& action) const;
-  std::span<const int> puts(const Action& action) const;
+  std::span<const int> takes(const Action& action) const {
+    if (action.kind == Kind::R || action.kind == Kind::W) return {};
+    return (action.kind == Kind::F ? in : out)[action.stage];
+  }
+  std::span<const int> puts(const Action& action) const {
+    if (action.kind == Kind::R || action.kind == Kind::W) return {};
+    return (action.kind == Kind::F ? out : in)[action.stage];
+  }
 
   /// Per stage: indices of the edges that enter it and of those that leave it, ascending.
   std::vector<std::vector<int>> in;
@@ -101,13 +107,20 @@ class GPIPE_API Program {
   const Wiring& wiring() const { return wiring_; }
 
   /// Whether the cell has an R. Its F then stores the inputs and builds no graph.
-  bool recomputes(int stage, int micro_batch) const;
+  bool recomputes(int stage, int micro_batch) const {
+    return recomputes_[static_cast<std::size_t>(stage) * layout_.micro_batches + micro_batch];
+  }
   /// Whether any cell of the stage has an R.
   bool recomputes(int stage) const;
   /// Whether the schedule has any backward actions. False for inference.
   bool has_backward() const { return has_backward_; }
   /// The actions of a worker in a part of the program.
-  std::span<const Action> actions(int worker, Part part) const;
+  std::span<const Action> actions(int worker, Part part) const {
+    const std::span<const Action> list = schedule_[worker];
+    const auto leading = static_cast<std::size_t>(leading_forwards_[worker]);
+    if (part == Part::kAll) return list;
+    return part == Part::kForward ? list.first(leading) : list.subspan(leading);
+  }
   /// Whether every worker has all its F before any other action, so that forward and backward can be separate runs.
   bool two_phase() const;
 

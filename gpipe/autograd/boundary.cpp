@@ -8,10 +8,10 @@
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <stdexcept>
 #include <unordered_map>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -174,7 +174,7 @@ class PipelineNode : public torch::autograd::Node {
   } catch (const std::exception&) {
     throw;
   } catch (...) {
-    throw std::runtime_error("[gpipe] a layer threw an object that is not a std::exception");
+    throw_error("a layer threw an object that is not a std::exception");
   }
 
   BackwardFunction function_;

@@ -6,12 +6,23 @@
 
 namespace gpipe {
 
+Turn::Turn(Pipeline& pipeline) : pipeline_(pipeline) {
+  auto& mutex = pipeline.call_mutex();
+  if (pipeline.caller == std::this_thread::get_id()) return;
+  lock_.emplace(mutex);
+  pipeline.caller = std::this_thread::get_id();
+}
+
+Turn::~Turn() {
+  if (lock_) pipeline_.caller = std::thread::id();
+}
+
 Call::~Call() {
   for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
 }
 
 void Call::take_turn() {
-  if (!turn_) turn_.emplace(pipeline_.call_mutex());
+  if (!turn_) turn_.emplace(pipeline_);
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {

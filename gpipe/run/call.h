@@ -7,6 +7,19 @@
 
 namespace gpipe {
 
+/// This thread's turn with a pipeline: its stages belong to the thread meanwhile. Turns of one thread nest. Errors of the
+/// constructor: as Executor::check_caller().
+class Turn {
+ public:
+  explicit Turn(Pipeline& pipeline);
+  ~Turn();
+  Turn(const Turn&) = delete;
+
+ private:
+  Pipeline& pipeline_;
+  std::optional<MutexLock> lock_;  // none for an inner one
+};
+
 /// One forward, step, backward or collective, as a transaction.
 ///
 ///   return in_call(pipeline, [&](Call& call) { return call.agree({.key = {.name = "largest"}, .number = number}).largest; });
@@ -25,7 +38,7 @@ class Call {
   std::uint64_t seed() const { return draw_->seed(); }
   /// Takes the turn and agrees on the call with the other ranks. Errors: as Team::agree().
   Agreement agree(Proposal proposal);
-  /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
+  /// Marks the call as agreed: from now on an error of this rank fails the other ranks too.
   void start() { has_started_ = true; }
 
   /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being
@@ -37,7 +50,7 @@ class Call {
  private:
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
-  std::optional<MutexLock> turn_;
+  std::optional<Turn> turn_;
   std::vector<StageState::Saved> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call

@@ -141,7 +141,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
 void GPipeImpl::withdraw(const std::string& reason) {
   auto& team = pipeline_->team();
   if (team.size() == 1) return;
-  MutexLock turn(pipeline_->call_mutex());
+  const Turn turn(*pipeline_);
   team.withdraw(reason);
 }
 

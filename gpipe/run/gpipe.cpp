@@ -51,9 +51,9 @@ void check_kinds(const torch::nn::Module& module, torch::serialize::InputArchive
     for (const auto& own : tensors) {
       at::Tensor saved;
       if (!own->defined() || !archive.try_read(own.key(), saved, are_buffers)) continue;
-      require(kind_of(saved) == kind_of(*own),
-              "the file is of another model: '%s%s' is %s in the file and %s in this model", path, own.key(),
-              kind_of(saved), kind_of(*own));
+      if (kind_of(saved) == kind_of(*own)) continue;
+      refuse_argument("the file is of another model: '", path, own.key(), "' is ", kind_of(saved), " in the file and ",
+                      kind_of(*own), " in this model");
     }
   };
   check(module.named_parameters(/*recurse=*/false), false);

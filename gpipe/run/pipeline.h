@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <map>
+#include <thread>
 #include <tuple>
 
 #include "absl/base/thread_annotations.h"
@@ -20,7 +21,7 @@ namespace gpipe {
 
 /// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it.
 ///
-/// Thread safety: stages() belong to the holder of call_mutex() and its workers. The other functions: any thread.
+/// Thread safety: stages() belong to the thread that has a Turn and its workers. The other functions: any thread.
 class Pipeline {
  public:
   /// REQUIRES: the stages of a worker have one device. Stages of other ranks are on the CPU and have no layers. Errors,
@@ -46,7 +47,6 @@ class Pipeline {
   int worker_of(int stage) const { return placement_[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// What StepLoss has compared, last used last. Belongs to the holder of call_mutex().
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -68,8 +68,9 @@ class Pipeline {
   /// The copy streams for inputs and targets, the same for the same devices.
   Link inlet_link(c10::Device from, c10::Device to);
 
-  /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
+  /// For Turn. Errors: as Executor::check_caller().
   Mutex& call_mutex();
+  std::atomic<std::thread::id> caller = {};  ///< who has the mutex
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made,
   /// and in the next call after one of them has loaded a state.

@@ -43,7 +43,7 @@ void CallerInputs::await_copies() const {
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,
                                             std::int64_t least) {
-  if (split_size == 0) check_chunks(chunks);
+  if (split_size == 0 && chunks <= 0) check_chunks(chunks);
   if (samples < 0 || split_size < 0) {
     refuse_argument("a mini-batch of ", samples, " samples cannot be cut into ",
                     split_size != 0 ? absl::StrCat("micro-batches of ", split_size, " samples")

@@ -275,6 +275,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
 
 StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
   const ExitGuard guard;
+  const Turn turn(*pipeline_);  // until the gradients are in `.grad`, which the next step adds to
   const auto unit = std::make_shared<at::Tensor>();
   auto result = run_step(std::move(input), std::move(target), loss, options, unit);
   if (result.loss.requires_grad()) {

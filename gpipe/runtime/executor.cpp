@@ -245,11 +245,8 @@ std::optional<Failure> Executor::run(const Program& program, Part part, ActionRu
   check_caller();
   Run run(*this, program, part, runner, timeline != nullptr, step);
   const ExitGuard guard;
-  {
-    MutexLock turn(turn_);
-    for (const auto& worker : workers_) worker->set_run(&run);
-    for (const auto& worker : workers_) wait_for(*worker, run);
-  }
+  for (const auto& worker : workers_) worker->set_run(&run);
+  for (const auto& worker : workers_) wait_for(*worker, run);
   if (timeline != nullptr) {
     timeline->workers = program.workers();
     timeline->edges = program.edges();

@@ -76,7 +76,7 @@ class Channel {
 ///
 /// Some of a program's workers can be in other processes. ActionRunner::run() serves the edges to them.
 ///
-/// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
+/// Thread safety: run() can be called from any thread that is not one of the workers, by one at a time.
 class Executor {
  public:
   /// Starts the threads of a program's `workers` from `first` on; the others are in other processes. While run() waits,
@@ -109,7 +109,6 @@ class Executor {
   const std::function<void()> poll_;
   const int first_;
   const pid_t process_;
-  Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };
 

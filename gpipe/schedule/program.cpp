@@ -103,16 +103,6 @@ Wiring::Wiring(int stages, const std::vector<Edge>& edges) : in(stages), out(sta
   }
 }
 
-std::span<const int> Wiring::takes(const Action& action) const {
-  if (action.kind == Kind::R || action.kind == Kind::W) return {};
-  return (action.kind == Kind::F ? in : out)[action.stage];
-}
-
-std::span<const int> Wiring::puts(const Action& action) const {
-  if (action.kind == Kind::R || action.kind == Kind::W) return {};
-  return (action.kind == Kind::F ? out : in)[action.stage];
-}
-
 Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
   verify(layout, edges, schedule);
   Program program;
@@ -138,20 +128,9 @@ Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule)
   return program;
 }
 
-bool Program::recomputes(int stage, int micro_batch) const {
-  return recomputes_[static_cast<std::size_t>(stage) * layout_.micro_batches + micro_batch];
-}
-
 bool Program::recomputes(int stage) const {
   const auto first = recomputes_.begin() + static_cast<std::ptrdiff_t>(stage) * layout_.micro_batches;
   return std::any_of(first, first + layout_.micro_batches, std::identity());
-}
-
-std::span<const Action> Program::actions(int worker, Part part) const {
-  const std::span<const Action> list = schedule_[worker];
-  const auto leading = static_cast<std::size_t>(leading_forwards_[worker]);
-  if (part == Part::kAll) return list;
-  return part == Part::kForward ? list.first(leading) : list.subspan(leading);
 }
 
 bool Program::two_phase() const {

@@ -62,6 +62,20 @@ TEST(Threads, StepOnePipelineWhileAnotherRunsABackwardOfItsModel) {
   EXPECT_TRUE(same(take_gradients(*model), expected));
 }
 
+TEST(Threads, MayCallThePipelineInAHookOfItsStep) {
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  GPipe pipe(model, {1, 1}, in_chunks(2));
+  const auto x = torch::rand({4, 4});
+  int calls = 0;
+  model->parameters().front().register_hook([&](const Tensor&) {
+    const torch::NoGradGuard no_grad;
+    pipe->forward(x);
+    ++calls;
+  });
+  pipe->step(x, x, tensor_loss(torch::nn::MSELoss()));
+  EXPECT_EQ(calls, 1);
+}
+
 TEST(Threads, BeginAndEndWithThePipeline) {
   { GPipe warm_up(Sequential(Linear(6, 6), torch::nn::Tanh()), {1, 1}); }
   const auto threads = thread_count();

@@ -30,12 +30,10 @@ int main() {
   namespace nn = torch::nn;
   nn::Sequential model(nn::Linear(8, 8), std::make_shared<StashImpl>(), nn::Dropout(0.1), nn::Linear(8, 8), nn::ReLU(),
                        std::make_shared<PopImpl>());
-  auto options = gpipe::GPipeOptions().chunks(4).schedule("1f1b");
+  auto options = gpipe::GPipeOptions().chunks(4).schedule("1f1b").keep_memory(false);
   if (std::getenv("RANK") != nullptr) options.ranks(gpipe::Ranks::from_environment());
   gpipe::GPipe pipe(model, {3, 3}, options);
-  const gpipe::LossFunction loss([](const gpipe::Value& output, const gpipe::Value& target) {
-    return torch::mse_loss(output.tensor(), target.tensor());
-  });
+  const auto loss = gpipe::tensor_loss(nn::MSELoss());
   const auto x = torch::rand({16, 8});
   for (const bool second : {false, true}) {
     enabled = second;
