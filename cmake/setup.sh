@@ -5,7 +5,7 @@
 #   GPIPE_TORCH        version of torch to install, such as 2.12. Default: the newest that is tested.
 #   GPIPE_TORCH_INDEX  another index that pip looks for torch in. One of torch without CUDA saves most of the 5 GB.
 
-readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgif-dev libpng-dev libturbojpeg0-dev
+readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgraphicsmagick++1-dev
   ninja-build nlohmann-json3-dev pkgconf python3-venv zlib1g-dev)
 readonly test_packages=("${build_packages[@]}" clang libbenchmark-dev libclang-rt-dev libgmock-dev python3-dev)
 read -ra torch_versions < <(sed -n 's/^set(GPIPE_TORCH_TESTED \(.*\))$/\1/p' cmake/GpipeTorch.cmake)

@@ -1,243 +1,118 @@
 #include "examples/common/image.h"
 
 #include <ATen/Functions.h>
-#include <gif_lib.h>
-#include <png.h>
-#include <turbojpeg.h>
+#include <Magick++.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
-#include <limits>
-#include <memory>
 #include <stdexcept>
 #include <string_view>
-#include <utility>
 
+#include "absl/strings/ascii.h"
 #include "examples/common/exif.h"
 #include "examples/common/files.h"
 
 namespace gpipe::examples {
 namespace {
 
-using Wanted = std::optional<Size>;
-
 constexpr int kLargestSide = 65535;
 constexpr std::uint64_t kMostPixels = std::uint64_t{1} << 28;
-// Read from a file of any length, because the header can be longer than the pixels.
-constexpr std::uint64_t kFewPixels = std::uint64_t{1} << 20;
-constexpr std::size_t kLongestHeader = 1 << 20;
 
-// Decoders return [height, width, 3]. Their errors have no name of a file.
-at::Tensor new_pixels(Size size, int channels = 3) { return at::zeros({size.height, size.width, channels}, at::kByte); }
+struct Kind {
+  const char* name;
+  std::string_view begin;  // of a file
+};
+constexpr std::array<Kind, 5> kKinds{{{"JPEG", "\xff\xd8\xff"},
+                                      {"PNG", "\x89PNG\r\n\x1a\n"},
+                                      {"GIF", "GIF8"},
+                                      {"TIFF", std::string_view("II*\0", 4)},
+                                      {"TIFF", std::string_view("MM\0*", 4)}}};
 
-// --- Orientation
-
-Size turned(Size size, int orientation) { return orientation > 4 ? Size{size.height, size.width} : size; }
-
-at::Tensor turned(at::Tensor image, int orientation) {
-  if (orientation > 4) image = image.transpose(1, 2);
-  if ((orientation & 2) != 0) image = image.flip(2);
-  if (((orientation - 1) & 2) != 0) image = image.flip(1);
-  return image;
-}
-
-// --- JPEG
-
-class Jpeg {
+class File {
  public:
-  explicit Jpeg(std::string_view bytes)
-      : data_(reinterpret_cast<const unsigned char*>(bytes.data())), count_(bytes.size()) {
-    int subsampling = 0;
-    check(tjDecompressHeader3(codec_.get(), data_, count_, &size_.width, &size_.height, &subsampling, &colorspace_));
+  explicit File(const std::filesystem::path& path) : bytes_(read_file(path)) {
+    static const auto once = MagickLib::InitializeMagickEx(nullptr, MAGICK_OPT_NO_SIGNAL_HANDER, nullptr);
+    if (once == MagickFail) throw std::runtime_error("GraphicsMagick cannot start");
+    if (bytes_.empty()) throw std::runtime_error("the file is empty");
+    const auto begins = [&](const Kind& kind) { return bytes_.starts_with(kind.begin); };
+    const auto kind = std::ranges::find_if(kKinds, begins);
+    if (kind == kKinds.end()) throw std::runtime_error("not a JPEG, PNG, GIF or TIFF file");
+    kind_ = kind->name;
+    Magick::Image header;
+    header.ping(blob());
+    orientation_ = kind_ == "TIFF" ? header.orientation() : exif_orientation(bytes_);
+    size_ = whole_size(header);
+    const auto pixels = static_cast<std::uint64_t>(size_.width) * static_cast<std::uint64_t>(size_.height);
+    if (size_.width <= kLargestSide && size_.height <= kLargestSide && pixels <= kMostPixels) return;
+    throw std::runtime_error(examples::to_string(size_) + " pixels are too many; at most " +
+                             std::to_string(kLargestSide) + " per side and " + std::to_string(kMostPixels) +
+                             " in all are supported");
   }
 
-  Size size() const { return size_; }
+  /// As viewers turn the image.
+  Size size() const { return orientation_ > 4 ? Size{size_.height, size_.width} : size_; }
 
-  // Decodes at the smallest size that the format offers and that is not below `wanted`.
-  at::Tensor decode(Wanted wanted) {
-    Size best = size_;
-    int factors = 0;
-    const tjscalingfactor* factor = tjGetScalingFactors(&factors);
-    for (; wanted && factors > 0; --factors, ++factor) {
-      const Size size{TJSCALED(size_.width, (*factor)), TJSCALED(size_.height, (*factor))};
-      if (size.width >= wanted->width && size.height >= wanted->height && size.width < best.width) best = size;
+  /// Returns [3, height, width] of int, from 0 to 65535. A JPEG is decoded at the smallest size that the format offers
+  /// and that is not below `wanted`.
+  at::Tensor decode(const std::optional<Size>& wanted) const {
+    Magick::Image image;
+    const auto hint = wanted && orientation_ > 4 ? Size{wanted->height, wanted->width} : wanted.value_or(Size{});
+    if (kind_ == "JPEG" && wanted) {
+      image.read(blob(), Magick::Geometry(static_cast<unsigned>(hint.width), static_cast<unsigned>(hint.height)),
+                 kind_);
+    } else {
+      image.read(blob(), Magick::Geometry(), kind_);
     }
-    const bool inks = colorspace_ == TJCS_CMYK || colorspace_ == TJCS_YCCK;
-    auto pixels = new_pixels(best, inks ? 4 : 3);
-    // Damaged pixels are only a warning. A small file with thousands of scans would take minutes.
-    constexpr int kFlags = TJFLAG_ACCURATEDCT | TJFLAG_STOPONWARNING | TJFLAG_LIMITSCANS;
-    check(tjDecompress2(codec_.get(), data_, count_, pixels.mutable_data_ptr<std::uint8_t>(), best.width, 0,
-                        best.height, inks ? TJPF_CMYK : TJPF_RGB, kFlags));
-    if (!inks) return pixels;
-    // By Adobe's convention, a file has 255 for no ink.
-    const auto products = pixels.narrow(2, 0, 3).to(at::kInt) * pixels.narrow(2, 3, 1);
-    return (products + 127).floor_divide(255).to(at::kByte);
+    if (image.colorSpace() == Magick::CMYKColorspace) image.colorSpace(Magick::RGBColorspace);
+    const auto width = static_cast<std::int64_t>(image.columns()), height = static_cast<std::int64_t>(image.rows());
+    auto pixels = at::empty({height, width, 3}, at::kShort);
+    image.write(0, 0, image.columns(), image.rows(), "RGB", Magick::ShortPixel, pixels.mutable_data_ptr());
+    auto values = pixels.permute({2, 0, 1}).to(at::kInt).bitwise_and(0xffff);
+    if (kind_ == "GIF") values = on_canvas(values, image.page());
+    if (orientation_ > 4) values = values.transpose(1, 2);
+    if ((orientation_ & 2) != 0) values = values.flip(2);
+    if (((orientation_ - 1) & 2) != 0) values = values.flip(1);
+    return values;
   }
 
  private:
-  void check(int result) const {
-    if (result != 0) throw std::runtime_error(tjGetErrorStr2(codec_.get()));
+  Magick::Blob blob() const { return {bytes_.data(), bytes_.size()}; }
+
+  Size whole_size(const Magick::Image& header) const {
+    const auto page = header.page();
+    const bool has_canvas = kind_ == "GIF" && page.width() > 0;
+    return {static_cast<int>(has_canvas ? page.width() : header.columns()),
+            static_cast<int>(has_canvas ? page.height() : header.rows())};
   }
 
-  const std::unique_ptr<void, int (*)(tjhandle)> codec_{tjInitDecompress(), tjDestroy};
-  const unsigned char* data_;
-  const std::size_t count_;
+  // A frame of a GIF can be a part of the image.
+  at::Tensor on_canvas(const at::Tensor& frame, const Magick::Geometry& page) const {
+    auto canvas = at::zeros({3, size_.height, size_.width}, at::kInt);
+    const auto left = static_cast<std::int64_t>(page.xOff()), top = static_cast<std::int64_t>(page.yOff());
+    const auto width = std::min<std::int64_t>(frame.size(2), size_.width - left);
+    const auto height = std::min<std::int64_t>(frame.size(1), size_.height - top);
+    if (width < 1 || height < 1) return canvas;
+    canvas.narrow(1, top, height).narrow(2, left, width).copy_(frame.narrow(1, 0, height).narrow(2, 0, width));
+    return canvas;
+  }
+
+  const std::string bytes_;
+  std::string kind_;
+  int orientation_ = 1;
   Size size_;
-  int colorspace_ = 0;
 };
 
-// --- PNG
-
-class Png {
- public:
-  explicit Png(std::string bytes) : bytes_(std::move(bytes)) {
-    // Hides the gamma from libpng, which would convert the values.
-    if (const auto gamma = bytes_.find("gAMA"); gamma < bytes_.find("IDAT")) bytes_[gamma + 1] = 'a';
-    png_.version = PNG_IMAGE_VERSION;
-    check(png_image_begin_read_from_memory(&png_, bytes_.data(), bytes_.size()));
-    if ((png_.format & PNG_FORMAT_FLAG_LINEAR) == 0) return;
-    png_image_free(&png_);
-    throw std::runtime_error("16 bits per channel are not supported; write 8");
-  }
-  ~Png() { png_image_free(&png_); }
-  Png(const Png&) = delete;
-  Png& operator=(const Png&) = delete;
-
-  Size size() const { return {static_cast<int>(png_.width), static_cast<int>(png_.height)}; }
-
-  at::Tensor decode(Wanted) {
-    // Without alpha channel, libpng would blend transparent pixels with a background.
-    const bool alpha = (png_.format & PNG_FORMAT_FLAG_ALPHA) != 0;
-    png_.format = alpha ? PNG_FORMAT_RGBA : PNG_FORMAT_RGB;
-    auto pixels = at::empty({size().height, size().width, alpha ? 4 : 3}, at::kByte);
-    check(png_image_finish_read(&png_, nullptr, pixels.mutable_data_ptr(), 0, nullptr));
-    return pixels.narrow(2, 0, 3);
-  }
-
- private:
-  void check(int result) const {
-    if (result == 0) throw std::runtime_error(png_.message);
-  }
-
-  std::string bytes_;
-  png_image png_{};
-};
-
-// --- GIF
-
-class Gif {
- public:
-  explicit Gif(std::string_view bytes) : rest_(bytes) {
-    int error = 0;
-    gif_.reset(DGifOpen(&rest_, read, &error));
-    if (!gif_) fail(error);
-    if (gif_->SWidth < 1 || gif_->SHeight < 1) throw std::runtime_error("the GIF has no pixels");
-  }
-
-  Size size() const { return {gif_->SWidth, gif_->SHeight}; }
-
-  at::Tensor decode(Wanted) {
-    find_frame();
-    const GifImageDesc& frame = gif_->Image;
-    const ColorMapObject* palette = frame.ColorMap != nullptr ? frame.ColorMap : gif_->SColorMap;
-    if (palette == nullptr) throw std::runtime_error("the GIF has no palette");
-    if (frame.Width < 1 || frame.Height < 1) throw std::runtime_error("the GIF's first frame has no pixels");
-    auto pixels = new_pixels(size());
-    const auto pixel = pixels.accessor<std::uint8_t, 3>();
-    std::vector<GifPixelType> row(static_cast<std::size_t>(frame.Width));
-    for (const int y : row_order(frame)) {
-      check(DGifGetLine(gif_.get(), row.data(), frame.Width));
-      for (int x = 0; x < frame.Width; ++x) {
-        if (row[x] >= palette->ColorCount) throw std::runtime_error("the GIF uses a colour that its palette lacks");
-        if (frame.Left + x >= size().width || frame.Top + y >= size().height) continue;
-        const auto& [red, green, blue] = palette->Colors[row[x]];
-        const std::array<std::uint8_t, 3> color{red, green, blue};
-        std::copy(color.begin(), color.end(), pixel[frame.Top + y][frame.Left + x].data());
-      }
-    }
-    return pixels;
-  }
-
- private:
-  struct Closer {
-    void operator()(GifFileType* gif) const { DGifCloseFile(gif, nullptr); }
-  };
-
-  static int read(GifFileType* gif, GifByteType* bytes, int count) {
-    auto& rest = *static_cast<std::string_view*>(gif->UserData);
-    const auto taken = std::min(rest.size(), static_cast<std::size_t>(count));
-    std::memcpy(bytes, rest.data(), taken);
-    rest.remove_prefix(taken);
-    return static_cast<int>(taken);
-  }
-
-  [[noreturn]] static void fail(int code) {
-    const char* text = GifErrorString(code);
-    throw std::runtime_error(text != nullptr ? text : "the GIF is damaged or cut short");
-  }
-  void check(int result) const {
-    if (result != GIF_OK) fail(gif_->Error);
-  }
-
-  // Reads the header of the first frame.
-  void find_frame() {
-    for (;;) {
-      GifRecordType type = UNDEFINED_RECORD_TYPE;
-      check(DGifGetRecordType(gif_.get(), &type));
-      if (type == TERMINATE_RECORD_TYPE) throw std::runtime_error("the GIF has no frame");
-      if (type == IMAGE_DESC_RECORD_TYPE) return check(DGifGetImageDesc(gif_.get()));
-      int code = 0;
-      GifByteType* block = nullptr;
-      check(DGifGetExtension(gif_.get(), &code, &block));
-      while (block != nullptr) check(DGifGetExtensionNext(gif_.get(), &block));
-    }
-  }
-
-  // The rows in the order of the file.
-  static std::vector<int> row_order(const GifImageDesc& frame) {
-    std::vector<int> rows;
-    const std::vector<std::array<int, 2>> interlaced = {{0, 8}, {4, 8}, {2, 4}, {1, 2}};
-    for (const auto& [first, step] : frame.Interlace ? interlaced : std::vector<std::array<int, 2>>{{0, 1}}) {
-      for (int y = first; y < frame.Height; y += step) rows.push_back(y);
-    }
-    return rows;
-  }
-
-  std::string_view rest_;
-  std::unique_ptr<GifFileType, Closer> gif_;
-};
-
-// Opens the file's first bytes as Jpeg, Png or Gif, checks the size, and calls `use` with it and the orientation.
+// GraphicsMagick warns of a file that is cut short by an exception, too.
 template <class Use>
-auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use use) {
+auto with_file(const std::filesystem::path& path, Use use) {
   return with_name(path, [&] {
-    const auto bytes = read_file(path, most_bytes);
-    const auto all_bytes = std::filesystem::file_size(path);
-    if (bytes.empty()) throw std::runtime_error("the file is empty");
-    const auto checked = [&](auto image, std::uint64_t pixels_per_byte) {
-      const Size size = image.size();
-      const auto pixels = static_cast<std::uint64_t>(size.width) * static_cast<std::uint64_t>(size.height);
-      if (size.width > kLargestSide || size.height > kLargestSide || pixels > kMostPixels) {
-        throw std::runtime_error(to_string(size) + " pixels are too many; at most " + std::to_string(kLargestSide) +
-                                 " per side and " + std::to_string(kMostPixels) + " in all are supported");
-      }
-      if (pixels > std::max(kFewPixels, all_bytes * pixels_per_byte)) {
-        throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " +
-                                 std::to_string(all_bytes) + " bytes");
-      }
-      // What is before the pixels, so that image_size() and read_image() see the same.
-      const auto header = std::string_view(bytes).substr(0, std::min(kLongestHeader, bytes.find("IDAT")));
-      return use(image, exif_orientation(header));
-    };
-    // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a
-    // byte to at most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.
-    if (bytes.starts_with("\xff\xd8\xff")) return checked(Jpeg(bytes), 8 * 64);
-    if (bytes.starts_with("\x89PNG\r\n\x1a\n")) return checked(Png(bytes), 8 * 1032);
-    if (bytes.starts_with("GIF8")) return checked(Gif(bytes), 8 * 4096 / 12);
-    throw std::runtime_error("not a JPEG, PNG or GIF file");
+    try {
+      return use(File(path));
+    } catch (const Magick::Exception& error) {
+      throw std::runtime_error(error.what());
+    }
   });
 }
 
@@ -263,18 +138,25 @@ Size scaled(Size size, double scale) {
   return {side(size.width), side(size.height)};
 }
 
+bool is_named_as_image(const std::filesystem::path& path) {
+  constexpr std::array<std::string_view, 6> kEndings = {".jpg", ".jpeg", ".png", ".gif", ".tif", ".tiff"};
+  const auto ending = absl::AsciiStrToLower(path.extension().string());
+  return !path.filename().string().starts_with('.') && std::ranges::find(kEndings, ending) != kEndings.end();
+}
+
 Size image_size(const std::filesystem::path& path) {
-  return with_image(path, kLongestHeader,
-                    [](const auto& image, int orientation) { return turned(image.size(), orientation); });
+  return with_file(path, [](const File& file) { return file.size(); });
 }
 
 at::Tensor read_image(const std::filesystem::path& path, std::optional<Size> wanted) {
-  constexpr auto kAll = std::numeric_limits<std::size_t>::max();
-  const auto pixels = with_image(path, kAll, [&](auto& image, int orientation) {
-    const auto in_file = wanted ? Wanted(turned(*wanted, orientation)) : wanted;
-    return turned(image.decode(in_file).permute({2, 0, 1}), orientation);
-  });
-  return wanted ? resize_smoothly(pixels, *wanted) : pixels;
+  const auto values = with_file(path, [&](const File& file) { return file.decode(wanted); });
+  const auto image = values.add(128).floor_divide(257).to(at::kByte);
+  return wanted ? resize_smoothly(image, *wanted) : image;
+}
+
+at::Tensor read_numbers(const std::filesystem::path& path) {
+  auto values = with_file(path, [](const File& file) { return file.decode(std::nullopt); });
+  return values.remainder(257).any().item<bool>() ? values : values.floor_divide(257);
 }
 
 at::Tensor resize_smoothly(const at::Tensor& image, Size size) {

@@ -26,17 +26,19 @@ Size scaled(Size size, double scale);
 // Images are tensors of uint8: [3, height, width] with red, green and blue, or [height, width] of grey levels or
 // classes.
 //
-// The format, JPEG, PNG or GIF, is found by content, not by name. Of a GIF, the first frame is read. Alpha channels are
-// and gamma are ignored. Images are turned as their EXIF orientation says. CMYK becomes RGB as in Pillow. Errors:
-// std::runtime_error with the file's name and the reason, for a file that is missing, of another kind, damaged or
-// truncated, for 16 bits per channel, for more than 65535 pixels per side or 2^28 in all, and for more pixels than the
-// file's bytes can hold.
+// GraphicsMagick reads JPEG, PNG, GIF and TIFF files, found by content, not by name: of several images the first, without
+// alpha and gamma, turned as EXIF says. Errors: std::runtime_error with the file's name and the reason, for a file that
+// is missing, of another kind, damaged or cut short, and for more than 65535 pixels per side or 2^28 in all.
 
-/// Reads only the header.
+/// Whether a file has an ending of such images, and is not hidden, as ._a.png of macOS is.
+bool is_named_as_image(const std::filesystem::path& path);
+
 Size image_size(const std::filesystem::path& path);
 
 /// Returns [3, height, width], resized if a size is wanted. A JPEG is decoded no larger than needed, which is faster.
 at::Tensor read_image(const std::filesystem::path& path, std::optional<Size> wanted = std::nullopt);
+/// Returns what the file says of red, green and blue, [3, height, width] of int: up to 65535 with 16 bits per channel.
+at::Tensor read_numbers(const std::filesystem::path& path);
 
 /// Interpolates when it enlarges. When it shrinks, every source pixel counts.
 at::Tensor resize_smoothly(const at::Tensor& image, Size size);

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from gpipe.data import PartSampler, collate_part
 
 PICTURES = 4  # validation images that are drawn after each epoch
 MAX_CLASSES = 64
+SUFFIXES = ".jpg", ".jpeg", ".png", ".gif", ".tif", ".tiff"
 
 
 def positive(text: str) -> int:
@@ -109,11 +111,11 @@ def draw_scene(index: int, args: argparse.Namespace) -> tuple[Image.Image, Image
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), mask
 
 
-def files_by_name(folder: Path, suffixes: tuple[str, ...], ending: str = "") -> dict[str, Path]:
-    """The files with these suffixes, by their names without `ending`."""
+def files_by_name(folder: Path, ending: str = "") -> dict[str, Path]:
+    """The images in a folder, by their names without `ending`."""
     files: dict[str, Path] = {}
     for path in folder.iterdir():
-        if path.suffix.lower() not in suffixes:
+        if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):  # hidden, such as ._a.png of macOS
             continue
         if not path.stem.endswith(ending):
             raise ValueError(f"{path}: the name of a mask must be NAME{ending}{path.suffix}")
@@ -125,8 +127,8 @@ def files_by_name(folder: Path, suffixes: tuple[str, ...], ending: str = "") -> 
 
 def list_files(folder: Path) -> list[tuple[Path, Path]]:
     """The paths of all images, each with its mask's."""
-    images = files_by_name(folder / "imgs", (".jpg", ".jpeg", ".png"))
-    masks = files_by_name(folder / "masks", (".gif", ".png"), "_mask")
+    images = files_by_name(folder / "imgs")
+    masks = files_by_name(folder / "masks", "_mask")
     for name in sorted(images.keys() ^ masks.keys()):
         raise ValueError(f"{images[name]} has no mask" if name in images else f"{masks[name]} has no image")
     files = [(images[name], masks[name]) for name in sorted(images)]
@@ -139,9 +141,9 @@ def list_files(folder: Path) -> list[tuple[Path, Path]]:
 @contextmanager
 def open_image(path: Path) -> Iterator[Image.Image]:
     try:
-        with Image.open(path, formats=["JPEG", "PNG", "GIF"]) as image:
-            if ";16" in str(image.tile):
-                raise ValueError("16 bits per channel are not supported; write 8")
+        with Image.open(path, formats=["JPEG", "PNG", "GIF", "TIFF"]) as image:
+            if ";16" in str(image.tile) and image.mode[0] != "I":
+                raise ValueError("Pillow cannot read colours of 16 bits; write 8, or levels of grey")
             yield image
     except Exception as error:  # Pillow has no common class for damaged files
         raise ValueError(f"{path}: {error}") from None
@@ -154,31 +156,50 @@ def image_size(path: Path) -> tuple[int, int]:
         return image.size[::-1] if is_turned else image.size
 
 
-def read_image(path: Path) -> Image.Image:
+def read_numbers(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What the file says of red, green and blue, of shape (H, W, 3): up to 65535 with 16 bits."""
     with open_image(path) as image:
-        return (ImageOps.exif_transpose(image) if "exif" in image.info else image).convert("RGB")
+        image = ImageOps.exif_transpose(image) if "exif" in image.info else image
+        if image.mode[0] != "I":
+            return np.asarray(image.convert("RGB"), np.int64)
+        levels = np.asarray(image, np.int64)[..., None].repeat(3, 2)
+        return levels if (levels % 257).any() else levels // 257
+
+
+def read_image(path: Path) -> Image.Image:
+    numbers = read_numbers(path)
+    return Image.fromarray((numbers if numbers.max() < 256 else (numbers + 128) // 257).astype(np.uint8))
 
 
 def read_labels(path: Path, classes: int) -> Image.Image:
     """The class of each pixel of a mask: see docs/segmentation.md."""
-    red, green, blue = (np.asarray(part, np.int32) for part in read_image(path).split())
-    colors = red << 16 | green << 8 | blue
+    numbers = read_numbers(path)
+    colors = numbers @ [1 << 32, 1 << 16, 1]
+    grey = (1 << 32) + (1 << 16) + 1
     if classes == 2:
-        light, things = np.maximum(np.maximum(red, green), blue), colors[colors > 0]
-        greys = light.max() >= MAX_CLASSES and (colors == light * 0x010101).all()
+        light, things = numbers.max(2), colors[colors > 0]
+        greys = light.max() >= MAX_CLASSES and (colors == light * grey).all()
         if not greys and (things != things[:1]).any():
             raise ValueError(f"{path}: a mask of two classes has one colour beside black, or greys up to white")
         return Image.fromarray((2 * light > light.max()).astype(np.uint8))
-    label_of = np.full(1 << 24, classes, np.uint8)  # a colour
+    labels = np.full(colors.shape, classes, np.uint8)
     for label in range(classes):
-        of_voc = sum((label >> i + 3 * j & 1) << 23 - 8 * i - j for i in range(3) for j in range(2))
-        label_of[[of_voc, label * 0x010101]] = label
-    labels = label_of[colors]
+        of_voc = sum((label >> i + 3 * j & 1) << 39 - 16 * i - j for i in range(3) for j in range(2))
+        labels[(colors == of_voc) | (colors == label * grey)] = label
     if labels.max() == classes:
-        color = colors[labels == classes][0]
-        text = f"{color >> 16},{color >> 8 & 255},{color & 255}"
-        raise ValueError(f"{path}: the colour {text} is not that of any of {classes} classes")
+        color = ",".join(map(str, numbers[labels == classes][0]))
+        raise ValueError(f"{path}: the colour {color} is not that of any of {classes} classes")
     return Image.fromarray(labels)
+
+
+def check_masks(files: list[tuple[Path, Path]], args: argparse.Namespace) -> None:
+    """Reads all masks. Raises ValueError if all pixels are of one class."""
+    with ThreadPoolExecutor(max(1, args.workers)) as threads:
+        labels = threads.map(lambda pair: np.unique(np.asarray(read_labels(pair[1], args.classes))).tolist(), files)
+        found = set().union(*labels)
+    if len(found) == 1:
+        what = f"all pixels of all masks are of class {found.pop()}"
+        raise ValueError(f"{args.data}/masks: {what}; masks need black and the classes' colours")
 
 
 class Pictures(Dataset[tuple[Tensor, Tensor]]):
@@ -190,6 +211,8 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
         self.augment, self.epoch = False, 0  # whether to change the images at random, differently in each epoch
         if len(self) < 2:
             raise ValueError(f"{args.data} has {len(self)} images; give at least two, to train and to validate")
+        if self.files is not None:
+            check_masks(self.files, args)
         self.size = [max(1, round(side * args.scale)) for side in self.read(0)[0].size]
 
     def __len__(self) -> int:

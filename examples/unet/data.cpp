@@ -6,14 +6,15 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "examples/common/processes.h"
+#include "examples/common/progress.h"
 #include "examples/common/random.h"
 #include "gpipe/options.h"
 
@@ -24,18 +25,17 @@ namespace fs = std::filesystem;
 
 using FilesByStem = std::map<std::string, fs::path>;
 
-FilesByStem files_by_stem(const fs::path& folder, const std::vector<std::string>& extensions,
-                          const std::string& suffix = "") {
+FilesByStem files_by_stem(const fs::path& folder, const std::string& suffix = "") {
   std::error_code error;
   fs::directory_iterator entries(folder, error);
   if (error) throw std::runtime_error("cannot read the folder " + folder.string() + ": " + error.message());
   FilesByStem files;
   for (const auto& entry : entries) {
-    const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
-    if (std::find(extensions.begin(), extensions.end(), extension) == extensions.end()) continue;
+    if (!is_named_as_image(entry.path())) continue;
     auto stem = entry.path().stem().string();
     if (!stem.ends_with(suffix)) {
-      throw std::runtime_error(entry.path().string() + ": the name of a mask must be <image>" + suffix + extension);
+      throw std::runtime_error(entry.path().string() + ": the name of a mask must be <image>" + suffix +
+                               entry.path().extension().string());
     }
     stem.resize(stem.size() - suffix.size());
     const auto [other, is_new] = files.emplace(stem, entry.path());
@@ -81,19 +81,21 @@ void augment(torch::Tensor& image, torch::Tensor& mask, Random random) {
   image = ((image - 0.5) * contrast + 0.5 + brightness).mul_(torch::tensor(tints).view({3, 1, 1})).clamp_(0, 1);
 }
 
+constexpr std::int64_t kGrey = (std::int64_t{1} << 32) + (1 << 16) + 1;  // the lightest but black
+
 // The colours, whose parts are in the first dimension, as numbers.
 torch::Tensor to_numbers(const torch::Tensor& colors) {
-  const auto parts = colors.to(torch::kInt);
-  return parts[0] * 65536 + parts[1] * 256 + parts[2];
+  const auto parts = colors.to(torch::kLong);
+  return parts[0] * (std::int64_t{1} << 32) + parts[1] * (1 << 16) + parts[2];
 }
 
 }  // namespace
 
 std::vector<Sample> list_samples(const fs::path& folder) {
-  const auto images = files_by_stem(folder / "imgs", {".jpg", ".jpeg", ".png"});
-  const auto masks = files_by_stem(folder / "masks", {".gif", ".png"}, "_mask");
-  if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no .jpg, .jpeg or .png file");
-  check_stems(images, masks, (folder / "masks").string() + ": no mask (<image>_mask.gif or .png) for: ");
+  const auto images = files_by_stem(folder / "imgs");
+  const auto masks = files_by_stem(folder / "masks", "_mask");
+  if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no image, such as <image>.jpg");
+  check_stems(images, masks, (folder / "masks").string() + ": no mask (<image>_mask.png) for: ");
   check_stems(masks, images, (folder / "imgs").string() + ": no image for the masks of: ");
   std::vector<Sample> samples;
   for (const auto& [stem, image] : images) {
@@ -105,6 +107,26 @@ std::vector<Sample> list_samples(const fs::path& folder) {
     samples.push_back({image, mask});
   }
   return samples;
+}
+
+void check_masks(const std::vector<Sample>& samples, int classes, int workers) {
+  std::set<std::uint8_t> found;
+  std::deque<std::future<torch::Tensor>> read;
+  for (std::size_t next = 0, done = 0; done < samples.size(); ++done) {
+    for (; next < samples.size() && next < done + static_cast<std::size_t>(std::max(1, workers)); ++next) {
+      read.push_back(std::async(workers > 0 ? std::launch::async : std::launch::deferred, [&, next] {
+        return std::get<0>(at::_unique(read_labels(samples[next].mask, classes)));
+      }));
+    }
+    const auto labels = read.front().get();
+    read.pop_front();
+    found.insert(labels.const_data_ptr<std::uint8_t>(), labels.const_data_ptr<std::uint8_t>() + labels.numel());
+    show_percent("masks", static_cast<double>(done + 1) / static_cast<double>(samples.size()));
+  }
+  if (found.size() > 1) return;
+  throw std::runtime_error(absl::StrCat(samples.front().mask.parent_path().string(),
+                                        ": all pixels of all masks are of class ", static_cast<int>(*found.begin()),
+                                        "; masks need black and the classes' colours"));
 }
 
 Split split(const std::vector<Sample>& samples, double validation_percent, std::uint64_t seed) {
@@ -134,12 +156,12 @@ torch::Tensor class_colors(int classes) {
 }
 
 torch::Tensor read_labels(const fs::path& path, int classes) {
-  const auto image = read_image(path).to(torch::kInt);
+  const auto image = read_numbers(path);
   const auto colors = to_numbers(image);
   if (classes == 2) {
-    const auto light = image.amax(0);
+    const auto light = image.amax(0).to(torch::kLong);
     const auto things = colors.masked_select(colors > 0);
-    const bool greys = light.max().item<int>() >= kMaxClasses && colors.eq(light * 0x010101).all().item<bool>();
+    const bool greys = light.max().item<int>() >= kMaxClasses && colors.eq(light * kGrey).all().item<bool>();
     if (!greys && things.numel() > 0 && things.ne(things[0]).any().item<bool>()) {
       throw std::runtime_error(path.string() +
                                ": a mask of two classes has one colour beside black, or greys up to white");
@@ -148,12 +170,12 @@ torch::Tensor read_labels(const fs::path& path, int classes) {
   }
   const auto of_classes = to_numbers(class_colors(classes).t());
   auto labels = torch::full_like(colors, classes, torch::kByte);
-  for (int k = 0; k < classes; ++k) labels.masked_fill_((colors == of_classes[k]) | (colors == k * 0x010101), k);
+  for (int k = 0; k < classes; ++k) labels.masked_fill_((colors == of_classes[k]) | (colors == k * kGrey), k);
   const auto others = colors.masked_select(labels == classes);
   if (others.numel() == 0) return labels;
-  const int color = others[0].item<int>();
-  throw std::runtime_error(absl::StrCat(path.string(), ": the colour ", color >> 16, ",", color >> 8 & 255, ",",
-                                        color & 255, " is not that of any of ", classes, " classes"));
+  const auto color = others[0].item<std::int64_t>();
+  throw std::runtime_error(absl::StrCat(path.string(), ": the colour ", color >> 32, ",", color >> 16 & 0xffff, ",",
+                                        color & 0xffff, " is not that of any of ", classes, " classes"));
 }
 
 torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {

@@ -23,10 +23,11 @@ struct Sample {
 };
 
 /// The samples of a folder in the layout of the Carvana data set, sorted by name:
-///   folder/imgs/<stem>.jpg, .jpeg or .png
-///   folder/masks/<stem>_mask.gif or .png
-/// Other files are ignored. Errors: std::runtime_error, which names the files, if there are none, an image or a mask is
-/// alone, a file is not an image, or an image and its mask differ in size. Damage after a header shows on decoding.
+///   folder/imgs/<stem>.jpg
+///   folder/masks/<stem>_mask.png
+/// or with another ending of image.h. Other files are ignored. Errors: std::runtime_error, which names the files, if there are none, an image or a mask is
+/// alone, a file is not an image, or an image and its mask differ in size. Damage after a header shows on
+/// decoding.
 std::vector<Sample> list_samples(const std::filesystem::path& folder);
 
 struct Split {
@@ -41,9 +42,13 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
 //
 // 0 is the background, which is black in masks; 1 and up are the things to find. With two classes, these have any one
 // colour. In shades of grey, a pixel is of class 1 above half of the lightest. With more classes, class k has the k-th
-// colour of PASCAL VOC's masks (black, maroon, green, olive, navy, ...), or the grey level k.
+// colour of PASCAL VOC's masks (black, maroon, green, olive, navy, ...), or the grey level k, of 8 or 16 bits. A mask is
+// read as numbers, not as light: neither its gamma nor its palette's order counts.
 
 inline constexpr int kMaxClasses = 64;
+
+/// Reads all masks, on so many threads. Errors: as read_labels(); std::runtime_error if all pixels are of one class.
+void check_masks(const std::vector<Sample>& samples, int classes, int workers);
 
 /// The colours of the classes in masks, [classes, 3] of uint8.
 at::Tensor class_colors(int classes);

@@ -23,7 +23,7 @@ struct Options : PredictorOptions {
 void add_options(CLI::App& app, Options& options) {
   options.output = "out/evaluate";
   add_predictor_options(app, options, "folder for scores.csv");
-  app.add_option("--data", options.data, "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png")
+  app.add_option("--data", options.data, "folder with imgs/NAME.jpg and masks/NAME_mask.png")
       ->required()
       ->always_capture_default(false);
   app.add_option("--part", options.part,

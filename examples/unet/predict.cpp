@@ -8,7 +8,6 @@
 #include <map>
 #include <stdexcept>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "examples/common/drawing.h"
 #include "examples/unet/data.h"
@@ -30,7 +29,7 @@ struct Options : PredictorOptions {
 void add_options(CLI::App& app, Options& options) {
   options.output = "out/predict";
   add_predictor_options(app, options, "folder for the masks, NAME_mask.png");
-  app.add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF)")
+  app.add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF, TIFF)")
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
@@ -54,12 +53,9 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
     }
     const auto before = images.size();
     for (const auto& entry : fs::directory_iterator(input)) {
-      const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
-      if (extension == ".jpg" || extension == ".jpeg" || extension == ".png" || extension == ".gif") {
-        images.push_back(entry.path());
-      }
+      if (is_named_as_image(entry.path())) images.push_back(entry.path());
     }
-    if (images.size() == before) throw std::runtime_error(input.string() + ": no .jpg, .jpeg, .png or .gif file");
+    if (images.size() == before) throw std::runtime_error(input.string() + ": no image, such as .jpg");
     std::sort(images.begin() + static_cast<std::ptrdiff_t>(before), images.end());
   }
   std::map<std::string, fs::path> by_name;

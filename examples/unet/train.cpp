@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "examples/common/drawing.h"
+#include "examples/common/processes.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/data.h"
 #include "examples/unet/scene.h"
@@ -36,7 +37,7 @@ void add_options(CLI::App& app, Options& options) {
   options.learning_rate = 5e-3;
   add_training_options(app, options);
   app.add_option("--data", options.data,
-                 "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
+                 "folder with imgs/NAME.jpg and masks/NAME_mask.png, or 'synthetic', which draws such files");
   app.add_option("--samples", options.samples, "number of images that 'synthetic' draws")->check(in_range(2, 9999));
   app.add_option("--size", options.size, "size of the images that 'synthetic' draws, in pixels");
   app.add_option("-s,--scale", options.scale, "size of the training images, relative to the files")
@@ -142,7 +143,9 @@ int train(const Options& options) {
     };
   }
   program.load = [&](const std::shared_ptr<Ranks>& ranks) {
-    const auto parts = split(list_samples(data), options.validation, options.seed);
+    const auto samples = list_samples(data);
+    run_first(ranks, [&] { check_masks(samples, options.model.classes, options.workers); });
+    const auto parts = split(samples, options.validation, options.seed);
     const auto size = scaled(image_size(parts.training.front().image), options.scale);
     std::cout << "data: " << parts.training.size() << " images to train, " << parts.validation.size()
               << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";

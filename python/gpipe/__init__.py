@@ -35,6 +35,7 @@ from gpipe.exported.model_file import export_model
 from gpipe.losses import Loss
 from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.ranks import Ranks
+from gpipe.verification import verify
 
 __all__ = [
     "SCHEDULES",
@@ -51,6 +52,7 @@ __all__ = [
     "skip",
     "snapshot",
     "to_sequential",
+    "verify",
 ]
 
 __version__: str = _version("gpipe")

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on where a model is cut, and the result of a pipeline without one."""
+"""Random numbers that do not depend on where a model is cut."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe import _C
 from gpipe.checks import checks_arguments
-from gpipe.structure import take_apart
 
 
 class RandomScope:
@@ -44,36 +43,6 @@ class RandomScope:
 
     def __exit__(self, *error: object) -> None:
         self._scopes.pop()  # ends it
-
-
-@checks_arguments
-def run_unpartitioned(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
-    """Runs an unpartitioned model micro-batch by micro-batch on the calling thread, with the random numbers and result of a
-    pipeline with the same default generator. Arguments and errors as for :class:`gpipe.GPipe` and its ``forward``. Raises
-    RuntimeError if the last layer returned objects of different structure for two micro-batches."""
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential, but is {type(module)}")
-    inputs, structure = take_apart(input)
-    if not inputs:
-        raise ValueError("the input holds no tensors; a pipeline needs at least one")
-    trains_batch_norm = module.training and any(name.endswith("num_batches_tracked") for name, _ in module.named_buffers())
-    sizes = _C.micro_batch_sizes(len(inputs[0]), chunks, 0, 2 if trains_batch_norm else 1)
-    seed = RandomScope.draw_seed()
-    outputs = []
-    for micro_batch, parts in enumerate(zip(*(tensor.split_with_sizes(sizes) for tensor in inputs), strict=True)):
-        value = structure.build(parts)
-        for index, layer in enumerate(module):
-            with RandomScope(seed, index, micro_batch):
-                value = layer(value)
-        outputs.append(take_apart(value))
-    first = outputs[0][1]
-    for _, other in outputs:
-        if other != first:
-            raise RuntimeError(
-                f"the last layer returned {first!r} for one micro-batch and {other!r} for another; return the same "
-                "structure for all"
-            )
-    return first.build(torch.cat(pieces) for pieces in zip(*(tensors for tensors, _ in outputs), strict=True))
 
 
 def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,9 @@
 #include <torch/utils.h>
 
 #include <set>
+#include <sstream>
 
+#include "absl/strings/str_cat.h"
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "examples/resnet18_mnist/digits.h"
@@ -133,32 +135,42 @@ TEST(MaskTest, PaintedLabelsAreReadBack) {
     write_png(directory / "mask.png", unet::paint_labels(labels, classes));
     EXPECT_TRUE(at::equal(unet::read_labels(directory / "mask.png", classes), labels)) << classes;
   }
-  const auto read_grey = [&](const at::Tensor& levels, int classes) {
-    write_png(directory / "grey.png", levels.view({1, 3}));
-    return unet::read_labels(directory / "grey.png", classes).view(3);
-  };
-  const auto levels = at::tensor({0, 4, 2}, at::kByte);
-  EXPECT_TRUE(at::equal(read_grey(levels, 5), levels));
-  EXPECT_THAT(error_of([&] { read_grey(levels, 4); }), AllOf(HasSubstr("grey.png"), HasSubstr("4,4,4")));
-  EXPECT_TRUE(at::equal(read_grey(at::tensor({127, 128, 255}, at::kByte), 2), at::tensor({0, 1, 1}, at::kByte)));
-  EXPECT_TRUE(at::equal(read_grey(at::tensor({0, 1, 0}, at::kByte), 2), at::tensor({0, 1, 0}, at::kByte)));
 }
 
-TEST(MaskTest, TwoClassesAreBlackAndOneColour) {
-  const TemporaryDirectory directory;
-  const auto black = at::zeros(3, at::kByte);
-  const auto read = [&](const at::Tensor& first, const at::Tensor& second) {
-    write_png(directory / "mask.png", at::stack({black, first, second}, 1).unsqueeze(1));
-    return unet::read_labels(directory / "mask.png", 2).view(3);
-  };
-  const auto violet = at::tensor({250, 0, 250}, at::kByte), ones = at::ones(3, at::kByte);
-  for (const auto& color : {at::tensor({255, 0, 0}, at::kByte), at::tensor({0, 64, 0}, at::kByte), ones}) {
-    EXPECT_TRUE(at::equal(read(color, black), at::tensor({0, 1, 0}, at::kByte))) << color;
-    EXPECT_THAT(error_of([&] { read(color, violet); }),
-                AllOf(HasSubstr("mask.png: "), HasSubstr("one colour beside black")));
+// A line has a file of two pixels, the number of classes, and the classes of the pixels or an error. Python has the same
+// test.
+TEST(MaskTest, MasksHoldClasses) {
+  const auto folder = std::filesystem::path(__FILE__).parent_path() / "masks";
+  std::istringstream table(read_file(folder / "table.txt"));
+  int classes = 0;
+  for (std::string name, expected; table >> name >> classes && std::getline(table >> std::ws, expected);) {
+    SCOPED_TRACE(name);
+    const auto found = error_of([&] {
+      const auto labels = unet::read_labels(folder / name, classes).flatten();
+      ASSERT_EQ(labels.numel(), 2);
+      throw std::runtime_error(absl::StrCat(labels[0].item<int>(), " ", labels[1].item<int>()));
+    });
+    EXPECT_THAT(found, HasSubstr(expected));
   }
-  EXPECT_EQ(read(black, black).sum().item<int>(), 0);
-  EXPECT_THAT(error_of([&] { read(ones, 2 * ones); }), HasSubstr("one colour beside black"));
+}
+
+TEST(MaskTest, MasksOfOneClassAreRefused) {
+  const TemporaryDirectory directory;
+  std::vector<unet::Sample> samples;
+  for (const auto* name : {"a_mask.png", "b_mask.png"}) samples.push_back({.image = {}, .mask = directory / name});
+  const auto write = [&](int value, std::size_t which) {
+    write_png(samples[which].mask, at::full({3, 5}, value, at::kByte));
+  };
+  write(0, 0);
+  write(0, 1);
+  for (const int workers : {0, 3}) {
+    EXPECT_THAT(error_of([&] { unet::check_masks(samples, 2, workers); }),
+                AllOf(HasSubstr(directory.path().string()), HasSubstr("all pixels of all masks are of class 0")));
+  }
+  write(1, 1);
+  unet::check_masks(samples, 2, 2);
+  write(9, 0);
+  EXPECT_THAT(error_of([&] { unet::check_masks(samples, 3, 2); }), HasSubstr("9,9,9"));
 }
 
 class LoaderTest : public ::testing::Test {
@@ -189,6 +201,12 @@ TEST_F(LoaderTest, BatchesHoldTheFiles) {
   EXPECT_EQ(all({.batch_size = 11}, {24, 16})[0].target.sizes(), at::IntArrayRef({11, 1, 16, 24}));
   for (auto& sample : samples_) sample.mask.clear();
   EXPECT_EQ(all({.batch_size = 11})[0].target.sum().item<int>(), 0);
+}
+
+TEST_F(LoaderTest, HiddenFilesAreNoSamples) {
+  write_file(directory_ / "imgs" / "._000.jpg", "of macOS");
+  write_file(directory_ / "imgs" / "Thumbs.db", "of Windows");
+  EXPECT_EQ(list_samples(directory_.path()).size(), samples_.size());
 }
 
 TEST_F(LoaderTest, MaskMovesWithTheImage) {

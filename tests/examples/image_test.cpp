@@ -86,6 +86,15 @@ TEST_F(ImageTest, OrientationOfExifTurnsTheImage) {
   EXPECT_EQ(read_image(path_, Size{5, 6}).sizes(), at::IntArrayRef({3, 6, 5}));
 }
 
+// grey16.png has a pixel of value 1, of 65535.
+TEST_F(ImageTest, NumbersAreThoseOfTheFile) {
+  EXPECT_EQ(read_numbers(kImages / "grey16.png").flatten()[0].item<int>(), 1);
+  EXPECT_EQ(read_image(kImages / "grey16.png").max().item<int>(), 0);
+  const auto levels = at::tensor({0, 1, 2, 254, 255}, at::kByte).view({1, 5});
+  write_png(path_, levels);
+  EXPECT_TRUE(at::equal(read_numbers(path_)[2], levels.to(at::kInt)));
+}
+
 TEST_F(ImageTest, ShrinkingAveragesAllPixelsAndNearestKeepsClasses) {
   const auto stripes = (at::arange(64).remainder(2) * 200).to(at::kByte).expand({3, 8, 64});
   EXPECT_LE((resize_smoothly(stripes, {8, 1}).to(at::kInt) - 100).abs().max().item<int>(), 8);
@@ -108,10 +117,8 @@ TEST(SizeTest, TextIsReadBack) {
 }
 
 TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
-  EXPECT_THAT(message_of("this is not an image"), HasSubstr("not a JPEG, PNG or GIF"));
+  EXPECT_THAT(message_of("this is not an image"), HasSubstr("not a JPEG, PNG, GIF or TIFF"));
   EXPECT_THAT(message_of(""), HasSubstr("is empty"));
-  EXPECT_THAT(message_of(read_file(kImages / "no-palette.gif")), HasSubstr("no palette"));
-  EXPECT_THAT(message_of(read_file(kImages / "grey16.png")), HasSubstr("16 bits per channel"));
   // A tiny file can claim gigabytes of pixels.
   EXPECT_THAT(message_of(read_file(kImages / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),

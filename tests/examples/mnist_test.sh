@@ -11,11 +11,11 @@ data=one/digits
 common+=(--data $data)
 run two --balance 21,50
 same one two
-run resumed --learning-rate-schedule constant
-run resumed --learning-rate-schedule constant --epochs 2 --resume auto
-says resumed '^resume: resumed/latest.snapshot$'
-run whole --learning-rate-schedule constant --epochs 2
-same whole resumed
+rarely run resumed --learning-rate-schedule constant
+rarely run resumed --learning-rate-schedule constant --epochs 2 --resume auto
+rarely says resumed '^resume: resumed/latest.snapshot$'
+rarely run whole --learning-rate-schedule constant --epochs 2
+rarely same whole resumed
 
 refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume one/latest.snapshot
 # So the flag has an effect, too.

@@ -89,7 +89,7 @@ grep -qx 'error: cannot write to standard output' said.err || fail "the full sta
 # Damaged data.
 damage mask-missing '0003' rm masks/0003_mask.png
 rarely damage image-missing '0004' rm imgs/0004.png
-damage not-an-image '0005.png: not a JPEG, PNG or GIF' bash -c 'echo hello >imgs/0005.png'
+damage not-an-image '0005.png: not a JPEG, PNG, GIF or TIFF' bash -c 'echo hello >imgs/0005.png'
 rarely damage no-folder 'masks' rm -r masks
 rarely damage same-stem 'two files have the same stem' cp imgs/0007.png imgs/0007.jpg
 rarely damage suffix 'the name of a mask must be <image>_mask' mv masks/0007_mask.png masks/0007.png

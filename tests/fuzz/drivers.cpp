@@ -6,7 +6,6 @@
 #include <c10/core/CPUAllocator.h>
 #include <sys/resource.h>
 #include <torch/torch.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +24,6 @@
 #include "balance/predict.h"
 #include "balance/profile.h"
 #include "examples/common/files.h"
-#include "examples/common/image.h"
 #include "examples/resnet18_mnist/digits.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot/safetensors.h"
@@ -59,40 +57,6 @@ void safetensors(const std::string& bytes) {
       file = read_safetensors(stream, bytes.size());
     }
     static_cast<void>(from_safetensors(file));
-  });
-}
-
-/// Corrects the checksums of a PNG's chunks, so that mutated files get past the checksum test.
-void fix_checksums(std::string& file) {
-  constexpr std::size_t kMagic = 8;
-  const auto byte = [&](std::size_t at) { return static_cast<std::uint8_t>(file[at]); };
-  if (!file.starts_with("\x89PNG\r\n\x1a\n")) return;
-  for (std::size_t at = kMagic; file.size() - at >= 12;) {
-    std::size_t length = 0;
-    for (int i = 0; i < 4; ++i) length = length << 8 | byte(at + i);
-    if (length > file.size() - at - 12) return;
-    const auto sum = crc32(0, reinterpret_cast<const Bytef*>(&file[at + 4]), static_cast<uInt>(length + 4));
-    for (int i = 0; i < 4; ++i) file[at + 8 + length + i] = static_cast<char>(sum >> (24 - 8 * i));
-    at += length + 12;
-  }
-}
-
-/// A JPEG, PNG or GIF file. The checksums of a PNG are corrected first.
-void image(std::string bytes) {
-  using examples::Size;
-  static const TemporaryDirectory folder;
-  const auto path = folder / "input";
-  fix_checksums(bytes);
-  examples::write_file(path, bytes);
-  read<std::runtime_error>(path.string() + ": ", [&] {
-    const auto image = examples::read_image(path);
-    const Size size{static_cast<int>(image.size(2)), static_cast<int>(image.size(1))};
-    require(size == examples::image_size(path), "the header has another size");
-    require(image.size(0) == 3, "pixels are missing");
-  });
-  read<std::runtime_error>(path.string() + ": ", [&] {
-    const auto image = examples::read_image(path, Size{5, 3});
-    require(image.size(1) == 3 && image.size(2) == 5, "not of the wanted size");
   });
 }
 
@@ -210,11 +174,7 @@ std::string unescaped(const std::string& text) {
 /// fuzz_corpus FILE: runs each line's driver once.
 int main(int, char** argv) {
   const std::map<std::string, void (*)(const std::string&)> drivers = {
-      {"safetensors", gpipe::safetensors},
-      {"image", [](const std::string& bytes) { gpipe::image(bytes); }},
-      {"idx", gpipe::idx},
-      {"profile", gpipe::profile},
-      {"model", gpipe::model}};
+      {"safetensors", gpipe::safetensors}, {"idx", gpipe::idx}, {"profile", gpipe::profile}, {"model", gpipe::model}};
   std::ifstream corpus(argv[1]);
   int inputs = 0;
   std::string driver, name, text;

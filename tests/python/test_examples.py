@@ -170,6 +170,7 @@ def carvana(tmp_path):
         Image.fromarray(np.stack([pixels, 255 - pixels, pixels], 2)).save(tmp_path / "data" / "imgs" / f"{index}.jpg")
         Image.fromarray(pixels).convert("1").save(tmp_path / "data" / "masks" / f"{index}_mask.gif")
         (tmp_path / "data" / folder / "ignored.txt").touch()
+        (tmp_path / "data" / folder / "._0.png").touch()
     return tmp_path / "data"
 
 
@@ -190,7 +191,7 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path):
     (lambda data: (data / "masks" / "5_mask.gif").write_bytes(b""), "5_mask.gif: cannot identify image file"),
     (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
     (lambda data: Image.new("RGB", (48, 32)).save(data / "imgs" / "2.jpg", "BMP"), "2.jpg: cannot identify image file"),
-    (lambda data: Image.new("I;16", (48, 32)).save(data / "imgs" / "2.jpg", "PNG"), "2.jpg: 16 bits per channel"),
+    (lambda data: [Image.new("1", (48, 32)).save(data / "masks" / f"{i}_mask.gif") for i in range(6)], "all pixels of all masks"),
     (lambda data: Image.new("1", (8, 8)).save(data / "masks" / "1_mask.gif"), "has the size (48, 32), but its mask has (8, 8)"),
 ])  # fmt: skip
 def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path, capsys):
@@ -200,38 +201,19 @@ def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path,
     assert message in error and len(error.splitlines()) == 1
 
 
-MASKS = {
-    # name: (number of classes, a colour or a grey level for each of its two pixels, their classes)
-    "white": (2, (0, 255), [0, 1]),
-    "ones": (2, (0, 1), [0, 1]),
-    "smooth": (2, (127, 255), [0, 1]),
-    "nothing": (2, (0, 0), [0, 0]),
-    "maroon": (2, ((0, 0, 0), (128, 0, 0)), [0, 1]),
-    "blue": (2, ((0, 0, 1), (0, 0, 0)), [1, 0]),
-    "levels": (64, (5, 63), [5, 63]),
-    "voc": (64, ((128, 0, 128), (192, 192, 192)), [5, 63]),
-    "two colours": (2, ((0, 0, 1), (255, 0, 0)), "a mask of two classes has one colour beside black"),
-    "two levels": (2, (1, 2), "a mask of two classes has one colour beside black"),
-    "no class": (3, ((0, 0, 0), (10, 200, 30)), "the colour 10,200,30 is not that of any of 3 classes"),
-    "more classes": (5, (0, 5), "the colour 5,5,5 is not that of any of 5 classes"),
-}
+MASKS = Path(__file__).parents[1] / "examples" / "masks"
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("palette", [False, True])
-def test_masks_hold_classes_as_those_of_the_program_in_cpp(name, palette, tmp_path):
-    classes, colors, labels = MASKS[name]
-    image = Image.fromarray(np.array([colors], np.uint8))
-    if palette:
-        image = Image.fromarray(np.array([[1, 0]], np.uint8))
-        image.putpalette(np.array([[color] * 3 if isinstance(color, int) else color for color in colors[::-1]]).flatten())
-    image.save(path := tmp_path / "mask.png")
+# A line has a file of two pixels, the number of classes, and the classes of the pixels or an error. C++ has the same test.
+@pytest.mark.parametrize("line", (MASKS / "table.txt").read_text().splitlines())
+def test_masks_hold_classes(line):
+    name, classes, expected = line.split(maxsplit=2)
     read_labels = importlib.import_module("unet_train").read_labels
-    if isinstance(labels, list):
-        assert np.asarray(read_labels(path, classes)).tolist() == [labels]
+    if expected[0].isdigit():
+        assert np.asarray(read_labels(MASKS / name, int(classes))).tolist() == [[*map(int, expected.split())]]
     else:
-        with pytest.raises(ValueError, match=f"mask.png: {labels}"):
-            read_labels(path, classes)
+        with pytest.raises(ValueError, match=f"{name}: {expected}"):
+            read_labels(MASKS / name, int(classes))
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
@@ -308,3 +290,13 @@ def test_any_model_learns(capsys):
     runpy.run_path(str(EXAMPLES / "any_model.py"))
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 1.5
+
+
+@pytest.mark.long
+def test_the_resnet50_study_draws_three_figures(tmp_path):
+    flags = "--batch-size 4 --image 33 --splits 1,2 --batches 1 --runs 2 --seconds 0.1"
+    study = EXAMPLES.parents[1] / "bench" / "resnet50_study.py"
+    subprocess.run([sys.executable, study, *flags.split(), "--output", tmp_path], check=True)
+    assert all(Image.open(tmp_path / f"{name}.png").size > (300, 200) for name in ("model_parallel", "pipeline", "split_sizes"))
+    variants = re.findall(r"(?m)^\| ([a-z0-9 ]+) \| \d", (tmp_path / "README.md").read_text())
+    assert variants == ["single", "model parallel", "split 1", "split 2", "data parallel"]

@@ -247,7 +247,7 @@ SIBLINGS = """
     momentum None | functional_call() | load_state_dict() | ** negative | _check_tensor_all() | returns a view
     returns a tuple | takes a dict | takes a number | ModuleDict | ParameterList | part of a block | autocast inside
 """
-LONG = {name.strip() for name in re.split(r"[|\n]", SIBLINGS)} | set([*HABITS][1::2])  # every second one, too
+LONG = {name.strip() for name in re.split(r"[|\n]", SIBLINGS)} | {*HABITS} - {*[*HABITS][::4]}  # three of four, too
 
 
 @pytest.mark.parametrize("place", ["block", "root"])

@@ -218,7 +218,6 @@ CALLS = [
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
     (gpipe.Loss, {"function": loss, "count": len, "reduction": "mean", "check": True}),
     (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),
-    (gpipe.randomness.run_unpartitioned, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.randomness.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
     (balance.profile, MEASURING | {"device": "cpu", "workers": 1, "repeats": 1}),

@@ -4,14 +4,15 @@ Each model with the word in its name runs in a process of its own, and adds a li
 left out. Then the tables of docs/zoo.md are written, if all models have run.
 """
 
-import functools
 import json
 import math
 import multiprocessing
 import re
 import resource
 import signal
+import statistics
 import sys
+import time
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -23,10 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gpipe
 import zoo
 from gpipe.exported.exporter import whole_modules
+from gpipe.verification import run_layers
+from gpipe.wrapper import layers_in
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import tables  # noqa: E402
 
+WAYS = "blocks", "native"
 SECONDS, BYTES = 600, 10 << 30  # for one model
 ROUNDING = 1e-6  # the largest difference, relative to the largest number, that the order of sums explains
 OPAQUE = {"MONAI VoxelMorph": "Warp"}  # modules to keep whole where the error names none
@@ -103,8 +107,8 @@ def input_of(args, kwargs):
     return kwargs or (args[0] if len(args) == 1 else args)
 
 
-def convert(model, args, kwargs, opaque):
-    """Yields what is found about a model, one fact after the other."""
+def middle_of(model, args, kwargs):
+    """Returns the path of the module in the middle of the calls of a model."""
     called = []
     leaves = {path: each for path, each in model.named_modules() if not list(each.children())}
     hooks = [each.register_forward_pre_hook(lambda *_, path=path: called.append(path)) for path, each in leaves.items()]
@@ -112,11 +116,14 @@ def convert(model, args, kwargs, opaque):
         model(*args, **kwargs)
     for hook in hooks:
         hook.remove()
-    yield {"middle": called[len(called) // 2]}
+    return called[len(called) // 2]
 
-    sequence = gpipe.to_sequential(model, *args, opaque=opaque, **kwargs)
-    native, *others = sequence.report().splitlines()
-    yield {"layers": len(sequence), "native": int(native.split()[0]), "others": others}
+
+def convert(model, args, kwargs, opaque, native):
+    """Yields what is found about a conversion, one fact after the other."""
+    start = time.perf_counter()
+    sequence = gpipe.to_sequential(model, *args, opaque=opaque, native=native, **kwargs)
+    yield {"layers": len(sequence), "seconds": time.perf_counter() - start}
     half = len(sequence) // 2
     yield from compare(model, args, kwargs, sequence, balance=[half, len(sequence) - half], chunks=2)
 
@@ -149,8 +156,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
         # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
-        unpartitioned = functools.partial(gpipe.randomness.run_unpartitioned, chunks=chunks)
-        theirs = state_after(model, lambda: on(unpartitioned, sequence, input))
+        theirs = state_after(model, lambda: on(run_layers, layers_in(sequence).values(), input, chunks))
     yield {"pipeline": difference(ours, theirs)}
 
 
@@ -163,31 +169,38 @@ def stages_of(model, args, kwargs, middle):
 
 
 def record(name, results):
-    """Adds a line about a model to a file. If the model is refused, tries the advice to keep modules whole."""
+    """Adds a line about a model to a file."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    signal.alarm(SECONDS)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    model, args, kwargs = zoo.models()[name]()
-    found, opaque = {"name": name, "error": ""}, {}
+    found = {"name": name}
+    for way in WAYS:
+        model, args, kwargs = zoo.models()[name]()
+        signal.alarm(SECONDS)
+        middle = middle_of(model.train(), args, kwargs)
+        found[way] = converted(name, model, args, kwargs, native=way == "native")
+    found["torch"] = stages_of(model.train(), args, kwargs, middle)
+    write(found, results)
+
+
+def converted(name, model, args, kwargs, native):
+    """Returns what is found about a conversion. If the model is refused, tries the advice to keep modules whole."""
+    found, opaque = {"error": ""}, {}
     while True:
         try:
-            for each in convert(model.train(), args, kwargs, opaque.values()):
+            for each in convert(model.train(), args, kwargs, opaque.values(), native):
                 found |= each
+            break
         except Exception as error:
             found["error"] += f"{type(error).__name__}: {error}\n"
             advice = re.search(r"opaque=\[(\w+)\]", str(error))
             whole = advice[1] if advice else OPAQUE.get(name)
-            if whole and whole not in opaque:
-                opaque[whole] = next(type(each) for each in model.modules() if type(each).__name__ == whole)
-                continue
-        break
+            if not whole or whole in opaque:
+                break
+            opaque[whole] = next(type(each) for each in model.modules() if type(each).__name__ == whole)
     outermost = whole_modules(model, opaque.values()).values()
-    found["opaque"] = sorted({type(each).__name__ for each in outermost})
-    if "middle" in found:
-        found["torch"] = stages_of(model.train(), args, kwargs, found["middle"])
-    write(found, results)
+    return found | {"opaque": sorted({type(each).__name__ for each in outermost})}
 
 
 def write(found, results):
@@ -201,13 +214,14 @@ def run(name, results):
     process.start()
     process.join()
     if process.exitcode:
-        write({"name": name, "error": f"the process ended with {process.exitcode}"}, results)
+        failed = {"error": f": the process ended with {process.exitcode}", "opaque": []}
+        write({"name": name, "blocks": failed, "native": failed, "torch": ""}, results)
 
 
-def why(found):
+def why(name, found):
     """Returns the reason why a model is refused, or why its bits differ, with what to do."""
     if not found["error"]:
-        return ROUNDED.get(found["name"], ROUNDED.get(found["name"].split()[0], "not known"))
+        return ROUNDED.get(name, ROUNDED.get(name.split()[0], "not known"))
     reason = found["error"].splitlines()[0].partition(": ")[2].removeprefix("cannot convert the model")
     reason = re.sub(r"^: '[^']+' \((\w+)\) cannot be exported: (.*); to keep each .*", r"`\1`: \2", reason)
     reason = re.sub(r"^ \(\w+\): |^: ", "", reason)
@@ -215,46 +229,47 @@ def why(found):
     return re.sub(r"\bs\d+\b", "s", reason) + advice
 
 
+def is_equal(found):
+    return max(found.get("difference", 1), found.get("pipeline", 1)) < ROUNDING
+
+
 def counts(results):
-    """Returns a table of numbers of models and layers, by library."""
+    """Returns a table of numbers of models, by library."""
     rows = defaultdict(list)
     for each in results:
         for library in (each["name"].split()[0], "**all**"):
             rows[library].append(each)
-    columns = ["library", "models", "converted as they are", "bit-equal", "equal", "pipeline equal", "layers without Python"]
 
-    def row(library, found):
-        ran = [each for each in found if "difference" in each]
-        tests = [
-            lambda each: True,
-            lambda each: "difference" in each and not each["opaque"],
-            lambda each: each.get("difference") == 0,
-            lambda each: each.get("difference", 1) < ROUNDING,
-            lambda each: each.get("pipeline", 1) < ROUNDING,
-        ]
-        layers = f"{sum(each['native'] for each in ran)} of {sum(each['layers'] for each in ran)}"
-        traced = sum(isinstance(each.get("torch"), int) for each in found)
-        return [library, *(str(sum(map(test, found))) for test in tests), layers, str(traced)]
+    def row(library, models):
+        cells = [library, len(models)]
+        for way in WAYS:
+            found = [each[way] for each in models]
+            seconds = [each["seconds"] for each in found if "seconds" in each]
+            cells += [sum(map(is_equal, found)), sum(is_equal(each) and each["difference"] == 0 for each in found)]
+            cells += [f"{statistics.median(seconds):.1f} s"]
+        return [*map(str, cells), str(sum(isinstance(each["torch"], int) for each in models))]
 
     order = sorted(rows, key=lambda library: (library == "**all**", -len(rows[library])))
-    return tables.table([*columns, "torch's `pipeline()` traces"], [row(library, rows[library]) for library in order])
+    columns = [f"{what}{'' if way == 'blocks' else ', native'}" for way in WAYS for what in ("equal", "bit-equal", "conversion")]
+    columns = ["library", "models", *columns, "torch's `pipeline()` traces"]
+    return tables.table(columns, [row(library, rows[library]) for library in order])
 
 
 def exceptions(results):
     """Returns a table of the models that are refused, or whose bits differ, by reason."""
     rows = defaultdict(list)
     for each in results:
-        worst = max(each.get("difference", 1), each.get("pipeline", 1))
-        if each["error"] or each["difference"] or worst > ROUNDING:
-            rows[why(each)].append(each)
+        for way in WAYS:
+            if each[way]["error"] or each[way].get("difference") or not is_equal(each[way]):
+                rows[way, why(each["name"], each[way])].append((each["name"], each[way]))
 
-    def row(why, found):
-        differences = [max(each["difference"], each["pipeline"]) for each in found if "pipeline" in each]
-        names = ", ".join(sorted(each["name"].partition(" ")[2] for each in found))
-        return [names, why, f"{max(differences):.0e}" if len(differences) == len(found) else ""]
+    def row(way, reason, models):
+        differences = [max(found["difference"], found["pipeline"]) for _, found in models if "pipeline" in found]
+        names = ", ".join(sorted(name.partition(" ")[2] for name, _ in models))
+        return [way, names, reason, f"{max(differences):.0e}" if len(differences) == len(models) else ""]
 
-    columns = ["models", "what happens, and what to do", "largest difference"]
-    return tables.table(columns, [row(*each) for each in rows.items()])
+    columns = ["layers", "models", "what happens, and what to do", "largest difference"]
+    return tables.table(columns, [row(*key, models) for key, models in sorted(rows.items())])
 
 
 def main(file, word=""):

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gpipe.exported.blocks import Calls, kept_whole
+from gpipe.exported.blocks import Calls, Known, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
 from gpipe.exported.modes import Combination
@@ -32,8 +32,9 @@ def capture(
     where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
     converted."""
     programs, called = [], []
+    known: Known = {}
     for training in (True, False):
-        with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs), _calls_of(module) as paths:
+        with mode(module, training), kept_whole(blocks, calls, known, any_shape=any_shape, runs=runs), _calls_of(module) as paths:
             programs.append(exported(module, *arguments, any_shape=any_shape))
         called.append(paths)
     own = _tensors_of_module(module)
