@@ -16,7 +16,7 @@ class StageCost::Cell {
     std::int64_t& change(int layer) { return changes_[layer - first_]; }
 
     /// Adds bytes that the pass leaves allocated, by the action that frees them. Searches linearly: there are few.
-    void hold(std::int64_t bytes, Kind until, int stage, bool until_own_backward = false) {
+    void hold(std::int64_t bytes, Until until, int stage, bool until_own_backward = false) {
       for (auto& each : held_) {
         if (each.until != until || each.stage != stage || each.until_own_backward != until_own_backward) continue;
         each.bytes += bytes;
@@ -82,19 +82,25 @@ class StageCost::Cell {
 
  private:
   bool inside(int layer) const { return layer >= first_ && layer < end_; }
-  int stage_at(int layer) const { return layer < 0 ? layer : stage_of(layer, ends_); }
-  static Kind until_of(const Block& block) { return block.until == Kind::W ? Kind::W : Kind::I; }
+  static Until until_of(const Block& block) { return block.until == Kind::W ? Until::kLast : Until::kSendsGradients; }
+
+  /// Holds a block until another stage frees it, or none.
+  void hold_outside(Pass& pass, const Block& block, Until until) const {
+    const auto of_no_stage = block.freed_by == Block::kForwardsEnd ? Until::kForwardsEnd : Until::kNever;
+    block.freed_by < 0 ? pass.hold(block.bytes, of_no_stage, 0)
+                       : pass.hold(block.bytes, until, stage_of(block.freed_by, ends_));
+  }
 
   /// A block that a backward allocates.
   void add_gradient(const Block& block) {
     auto& pass = block.born == Kind::B ? backward_ : input_gradient_;
     pass.change(block.layer) += block.bytes;
     if (!inside(block.freed_by)) {
-      pass.hold(block.bytes, until_of(block), stage_at(block.freed_by));
-    } else if (until_of(block) == Kind::I) {
+      hold_outside(pass, block, until_of(block));
+    } else if (block.until != Kind::W) {
       pass.change(block.freed_by) -= block.bytes;
     } else {
-      input_gradient_.hold(block.bytes, Kind::W, stage_);  // the engine holds a W's gradients until the W ends
+      input_gradient_.hold(block.bytes, Until::kLast, stage_);  // the engine holds a W's gradients until the W ends
     }
   }
 
@@ -126,7 +132,7 @@ class StageCost::Cell {
         if (inside(skip.from)) {
           pass->change(skip.from) -= skip.bytes;
         } else {
-          pass->hold(skip.bytes, Kind::I, sender_of(skip));
+          pass->hold(skip.bytes, Until::kSendsGradients, sender_of(skip));
         }
       }
     }
@@ -153,19 +159,19 @@ class StageCost::Cell {
     const bool saved = block.until != Kind::F;
     forward_.change(block.layer) += bytes;
     if (!inside(block.freed_by)) {
-      forward_.hold(bytes, saved && !copies_ ? until : Kind::F, stage_at(block.freed_by));
-    } else if (saved && until == Kind::W && !inside(block.reaches) && block.reaches < cost_.layers_) {
+      hold_outside(forward_, block, saved && !copies_ ? until : Until::kForward);
+    } else if (saved && until == Until::kLast && !inside(block.reaches) && block.reaches < cost_.layers_) {
       // Saved by both sides of a cut: here for the backward, there for a W. An R makes it for this side alone.
-      copies_ ? forward_.hold(bytes, Kind::I, stage_)
-              : forward_.hold(bytes, Kind::W, stage_at(block.reaches), /*until_own_backward=*/true);
-      recompute_.hold(bytes, Kind::I, stage_);
+      copies_ ? forward_.hold(bytes, Until::kSendsGradients, stage_)
+              : forward_.hold(bytes, Until::kLast, stage_of(block.reaches, ends_), /*until_own_backward=*/true);
+      recompute_.hold(bytes, Until::kSendsGradients, stage_);
       backward_.change(block.freed_by) -= bytes;
       if (!copies_) shared_.change(block.freed_by) += bytes;
     } else if (saved) {
       forward_.hold(bytes, until, stage_);
       recompute_.hold(bytes, until, stage_);
       backward_.change(block.freed_by) -= bytes;
-      (until == Kind::I ? input_gradient_ : weight_gradient_).change(block.freed_by) -= bytes;
+      (until == Until::kLast ? weight_gradient_ : input_gradient_).change(block.freed_by) -= bytes;
     } else {
       forward_.change(block.freed_by) -= bytes;
     }
@@ -176,14 +182,14 @@ class StageCost::Cell {
     if (inside(last_use)) {
       stored_.change(last_use) -= bytes;
     } else if (last_use == cost_.layers_) {
-      stored_.hold(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
+      stored_.hold(bytes, Until::kForwardsEnd, 0);
     } else {
       // Of several stages that get it, the first one's backward comes last. Their recomputes have no order.
       const int first_use = block.reaches >= end_ ? end_ : *std::ranges::lower_bound(block.readers, end_);
       const int receiver = stage_of(first_use, ends_);
       const bool copied = copies_ || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
-      const auto freed_in = saved ? until : last_use >= ends_[receiver] ? Kind::I : Kind::R;
-      stored_.hold(bytes, copied ? Kind::F : freed_in, receiver);
+      const auto freed_in = saved ? until : last_use >= ends_[receiver] ? Until::kSendsGradients : Until::kRecompute;
+      stored_.hold(bytes, copied ? Until::kForward : freed_in, receiver);
     }
   }
 
@@ -191,7 +197,7 @@ class StageCost::Cell {
     const auto entering = cost_.bytes_in(first_, end_);
     const auto gradients = cost_.bytes_out(first_, end_);
     for (auto* pass : {&forward_, &stored_}) {
-      pass->hold(entering, Kind::W, stage_);
+      pass->hold(entering, Until::kLast, stage_);
       pass->run(entering, entering);
     }
     for (auto* pass : {&backward_, &first_backward_, &input_gradient_}) pass->run(gradients, gradients);
@@ -204,14 +210,14 @@ class StageCost::Cell {
       const auto bytes = cost_.profile_.layers[layer].buffers;
       if (bytes < kLargeBuffer) buffers_ += bytes;
     }
-    stored_.hold(buffers_, Kind::R, stage_);
+    stored_.hold(buffers_, Until::kRecompute, stage_);
     stored_.run(buffers_, buffers_);
-    recompute_.hold(buffers_, Kind::I, stage_);
+    recompute_.hold(buffers_, Until::kSendsGradients, stage_);
     if (first_ == 0 || !cost_.copies_inputs(first_, end_)) return;
     const auto activation = cost_.profile_.layers[first_ - 1].output;
     const auto inputs = cost_.bytes_in(first_, end_) - cost_.bytes_borrowed(first_, end_);
-    stored_.hold(activation, Kind::W, stage_);
-    stored_.hold(inputs - activation, Kind::R, stage_);
+    stored_.hold(activation, Until::kLast, stage_);
+    stored_.hold(inputs - activation, Until::kRecompute, stage_);
     stored_.run(inputs, inputs);
   }
 

@@ -184,7 +184,7 @@ void check(const Reader& reader, const Profile& profile) {
     if (block.born == Kind::W) reader.refuse(path + "born is \"W\", but must be \"F\", \"B\" or \"I\"");
     if (block.until == Kind::I) reader.refuse(path + "until is \"I\", but must be \"F\", \"B\" or \"W\"");
     reader.check_range(path + "layer", block.layer, 0, layers - 1);
-    reader.check_range(path + "freed_by", block.freed_by, HeldBytes::kNeverFreed, layers - 1);
+    reader.check_range(path + "freed_by", block.freed_by, Block::kNever, layers - 1);
     reader.check_range(path + "reaches", block.reaches, block.layer, layers);
     if (!block.readers.empty()) check_layers(reader, path + "readers", block.readers, 0, layers);
   }

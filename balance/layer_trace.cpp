@@ -17,11 +17,11 @@ std::uint64_t new_id() {
 }
 
 /// The part that a thread runs, and the id of its trace. May outlive the trace.
-struct Place {
+struct Running {
   std::uint64_t trace = 0;
   LayerTrace::Part part;
 };
-thread_local Place place_of_this_thread;
+thread_local Running running;
 
 /// Identity node behind an output of a layer, stashed or not: its part of the backward begins at the first of them.
 struct PartBegins : torch::autograd::Node {
@@ -95,7 +95,7 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
 LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
     : id_(new_id()), recomputes_(recomputes), device_(device), output_bytes_(layers) {}
 
-std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
+std::vector<std::unique_ptr<Layer>> LayerTrace::wrap(std::vector<std::unique_ptr<Layer>> layers) {
   const int count = static_cast<int>(layers.size());
   for (int i = 0; i < count; ++i) {
     const auto forward = [trace = shared_from_this(), i, count, forwards = 0](Layer& layer, Value input) mutable {
@@ -125,7 +125,7 @@ void LayerTrace::begins(const Part& part) {
   if (const Part* present = part_of_this_thread(); part.kind == Kind::B && present && *present == part) return;
   // Wait for the device, so that the times are those of the work and not of its launch.
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
-  place_of_this_thread = {id_, part};
+  running = {id_, part};
   MutexLock lock(mutex_);
   marks_.push_back({part, now()});
 }
@@ -173,7 +173,7 @@ void LayerTrace::read_skips(Profile& profile, const std::vector<SkipLink>& links
 }
 
 const LayerTrace::Part* LayerTrace::part_of_this_thread() const {
-  return place_of_this_thread.trace == id_ ? &place_of_this_thread.part : nullptr;
+  return running.trace == id_ ? &running.part : nullptr;
 }
 
 void LayerTrace::allocated(const void* data, std::int64_t bytes) {
@@ -241,7 +241,7 @@ void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
     } else if (freed_by && freed_by->micro_batch == 0) {
       if (*freed_by != born) bytes[block(born.layer, Kind::B, freed_by->layer)] += allocation.bytes;
     } else {
-      bytes[block(born.layer, Kind::B, HeldBytes::kNeverFreed)] += allocation.bytes;
+      bytes[block(born.layer, Kind::B, Block::kNever)] += allocation.bytes;
     }
   }
   append(profile.blocks, bytes);
@@ -291,7 +291,7 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     }
     if (freed_by == born) continue;
     const bool by_part = freed_by && freed_by->micro_batch == 0;
-    const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
+    const int caller = born.kind == Kind::F ? Block::kForwardsEnd : Block::kNever;
     const auto until = !by_part ? Kind::F : kept && freed_by->kind == Kind::B ? Kind::W : freed_by->kind;
     const int freeing_layer = by_part ? freed_by->layer : caller;
     std::vector<int> readers(allocation.readers.begin(), allocation.readers.end());

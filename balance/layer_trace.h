@@ -22,7 +22,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   LayerTrace(int layers, bool recomputes, c10::Device device);
 
   /// Wraps a pipeline's layers so that they report to this trace.
-  std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers);
+  std::vector<std::unique_ptr<Layer>> wrap(std::vector<std::unique_ptr<Layer>> layers);
 
   /// The part of an action that belongs to one layer.
   struct Part {
@@ -59,7 +59,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
-  // Reports of the watched layers. begins(): a part begins on this thread, if it has not. reaches(): an activation is
+  // Reports of the wrapped layers. begins(): a part begins on this thread, if it has not. reaches(): an activation is
   // the input of `layer`, or the model's output if that is the number of layers. reads(): a layer reads a skip.
   void begins(const Part& part);
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);

@@ -166,7 +166,7 @@ Profile measure_alone(const Model& model, const Value& sample, const ProfileOpti
     const auto make = [&](Skips* leaving) {
       std::vector<std::unique_ptr<Layer>> lone;
       lone.push_back(std::move(model.layers()[i]));
-      lone = restore.watch(std::move(lone));
+      lone = restore.wrap(std::move(lone));
       lone.front() = isolated(std::move(lone.front()), skips, leaving);
       return lone;
     };

@@ -18,8 +18,8 @@ namespace {
 /// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
 enum class Mode { kWhole, kRecomputes, kSplits };
 
-/// A pipeline whose layers are watched.
-struct Watched {
+/// A pipeline, and the trace that wraps its layers.
+struct TracedPipe {
   Mode mode = Mode::kWhole;
   std::shared_ptr<LayerTrace> trace;
   GPipe pipe{nullptr};
@@ -151,7 +151,7 @@ class Measurement {
 
   /// A pipeline with one stage per worker. If it splits backwards, the layers up to the first ones with parameters are
   /// a stage of their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
-  Watched watch(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
+  TracedPipe make_pipe(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
     std::vector<int> placement(balance.size());
     std::iota(placement.begin(), placement.end(), 0);
     if (mode == Mode::kSplits && !profile.input_requires_grad) {
@@ -167,7 +167,7 @@ class Measurement {
       }
     }
     const bool recomputes = mode == Mode::kRecomputes;
-    Watched watched{mode, std::make_shared<LayerTrace>(layers_, recomputes, device_)};
+    TracedPipe traced{mode, std::make_shared<LayerTrace>(layers_, recomputes, device_)};
     auto options = GPipeOptions()
                        .devices(std::vector<torch::Device>(placement.back() + 1, device_))
                        .placement(placement)
@@ -175,38 +175,38 @@ class Measurement {
                        .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
-    watched.pipe = GPipe(watched.trace->watch(make_()), balance, options, LanguageBinding());
-    watched.pipe->train();
-    return watched;
+    traced.pipe = GPipe(traced.trace->wrap(make_()), balance, options, LanguageBinding());
+    traced.pipe->train();
+    return traced;
   }
 
-  void step(Watched& watched, const Value& batch) const {
+  void step(TracedPipe& traced, const Value& batch) const {
     try {
-      watched.mode == Mode::kSplits ? trial_schedule(watched.pipe, batch) : trial_step(watched.pipe, batch);
+      traced.mode == Mode::kSplits ? trial_schedule(traced.pipe, batch) : trial_step(traced.pipe, batch);
     } catch (const c10::OutOfMemoryError&) {
       throw;  // profile() retries layer by layer
     } catch (...) {
-      rethrow(watched);
+      rethrow(traced);
     }
   }
 
-  [[noreturn]] void rethrow(Watched& watched) const {
-    const auto failed = watched.pipe->last_error();
+  [[noreturn]] void rethrow(TracedPipe& traced) const {
+    const auto failed = traced.pipe->last_error();
     if (!failed) throw;
     const bool backward = failed->action.kind != Kind::F;
     const int layer = failed->layer >= 0
                           ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
-                          : last_backward(watched, failed->action.stage);
+                          : last_backward(traced, failed->action.stage);
     const auto name = layer < 0 ? "a layer" : absl::StrFormat("layer '%s'", named_[layer].name);
     std::throw_with_nested(std::runtime_error(absl::StrFormat("[profile] %s failed in its %s: %s", name,
                                                               backward ? "backward" : "forward", failed->message)));
   }
 
   /// The layer of a stage whose part of the backward began last; -1 for none.
-  static int last_backward(Watched& watched, int stage) {
-    const auto ends = stage_ends(watched.pipe->balance());
+  static int last_backward(TracedPipe& traced, int stage) {
+    const auto ends = stage_ends(traced.pipe->balance());
     int layer = -1;
-    for (const auto& [part, start] : watched.trace->take_marks()) {
+    for (const auto& [part, start] : traced.trace->take_marks()) {
       if (part.kind == Kind::B && stage_of(part.layer, ends) == stage) layer = part.layer;
     }
     return layer;
@@ -233,8 +233,8 @@ class Measurement {
 
   void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, const std::vector<Mode>& modes,
                  int repeats, double start, double done) {
-    std::vector<Watched> pipes;
-    for (const auto mode : modes) pipes.push_back(watch(profile, balance, mode));
+    std::vector<TracedPipe> pipes;
+    for (const auto mode : modes) pipes.push_back(make_pipe(profile, balance, mode));
     for (auto& each : pipes) {
       report(done);
       try {
@@ -268,17 +268,17 @@ class Measurement {
   }
 
   /// Runs a step with one worker, and listens to its allocations.
-  Watched listen(const Profile& profile, Mode mode) const {
+  TracedPipe listen(const Profile& profile, Mode mode) const {
     report(0.9);
-    auto watched = watch(profile, {layers_}, mode);
-    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
-    if (mode == Mode::kSplits) watched.pipe->trace(watched.timeline);
-    step(watched, batch_of_three_);
-    return watched;
+    auto traced = make_pipe(profile, {layers_}, mode);
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, traced.trace);
+    if (mode == Mode::kSplits) traced.pipe->trace(traced.timeline);
+    step(traced, batch_of_three_);
+    return traced;
   }
 
   void read_memory(Profile& profile, bool plain) const {
-    Watched splits;
+    TracedPipe splits;
     if (!plain) splits = listen(profile, Mode::kSplits);
     const auto whole = listen(profile, Mode::kWhole);
     whole.trace->read_memory(

@@ -10,11 +10,11 @@ namespace {
 void give_outputs_to_loss(std::vector<CellBytes>& stages) {
   for (int stage = 0; auto& cell : stages) {
     for (auto& held : cell.stored.held) {
-      if (held.stage == HeldBytes::kUntilForwardsEnd) held = {held.bytes, Kind::F, stage};
+      if (held.until == Until::kForwardsEnd) held = {held.bytes, Until::kForward, stage};
     }
     for (auto& held : cell.forward.held) {
-      if (held.stage != HeldBytes::kUntilForwardsEnd) continue;
-      held = {held.bytes, Kind::W, stage};
+      if (held.until != Until::kForwardsEnd) continue;
+      held = {held.bytes, Until::kLast, stage};
       cell.recompute.held.push_back(held);
     }
     ++stage;

@@ -49,12 +49,16 @@ struct LayerProfile {
 
 /// Memory that a layer's forward or backward of one micro-batch allocates and does not free.
 struct Block {
+  // Values of `freed_by`:
+  static constexpr int kForwardsEnd = -1;  ///< the end of the step's last forward
+  static constexpr int kNever = -2;        ///< nothing within the step
+
   std::int64_t bytes = 0;
   /// Kind and layer of the pass that allocates the memory: F, B if the backward is whole, or I if it is split.
   Kind born = Kind::F;
   int layer = 0;
-  /// Kind and layer of the pass that frees the memory: F; B, also for the I of a backward that is split; or W, which is
-  /// the B of one that is whole. HeldBytes::kUntilForwardsEnd or HeldBytes::kNeverFreed may take the layer's place.
+  /// Kind and layer of the pass that frees the memory. F; B, which of a split backward is its I; or W, which of a whole
+  /// backward is its B. E.g. the input of a layer with weights is freed by its W.
   Kind until = Kind::B;
   int freed_by = 0;
   /// The last layer whose input uses the memory, or `layer`; the number of layers if the model returns it.

@@ -75,7 +75,7 @@ Profile profile(const Model& model, const Value& sample, const ProfileOptions& o
   }
   try {
     const RestoreModule restore(model.module());
-    auto measured = measure([&] { return restore.watch(model.layers()); }, sample, rising, plain);
+    auto measured = measure([&] { return restore.wrap(model.layers()); }, sample, rising, plain);
     restore.check();
     return measured;
   } catch (const c10::OutOfMemoryError&) {

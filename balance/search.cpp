@@ -51,7 +51,7 @@ Candidate candidate_of(PredictedStep step, const RunOptions& run, const SearchOp
 }
 
 /// A candidate that may be improved.
-struct Entry {
+struct Contender {
   Candidate with(const std::vector<std::int64_t>& balance, const SearchOptions& options) const {
     return candidate_of(predictor->predict(balance), run, options);
   }
@@ -63,16 +63,17 @@ struct Entry {
 };
 
 /// Moves cuts. Takes the simulated actions off `budget`, and ends when there is none left.
-void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
-  const StageCost stage(*entry.profile);
-  const auto actions = static_cast<std::int64_t>(entry.best.balance.size()) * entry.run.chunks * 4;  // F, R, I, W
+void improve(Contender& contender, const SearchOptions& options, std::int64_t& budget) {
+  const StageCost stage(*contender.profile);
+  const auto actions =
+      static_cast<std::int64_t>(contender.best.balance.size()) * contender.run.chunks * 4;  // F, R, I, W
   for (bool improved = true; improved;) {
     improved = false;
-    for (const auto& balance : stage.near(entry.best.balance, 1)) {
+    for (const auto& balance : stage.near(contender.best.balance, 1)) {
       if ((budget -= actions) < 0) return;
-      auto moved = entry.with(balance, options);
-      if (!is_better(moved, entry.best, options)) continue;
-      entry.best = std::move(moved);
+      auto moved = contender.with(balance, options);
+      if (!is_better(moved, contender.best, options)) continue;
+      contender.best = std::move(moved);
       improved = true;
     }
   }
@@ -168,7 +169,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   require(!options.schedulings.empty(), "[suggest] give at least one schedule");
   require(!options.checkpoints.empty(), "[suggest] give at least one checkpoint mode");
   require(options.memory_limit >= 0, "[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
-  std::vector<Entry> entries;
+  std::vector<Contender> contenders;
   for (const auto& [chunks, profile] : profiles) {
     const int most_stages = StageCost(profile).most_stages();
     Starts known;
@@ -180,30 +181,30 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         if (stages > most_stages && options.schedulings.size() > 1) continue;
         auto& balances = known[{stages, scheduling.placement, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);
-        Entry entry{&profile, run, std::make_unique<Predictor>(profile, stages, run)};
-        entry.best = entry.with(balances.front(), options);
+        Contender contender{&profile, run, std::make_unique<Predictor>(profile, stages, run)};
+        contender.best = contender.with(balances.front(), options);
         for (std::size_t i = 1; i < balances.size(); ++i) {
-          auto other = entry.with(balances[i], options);
-          if (is_better(other, entry.best, options)) entry.best = std::move(other);
+          auto other = contender.with(balances[i], options);
+          if (is_better(other, contender.best, options)) contender.best = std::move(other);
         }
-        entries.push_back(std::move(entry));
+        contenders.push_back(std::move(contender));
       }
     }
   }
-  require(!entries.empty(),
+  require(!contenders.empty(),
           "[suggest] every schedule has more stages than the %d that the model allows; use fewer devices",
           StageCost(profiles.front().profile).most_stages());
-  const auto before = [&](const Entry& a, const Entry& b) { return is_better(a.best, b.best, options); };
-  std::stable_sort(entries.begin(), entries.end(), before);
+  const auto before = [&](const Contender& a, const Contender& b) { return is_better(a.best, b.best, options); };
+  std::stable_sort(contenders.begin(), contenders.end(), before);
   auto budget = options.most_actions;
-  for (auto& entry : entries) {
-    if (budget > 0) improve(entry, options, budget);
+  for (auto& contender : contenders) {
+    if (budget > 0) improve(contender, options, budget);
   }
-  std::stable_sort(entries.begin(), entries.end(), before);
+  std::stable_sort(contenders.begin(), contenders.end(), before);
   Suggestion suggestion;
-  for (auto& entry : entries) suggestion.candidates.push_back(entry.best);
+  for (auto& contender : contenders) suggestion.candidates.push_back(contender.best);
   if (!suggestion.candidates.front().fits) {
-    suggestion.reason = why_not(entries.front().best, *entries.front().profile, options);
+    suggestion.reason = why_not(contenders.front().best, *contenders.front().profile, options);
   }
   suggestion.profiles = std::move(profiles);
   return suggestion;

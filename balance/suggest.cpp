@@ -232,7 +232,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
     auto pipe_options = GPipeOptions().devices(devices).intraop_threads(intraop_threads);
     pipe_options.chunks(candidate.chunks).checkpoint(candidate.checkpoint).placement(candidate.placement);
     if (!candidate.schedule.empty()) pipe_options.schedule(candidate.schedule);
-    GPipe pipe(restore.watch(model.layers()), candidate.balance, pipe_options, LanguageBinding());
+    GPipe pipe(restore.wrap(model.layers()), candidate.balance, pipe_options, LanguageBinding());
     pipe->train();
     std::vector<double> seconds;
     for (int repeat = -1; repeat < repeats; ++repeat) {  // the first is a warm-up

@@ -141,9 +141,9 @@ struct RestoreModule::State {
 
   /// Runs a layer's forward. In the first ones, copies its parameters, and keeps the copies of parameters that change.
   Value forward(int index, Layer& layer, Value input) {
-    bool& is_watched = watched[index][at::GradMode::is_enabled() ? 1 : 0];
-    if (is_watched) return layer.forward(std::move(input));
-    is_watched = true;
+    bool& has_run = runs[index][at::GradMode::is_enabled() ? 1 : 0];
+    if (has_run) return layer.forward(std::move(input));
+    has_run = true;
     const auto copies = copy_parameters(*layer.module());
     const absl::Cleanup keep = [&] { keep_changed(copies); };  // also if the forward throws
     return layer.forward(std::move(input));
@@ -176,7 +176,7 @@ struct RestoreModule::State {
 
   std::vector<Saved> saved;
   absl::flat_hash_map<const void*, std::size_t> indices;  // by tensor
-  std::vector<std::array<bool, 2>> watched;               // by layer: without and with autograd graph
+  std::vector<std::array<bool, 2>> runs;                  // by layer: without and with autograd graph
 };
 
 RestoreModule::RestoreModule(const torch::nn::Module& module)
@@ -196,8 +196,8 @@ RestoreModule::~RestoreModule() {
   attempt([&] { restore_random(random_); });
 }
 
-std::vector<std::unique_ptr<Layer>> RestoreModule::watch(std::vector<std::unique_ptr<Layer>> layers) const {
-  state_->watched.resize(layers.size());
+std::vector<std::unique_ptr<Layer>> RestoreModule::wrap(std::vector<std::unique_ptr<Layer>> layers) const {
+  state_->runs.resize(layers.size());
   for (int i = 0; i < std::ssize(layers); ++i) {
     layers[i] = decorate(std::move(layers[i]), [state = state_, i](Layer& layer, Value input) {
       return state->forward(i, layer, std::move(input));

@@ -29,7 +29,7 @@ double median(std::vector<double> values);
 /// The constructor copies all buffers. A parameter is copied only during two forwards of its layer: the first that
 /// builds an autograd graph and the first that does not. The copy is kept if that forward changed the parameter.
 ///
-/// Thread safety: watched layers may run on several threads at once, but each layer and parameter on one at a time.
+/// Thread safety: wrapped layers may run on several threads at once, but each layer and parameter on one at a time.
 class RestoreModule {
  public:
   /// REQUIRES: a std::shared_ptr holds the module.
@@ -39,8 +39,8 @@ class RestoreModule {
   RestoreModule(const RestoreModule&) = delete;
   RestoreModule& operator=(const RestoreModule&) = delete;
 
-  /// Wraps the module's layers to watch their forwards. Each call must get the same layers in the same order.
-  std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers) const;
+  /// Wraps the module's layers to note their first forwards. Each call must get the same layers in the same order.
+  std::vector<std::unique_ptr<Layer>> wrap(std::vector<std::unique_ptr<Layer>> layers) const;
 
   /// Errors: std::runtime_error for a parameter that was changed, by its version, outside of those first forwards.
   void check() const;

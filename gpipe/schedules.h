@@ -65,6 +65,8 @@ struct ScheduleRule {
   std::string (*misfit)(const Layout& layout);
   /// Returns lists of F and B, or I and W. REQUIRES: misfit() is empty.
   Schedule (*generate)(const Layout& layout);
+  /// Whether stage s must be on worker s mod the number of workers, any number of stages on each.
+  bool loops = false;
 };
 
 /// All rules, in the order of help texts.

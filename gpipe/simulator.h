@@ -8,16 +8,22 @@
 
 namespace gpipe {
 
-/// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
-struct HeldBytes {
-  static constexpr int kUntilForwardsEnd = -1;  ///< a `stage`: until the step's last forward ends
-  static constexpr int kNeverFreed = -2;        ///< a `stage`: not within the step
+/// The action, of one stage and the same micro-batch, whose end frees memory. Or, of no stage, the last two.
+enum class Until {
+  kForward,
+  kRecompute,
+  kSendsGradients,  ///< I of a split backward, else B
+  kLast,            ///< W of a split backward, else B
+  kForwardsEnd,     ///< the step's last forward
+  kNever,           ///< nothing within the step
+};
 
+/// Bytes that an action leaves allocated, and what frees them. E.g. an activation that the next stage saves on the same
+/// device: {bytes, Until::kLast, stage + 1}.
+struct HeldBytes {
   std::int64_t bytes = 0;
-  /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
-  /// last action that does anything; both are B if the backward is not split.
-  Kind until = Kind::W;
-  int stage = 0;  ///< of the action that frees the bytes, or one of the values above
+  Until until = Until::kLast;
+  int stage = 0;  ///< of the action that frees the bytes
   /// Not freed before the cell's own action that sends gradients has ended either.
   bool until_own_backward = false;
 };

@@ -62,7 +62,7 @@ GPIPE_API std::string from_torchvision(const std::string& key);
 /// Errors: std::invalid_argument with the first key that is unexpected, missing or misshapen; nothing is copied then.
 GPIPE_API void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
-/// The same from a safetensors file. `python -m gpipe convert weights.pth weights.safetensors` makes one.
+/// The same from a safetensors file: safetensors.torch.save_file(torch.load("weights.pth"), "weights.safetensors").
 ///
 /// Errors: also std::runtime_error with the path and the reason; see read_weights().
 GPIPE_API void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);

@@ -57,12 +57,8 @@ int stages_per_worker(const GPipeOptions& options, int stages) {
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
                           !options.schedule().starts_with('@');
   if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
-  if (options.schedule() == kAnySchedule) return stages / devices;
-  auto placement = looped_placement(devices, stages);
-  const auto fits = [&] { return schedule_rule(options.schedule()).misfit({stages, 1, placement}).empty(); };
-  const bool fits_loops = fits();
-  std::reverse(placement.begin(), placement.end());
-  return fits_loops && !fits() ? stages / devices : 1;
+  const bool loops = options.schedule() == kAnySchedule || schedule_rule(options.schedule()).loops;
+  return loops ? stages / devices : 1;
 }
 
 ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {

@@ -81,12 +81,12 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, Che
                              bool last_is_smaller, bool saves_memory) {
   const auto costs = costs_of(measured, layout, checkpoint, last_is_smaller);
   const auto [most_cells, most_graphs] = held(measured_rule(layout), layout, measured.edges, checkpoint);
-  struct Candidate {
+  struct Simulated {
     std::string_view name;
     double seconds;
     int cells;
   };
-  std::vector<Candidate> candidates;
+  std::vector<Simulated> simulated;
   double fastest = kUnknown;
   for (const auto& rule : schedule_rules()) {
     if (fills_and_drains(rule.name) || !rule.misfit(layout).empty() ||
@@ -96,11 +96,11 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, Che
     const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoint);
     if (saves_memory && (cells > most_cells || graphs > most_graphs)) continue;
     const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoint));
-    candidates.push_back({rule.name, simulate(program, costs).makespan, cells});
-    fastest = std::min(fastest, candidates.back().seconds);
+    simulated.push_back({rule.name, simulate(program, costs).makespan, cells});
+    fastest = std::min(fastest, simulated.back().seconds);
   }
-  const auto cells = [&](const Candidate& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
-  return std::string(std::ranges::min_element(candidates, {}, cells)->name);
+  const auto cells = [&](const Simulated& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
+  return std::string(std::ranges::min_element(simulated, {}, cells)->name);
 }
 
 }  // namespace gpipe

@@ -150,15 +150,16 @@ class Step {
   }
 
   double end_of(const HeldBytes& held, int micro_batch) const {
-    if (held.stage == HeldBytes::kUntilForwardsEnd) return forwards_end_;
-    if (held.stage == HeldBytes::kNeverFreed) return kNeverFreed;
+    if (held.until == Until::kForwardsEnd) return forwards_end_;
+    if (held.until == Until::kNever) return kNeverFreed;
     const auto& cells = cells_[held.stage];
     if (static_cast<std::size_t>(micro_batch) >= cells.size()) return kNeverFreed;
     const auto& [forward, recompute, sends, ends] = cells[micro_batch];
-    const Span* span = held.until == Kind::F                                 ? forward
-                       : held.until == Kind::R                               ? recompute
-                       : held.until == Kind::I || !bytes_[held.stage].splits ? sends
-                                                                             : ends;
+    const bool is_last = held.until == Until::kLast && bytes_[held.stage].splits;
+    const Span* span = held.until == Until::kForward     ? forward
+                       : held.until == Until::kRecompute ? recompute
+                       : is_last                         ? ends
+                                                         : sends;
     return span == nullptr ? kNeverFreed : span->end;
   }
 
@@ -176,9 +177,8 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   for (const CellBytes& it : stages) {
     for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
       for (const HeldBytes& held : action->held) {
-        require(held.stage >= HeldBytes::kNeverFreed && held.stage < std::ssize(stages),
-                "bytes are held until %c of stage %d, but there are %d stages", to_char(held.until), held.stage,
-                stages.size());
+        require(held.stage >= 0 && held.stage < std::ssize(stages),
+                "bytes are held until an action of stage %d, but there are %d stages", held.stage, stages.size());
       }
     }
   }

@@ -14,16 +14,16 @@ using absl::StrFormat;
 constexpr int kMissing = -1;
 constexpr std::array kKinds = {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W};
 
-/// Where the actions of one cell stand in their worker's list, indexed by Kind.
-class Places {
+/// The indices of the actions of one cell in their worker's list, by Kind.
+class CellActions {
  public:
-  int& operator[](Kind kind) { return places_[static_cast<std::size_t>(kind)]; }
-  int operator[](Kind kind) const { return places_[static_cast<std::size_t>(kind)]; }
+  int& operator[](Kind kind) { return indices_[static_cast<std::size_t>(kind)]; }
+  int operator[](Kind kind) const { return indices_[static_cast<std::size_t>(kind)]; }
   bool has(Kind kind) const { return (*this)[kind] != kMissing; }
   bool has_backward() const { return has(Kind::B) || has(Kind::I) || has(Kind::W); }
 
  private:
-  std::array<int, kKinds.size()> places_ = {kMissing, kMissing, kMissing, kMissing, kMissing};
+  std::array<int, kKinds.size()> indices_ = {kMissing, kMissing, kMissing, kMissing, kMissing};
 };
 
 std::string label(const std::vector<Edge>& edges, int edge) {
@@ -43,11 +43,11 @@ void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
 }
 
 /// Finds the actions of every cell. Refuses actions outside the layout, on the wrong worker, or repeated.
-std::vector<Places> locate(const Layout& layout, const Schedule& schedule) {
+std::vector<CellActions> locate(const Layout& layout, const Schedule& schedule) {
   require(std::ssize(schedule) == layout.workers(),
           "the schedule has %d lists, but the placement has %d workers: give one list per worker", schedule.size(),
           layout.workers());
-  std::vector<Places> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
+  std::vector<CellActions> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
   for (int worker = 0; worker < layout.workers(); ++worker) {
     for (std::size_t i = 0; i < schedule[worker].size(); ++i) {
       const Action& action = schedule[worker][i];
@@ -64,16 +64,16 @@ std::vector<Places> locate(const Layout& layout, const Schedule& schedule) {
       if (const int owner = layout.placement[stage]; owner != worker) {
         throw fail(StrFormat(", but stage %d is placed on worker %d: move it there", stage, owner));
       }
-      int& place = cells[static_cast<std::size_t>(stage) * layout.micro_batches + m][kind];
-      if (place != kMissing) throw fail(" twice: remove one");
-      place = static_cast<int>(i);
+      int& index = cells[static_cast<std::size_t>(stage) * layout.micro_batches + m][kind];
+      if (index != kMissing) throw fail(" twice: remove one");
+      index = static_cast<int>(i);
     }
   }
   return cells;
 }
 
 /// Checks which actions a cell has and their order: rules 2 and 3.
-void verify_cell(int stage, int micro_batch, const Places& cell, bool has_backward) {
+void verify_cell(int stage, int micro_batch, const CellActions& cell, bool has_backward) {
   const auto name = [&](Kind kind) { return to_string(Action{kind, stage, micro_batch}); };
   const auto need = [&](Kind kind, const std::string& why) {
     if (!cell.has(kind)) throw invalid("the schedule lacks %s: %s", name(kind), why);
@@ -284,7 +284,8 @@ Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedul
   verify(layout);
   verify_edges(layout, edges);
   const auto cells = locate(layout, schedule);
-  const bool has_backward = std::any_of(cells.begin(), cells.end(), [](const Places& c) { return c.has_backward(); });
+  const bool has_backward =
+      std::any_of(cells.begin(), cells.end(), [](const CellActions& c) { return c.has_backward(); });
   for (int stage = 0; stage < layout.stages; ++stage) {
     for (int m = 0; m < layout.micro_batches; ++m) {
       verify_cell(stage, m, cells[static_cast<std::size_t>(stage) * layout.micro_batches + m], has_backward);
@@ -294,7 +295,7 @@ Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedul
   if (!has_backward) return {std::vector<int>(layout.stages, 1), std::vector<int>(layout.stages, 0)};
   const auto begins = [](const Action& action) { return action.kind == Kind::F; };
   const auto builds_graph = [&](const Action& action) {
-    const Places& cell = cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch];
+    const CellActions& cell = cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch];
     return action.kind == (cell.has(Kind::R) ? Kind::R : Kind::F);
   };
   return {most_at_once(layout.stages, schedule, begins, ends_cell),

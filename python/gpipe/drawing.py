@@ -7,8 +7,8 @@ from typing import Any
 _LEFT, _TOP, _PLOT, _ROW, _GAP, _BOTTOM = 72, 44, 880, 34, 6, 40  # pixels
 _DIGIT = 8  # approximate width of a character, in pixels
 _TICKS = 8  # approximate number of ticks on the time axis
-# The name, color and letter of each kind of action. The palette of Okabe and Ito is distinguishable with color blindness.
-# The letter tells apart what colors may not.
+# The name, color and letter of each kind of action. The palette of Okabe and Ito is distinguishable with color
+# blindness. The letter tells apart what colors may not.
 _LOOKS = {
     "F": ("forward", "#56b4e9", ""),
     "R": ("recompute", "#f0e442", ""),
@@ -19,8 +19,9 @@ _LOOKS = {
 
 
 def to_svg(timeline: str) -> str:
-    """Draws a timeline, given as the JSON of ``to_chrome_json``: a row per worker, a box per action with the number of its
-    micro-batch, and a time axis. Hovering over a box shows its action and duration. Raises ValueError for other texts."""
+    """Draws a timeline, given as the JSON of ``to_chrome_json``: a row per worker, a box per action with the number of
+    its micro-batch, and a time axis. Hovering over a box shows its action and duration. Raises ValueError for other
+    texts."""
     try:
         events = json.loads(timeline)["traceEvents"]
         workers = sum(each["ph"] == "M" for each in events)

@@ -21,7 +21,7 @@ Profile two_layers() {
           .layers = {{.name = "l0", .forward = 1, .stored = 0.1, .recompute = 1e-9, .backward = 2, .parameters = 7},
                      {.name = "l1", .changes_input = true, .shares_with = 0}},
           .blocks = {{.bytes = 10, .born = Kind::B, .layer = 1, .until = Kind::B, .freed_by = 0, .reaches = 1},
-                     {.bytes = 20, .until = Kind::F, .freed_by = HeldBytes::kNeverFreed, .reaches = 2, .readers = {1}}},
+                     {.bytes = 20, .until = Kind::F, .freed_by = Block::kNever, .reaches = 2, .readers = {1}}},
           .skips =
               {{.name = "a \"name\"", .from = 0, .readers = {1}, .bytes = 40, .changed = true, .wants_gradient = true}},
           .ties = {{.name = "l0.weight", .layers = {0, 1}, .bytes = 7}}};

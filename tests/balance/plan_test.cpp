@@ -41,8 +41,8 @@ Profile chain(const std::vector<double>& seconds) {
   }
   auto& last = profile.blocks[profile.blocks.size() - 2];
   last.until = Kind::F;
-  last.freed_by = HeldBytes::kUntilForwardsEnd;
-  profile.blocks[1].freed_by = HeldBytes::kNeverFreed;
+  last.freed_by = Block::kForwardsEnd;
+  profile.blocks[1].freed_by = Block::kNever;
   return profile;
 }
 

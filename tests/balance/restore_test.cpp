@@ -101,7 +101,7 @@ TEST(RestoreModule, RestoresWhatLayersChange) {
       const RestoreModule restore(*model);
       for (int forward = 0; forward < 3; ++forward) {
         const at::AutoGradMode grad_mode(forward != 1);
-        auto layers = restore.watch(make_layers(*model));
+        auto layers = restore.wrap(make_layers(*model));
         Value value = torch::randn({2, kSize});
         model->train();
         for (auto& each : layers) value = each->forward(std::move(value));
@@ -160,7 +160,7 @@ TEST(RestoreModule, KeepsNoCopiesOfUnchangedParameters) {
   ASSERT_TRUE(scope.installed());
   const torch::NoGradGuard no_grad;
   const RestoreModule restore(*model);
-  auto layers = restore.watch(make_layers(*model));
+  auto layers = restore.wrap(make_layers(*model));
   const auto x = torch::ones({1, kLarge});
   for (auto& layer : layers) layer->forward(x);
   EXPECT_LT(counter->count(0).live, bytes);

@@ -21,7 +21,7 @@ mutant(wires_remember_all_layouts gpipe/ranks/remote_edges.cpp
        "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
 mutant(calls_forget_failed_backwards gpipe/ranks/agreement.cpp "calls[r].failed_before == calls[0].failed_before" "true"
        Agreement.*)
-mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
+mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "index != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward gpipe/schedule/verifier.cpp "cell.has(Kind::R) ? Kind::R : Kind::F"
        "Kind::F" Verifier.*)
 mutant(verifier_allows_loops gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to" Verifier.*)

@@ -169,10 +169,10 @@ TEST(Simulator, RandomProgramsStayWithinTheirBounds) {
 
 /// Each kind of bytes has its own decimal digit: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
 CellBytes cells(int stage) {
-  return {.forward = {1005, {{1000, Kind::W, stage}}},
-          .stored = {305, {{100, Kind::W, stage}}},
-          .recompute = {905, {{900, Kind::W, stage}}},
-          .backward = {40, {{10, Kind::I, stage == 0 ? HeldBytes::kNeverFreed : stage - 1}}},
+  return {.forward = {1005, {{1000, Until::kLast, stage}}},
+          .stored = {305, {{100, Until::kLast, stage}}},
+          .recompute = {905, {{900, Until::kLast, stage}}},
+          .backward = {40, {{10, stage == 0 ? Until::kNever : Until::kSendsGradients, std::max(0, stage - 1)}}},
           .parameters = 1};
 }
 
@@ -208,7 +208,7 @@ TEST(Footprint, RecomputedCellHoldsItsGraphFromItsRecompute) {
 
 TEST(Footprint, OutputsBelongToTheCallerAfterTheLastForward) {
   auto last = cells(1);
-  last.forward.held = {{600, Kind::W, 1}, {400, Kind::F, HeldBytes::kUntilForwardsEnd}};
+  last.forward.held = {{600, Until::kLast, 1}, {400, Until::kForwardsEnd}};
   EXPECT_THAT(print(run(2, 2, Checkpoint::kNever, {cells(0), last}).timeline),
               ::testing::EndsWith("1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 1200 1240 611; 1B0 611 651 11; "));
 }
@@ -243,7 +243,7 @@ TEST(Footprint, StepsAreAccountedSeparately) {
 
 TEST(Footprint, BytesCanBeHeldUntilTheLaterOfTwoActions) {
   auto sender = cells(0);
-  sender.forward.held = {{1000, Kind::F, 1, /*until_own_backward=*/true}};
+  sender.forward.held = {{1000, Until::kForward, 1, /*until_own_backward=*/true}};
   EXPECT_THAT(print(run(2, 2, Checkpoint::kNever, {sender, cells(1)}).timeline),
               ::testing::StartsWith("0F0 0 1005 1000; 0F1 1000 2005 2000; 0B1 2000 2040 1011; 0B0 1011 1051 21; 1F0"));
 }
@@ -254,8 +254,8 @@ TEST(Footprint, RefusesBytesOfOtherStages) {
   };
   EXPECT_THAT(running({cells(0)}), refused("got bytes for 1 stages, but the program has 2 stages"));
   auto bad = cells(1);
-  bad.backward.held = {{10, Kind::I, 2}};
-  EXPECT_THAT(running({cells(0), bad}), refused("held until I of stage 2, but there are 2 stages"));
+  bad.backward.held = {{10, Until::kSendsGradients, 2}};
+  EXPECT_THAT(running({cells(0), bad}), refused("held until an action of stage 2, but there are 2 stages"));
   for (const int stage : {-1, 2}) {
     auto timeline = run(2, 2, Checkpoint::kNever, {}).timeline;
     timeline.spans.front().action.stage = stage;
