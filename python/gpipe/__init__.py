@@ -43,7 +43,6 @@ __all__ = [
     "Loss",
     "Ranks",
     "Timeline",
-    "__version__",
     "balance",
     "data",
     "export_model",
