@@ -137,7 +137,7 @@ class Candidate:
     balance: typing.Final[list[int]]
     bubble: typing.Final[float]
     bytes: typing.Final[list[int]]
-    checkpoint: typing.Final[str]
+    checkpoint: typing.Final[typing.Literal["always", "except_last", "never"]]
     chunks: typing.Final[int]
     crossing: typing.Final[int]
     fits: typing.Final[bool]

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, tree_flatten, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, MappingKey, TreeSpec, is_namedtuple_class
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from gpipe._C import micro_batch_sizes
 
@@ -60,11 +61,12 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
-            keys = [key for key, each in value.items() if each is leaf] if isinstance(value, dict) else []
-            place = f" for '{keys[0]}'" if keys else ""
+            path = next((path for path, each in tree_flatten_with_path(value)[0] if each is leaf), ())
+            name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
+            place = "" if name is None else f" for '{name}'"
             advice = "; pass dict(...) of it" if isinstance(leaf, Mapping) else ""
-            if keys and isinstance(leaf, (bool, int, float, str)):
-                advice = "; leave it out if it was a constant when the model was converted"
+            if name is not None and isinstance(leaf, (bool, int, float, str)):
+                advice = "; a converted model has it as a constant: leave it out, or call pipe.module for another value"
             raise TypeError(
                 f"expected Tensor, but got {type(leaf)}{place}; a pipeline and its stages take and return tensors, alone or "
                 f"in tuples, named tuples, lists and dicts{' that hold None' if leaf is None else ', which may hold None'}{advice}"

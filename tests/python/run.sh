@@ -25,12 +25,14 @@ venv=$work/venv/bin/python
 mypy() { "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work.mypy" "$@"; }
 (cd "$root/examples/python" && mypy unet_train.py resnet18_mnist.py diffusion.py attention_residuals.py)
 cd "$root/tests/python" # no folder here shadows the installed gpipe
-# A line per function or property, without documentation, as pybind11 3.0 has them.
+# A line per function or property, without documentation, as pybind11 3.0 has them. A checkpoint mode is one of three texts.
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
 documentation=':\n +"""\n[^"]*"""\n'
+modes='typing.Literal["always", "except_last", "never"]'
 property='@property\n +def (\w+)\(self\) -> ([^\n]*): \.\.\.'
 sed -zEi "s/(def [^\n]*)$documentation/\1: ...\n/g; s/(class [^\n]*)$documentation/\1:\n/g; s/:\n +\.\.\.\n/: ...\n/g
-  s/$property/\1: typing.Final[\2]/g; s/ \| typing\.SupportsIndex//g" "$work/stubs/gpipe/_C.pyi"
+  s/$property/\1: typing.Final[\2]/g; s/( checkpoint: typing\.Final\[)str/\1$modes/
+  s/ \| typing\.SupportsIndex//g" "$work/stubs/gpipe/_C.pyi"
 diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"
 mypy --package gpipe
 mypy typed_program.py

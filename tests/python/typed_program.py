@@ -50,6 +50,10 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
+def right(output: Tensor, target: Tensor) -> int:
+    return int((output.argmax(1) == target).sum())
+
+
 def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
     optimizer = torch.optim.AdamW(pipe.parameters())
     for _ in range(2):
@@ -69,6 +73,8 @@ def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
     snapshot.restore_model(pipe, saved.model)
     snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
     assert_type(saved.epoch, int)
+    gpipe.verify(pipe, x, y, criterion)
+    assert_type(pipe.evaluate(x, y, right), int)
     return assert_type(pipe.evaluate(x, y, criterion), Tensor).item()
 
 
@@ -84,6 +90,8 @@ def main(folder: Path) -> None:
     train(pipe, x, y, folder / "latest.snapshot")
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
     plan: Plan = chosen.plan
+    best = balance.suggest(model, x, ["cpu", "cpu"], chunks=[2], seconds=0.1).best
+    gpipe.GPipe(model, best.balance, devices=["cpu", "cpu"], chunks=best.chunks, checkpoint=best.checkpoint)
     train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()

@@ -26,7 +26,7 @@ class Captured(NamedTuple):
 
 
 def capture(
-    module: nn.Module, arguments: Any, blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool
+    module: nn.Module, arguments: Any, blocks: Mapping[str, nn.Module], calls: Calls, batch_dim: int, *, any_shape: bool, runs: bool
 ) -> Captured:
     """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
     where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
@@ -40,8 +40,8 @@ def capture(
     own = _tensors_of_module(module)
     tensors = dict(own)
     graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
-    check_outputs(graph)
-    check_outputs(evaluation)
+    check_outputs(graph, batch_dim)
+    check_outputs(evaluation, batch_dim)
     combined = Combination(graph, evaluation, called[0] & called[1]).graph
     return Captured(combined, tensors, dict(blocks))
 
@@ -86,9 +86,9 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
     return alike and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def examples_of(arguments: Any) -> Any:
+def examples_of(arguments: Any, batch_dim: int) -> Any:
     """Returns copies of the example inputs with at least two samples, because torch.export treats a size of 1 as a
-    constant, and the same tensor in two places as one input."""
+    constant, and the same tensor in two places as one input. ``batch_dim`` was the batch, which is dimension 0 here."""
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
@@ -99,8 +99,9 @@ def examples_of(arguments: Any) -> Any:
     copies = tree_map_only(Tensor, copied, arguments)
     if len(sizes := {len(leaf) for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)}) > 1:
         raise ValueError(
-            f"dimension 0 of each input must be the batch, but the example's have {' and '.join(map(str, sorted(sizes)))} samples; "
-            "a model whose sequences come first needs batch_dim=1"
+            f"dimension {batch_dim} of each input must be the batch, but the example's have "
+            f"{' and '.join(map(str, sorted(sizes)))} samples"
+            + ("" if batch_dim else "; a model whose sequences come first needs batch_dim=1")
         )
     return copies
 
@@ -143,8 +144,9 @@ def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
             raise NotExported(f"{text}; remove it, or keep the module whole: opaque=[{type(each).__name__}]", path)
 
 
-def check_outputs(graph: Graph) -> None:
-    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
+def check_outputs(graph: Graph, batch_dim: int) -> None:
+    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to. Tells shapes as the model has
+    them, whose dimension ``batch_dim`` is the batch."""
     samples = {value.shape[0] for value in graph.inputs if value is not None}
     for number, output in enumerate(graph.outputs):
         if output is None:
@@ -154,7 +156,8 @@ def check_outputs(graph: Graph) -> None:
             raise ValueError(f"{where} is not a tensor; leave it out")
         shape = output.shape
         if not shape or shape[0] not in samples:
+            own = (*shape[: batch_dim + 1][::-1], *shape[batch_dim + 1 :])
             raise ValueError(
-                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
+                f"{where} has the shape {own}, without the batch as dimension {batch_dim}; return it per sample, or "
                 "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")
             )

@@ -106,12 +106,12 @@ def _converted(
     module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int
 ) -> tuple[ExportedSequential, Callable[[], Guards]]:
     """Returns the sequence of a model, and what makes its guards."""
-    examples = examples_of(arguments)
+    examples = examples_of(arguments, batch_dim)
     for samples in (2, 4, None):  # some code needs more, or treats one sample differently
         few = tree_map_only(Tensor, partial(_first, samples), examples)
         try:
             calls, effects, output = _plain_runs(module, few)
-            prove_batch(module, few, output, calls)
+            prove_batch(module, few, output, calls, batch_dim)
             break
         except ValueError:
             if samples is None:
@@ -128,7 +128,7 @@ def _converted(
                 if each in effects:
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            model = capture(module, examples, blocks, calls, **way)
+            model = capture(module, examples, blocks, calls, batch_dim, **way)
             sequence = _assemble(model, module, batch_dim)
             may_break = model.graph.sizes.guards_of_one_sample()
             twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)

@@ -211,10 +211,10 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
     return ""
 
 
-def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) -> None:
+def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, batch_dim: int) -> None:
     """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
     ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs. Adds the
-    shapes for fewer samples to ``calls``."""
+    shapes for fewer samples to ``calls``. Tells ``batch_dim``, which callers have as the batch."""
 
     def outputs(begin: int, end: int, runs: int = 1) -> list[Tensor]:
         with unchanged(module, seed=0):
@@ -235,6 +235,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) ->
     calls.fewer = few.shapes
     if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
         return
+    advice = "leave out batch_dim" if batch_dim else "give the batch as dimension 0 (batch_first=True), or batch_dim=1"
     whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     for number, (output, first, last) in enumerate(zip(whole, *parts)):
         rows = first.shape[0] if first.dim() else 0
@@ -250,6 +251,5 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls) ->
                 return
             raise ValueError(
                 f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
-                "pipeline cuts along dimension 0; give the batch as dimension 0 (batch_first=True), or batch_dim=1, and compute losses "
-                "and statistics over samples in the loss function"
+                f"pipeline cuts along dimension {batch_dim}; {advice}, and compute losses and statistics over samples in the loss function"
             ) from None
