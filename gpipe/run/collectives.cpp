@@ -23,7 +23,7 @@ namespace {
 
 // Returns rank 0's numbers on all ranks. REQUIRES: within a call.
 std::vector<double> broadcast(Team& team, const std::vector<double>& numbers) {
-  return to_items<double>(to_bytes(team.broadcast(Team::Group::kAll, /*owner=*/0, of_bytes(to_bytes(numbers)))));
+  return to_items<double>(bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(to_bytes(numbers)))));
 }
 
 void check_positive(GPipeImpl& pipe, double value, const std::string& name) {

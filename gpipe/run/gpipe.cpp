@@ -87,14 +87,13 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
       buffer_names_, [](const auto& buffer) { return buffer.name.ends_with(".num_batches_tracked"); });
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
-    team = std::make_unique<Team>(options_.ranks(), workers.ranks, model.manifest,
-                                  binding.structures, binding.poll);
+    team = std::make_unique<Team>(options_.ranks(), workers.ranks, model.manifest, binding.structures, binding.poll);
   } else {
     team = std::make_unique<Team>(static_cast<int>(devices_.size()));
   }
   absl::Cleanup tell_counterparts = [&] {
     if (options_.ranks() && options_.ranks()->replicas() > 1) {
-      options_.ranks()->job().board().report(
+      options_.ranks()->job().report(
           absl::StrCat("rank ", options_.ranks()->rank(), " failed when it made its pipeline"));
     }
   };

@@ -107,14 +107,12 @@ Results MiniBatch::run_part(Part part) {
   auto& counter = recording_.counter;
   const AllocationListener::Scope counting(counter);
   if (!counting.installed()) counter.reset();
-  LayoutKey key{static_cast<int>(part), static_cast<int>(options_.use)};
-  key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
   {
     for (auto& sinks : sinks_) sinks.begin_writes();
     const absl::Cleanup end_writes = [&] {
       for (int s = 0; s < pipeline_->count(); ++s) sinks_[s].end_writes(!loss_ && program_->recomputes(s));
     };
-    run_actions(part, key);
+    run_actions(part);
   }
   inputs_.await_copies();
   Results results;

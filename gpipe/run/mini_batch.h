@@ -56,7 +56,7 @@ class MiniBatch {
   Results run_part(Part part);
   // In part_run.cpp: returns when all workers rest. The caller's streams then wait for their work on any device.
   // Errors: the first one; Pipeline::error() says where it came from.
-  void run_actions(Part part, const LayoutKey& key);
+  void run_actions(Part part);
   // Runs an action on its worker's thread, with what Edges::receive() has returned. Returns what Edges::send() takes.
   std::vector<Parcel> run(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);

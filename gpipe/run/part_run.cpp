@@ -90,7 +90,7 @@ CallerStateScope::CallerStateScope(const at::ThreadLocalState& state) : guard_(s
 class MiniBatch::PartRun : public ActionRunner {
  public:
   /// Notes the caller's work.
-  PartRun(MiniBatch& mini_batch, Part part, const LayoutKey& key)
+  PartRun(MiniBatch& mini_batch, Part part)
       : mini_batch_(mini_batch),
         pipeline_(*mini_batch.pipeline_),
         timeline_(mini_batch.recording_.timeline.get()),
@@ -98,7 +98,7 @@ class MiniBatch::PartRun : public ActionRunner {
         part_(part),
         end_(pipeline_.workers()),
         clocks_(pipeline_.workers()),
-        edges_(pipeline_, *mini_batch.program_, part, key, counter_, mini_batch.inputs_) {
+        edges_(pipeline_, *mini_batch.program_, counter_, mini_batch.inputs_) {
     for (int w = 0; w < pipeline_.workers(); ++w) begin_.push_back(record_event(pipeline_.device_of_worker(w)));
   }
 
@@ -190,17 +190,7 @@ class MiniBatch::PartRun : public ActionRunner {
       place = to_string(info);
       pipeline_.set_error(info);
     }
-    auto& team = pipeline_.team();
-    if (team.size() == 1) return;
-    try {
-      std::rethrow_exception(failure.error);
-    } catch (const ConnectionError& error) {
-      const int awaits = edges_.activity(failure.worker).awaits;
-      team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
-    } catch (...) {
-      team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
-                             message_of(failure.error)));
-    }
+    pipeline_.team().fail(failure.error, failure.action ? "in " + place : "at the end of transfers between devices");
   }
 
   Bytes bytes(int worker) override { return counter_ ? counter_->count(worker) : Bytes(); }
@@ -237,6 +227,6 @@ class MiniBatch::PartRun : public ActionRunner {
   Edges edges_;
 };
 
-void MiniBatch::run_actions(Part part, const LayoutKey& key) { PartRun(*this, part, key).execute(); }
+void MiniBatch::run_actions(Part part) { PartRun(*this, part).execute(); }
 
 }  // namespace gpipe

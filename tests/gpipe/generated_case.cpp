@@ -1,7 +1,7 @@
 #include "tests/gpipe/generated_case.h"
 
 #include "gpipe/ranks.h"
-#include "gpipe/ranks/remote_edges.h"
+#include "gpipe/ranks/mesh.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
