@@ -27,7 +27,7 @@ std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks)
   } catch (...) {
     if (ranks != nullptr) {
       ranks->job().report(absl::StrCat("rank ", ranks->rank(), " cannot make layer '", factory.name(),
-                                               "': ", message_of(std::current_exception())));
+                                       "': ", message_of(std::current_exception())));
     }
     throw;
   }

@@ -178,10 +178,8 @@ void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   check_kinds(*this, archive, "");
   torch::nn::Module::load(archive);
   move_to_devices(pipeline_->stages());
-  note_load();
+  pipeline_->note_load();
 }
-
-void GPipeImpl::note_load() { pipeline_->note_load(); }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
 

@@ -142,7 +142,7 @@ void step(const std::shared_ptr<Ranks>& ranks, const std::shared_ptr<Timeline>& 
   auto pipe = make_pipe(ranks);
   if (timeline) pipe->trace(timeline);
   pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kMse);
-  if (timeline) *timeline = pipe->gather(*timeline);
+  if (timeline) *timeline = pipe->team().gather(*timeline);
 }
 
 TEST(RanksEnvironment, VariablesAreChecked) {

@@ -95,7 +95,7 @@ void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject
   for (;;) {
     subject.step();
     subject.forward_and_backward();
-    subject.pipe->gather(std::string(4'000'000, 'x'));
+    subject.pipe->team().gather(std::string(4'000'000, 'x'));
     const torch::NoGradGuard no_grad;
     subject.forward();
   }
