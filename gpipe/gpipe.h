@@ -21,6 +21,7 @@
 #include "gpipe/nested.h"
 #include "gpipe/options.h"
 #include "gpipe/random_scope.h"
+#include "gpipe/team.h"
 #include "gpipe/value.h"
 #include "skip/skippable.h"
 
@@ -29,7 +30,6 @@ namespace gpipe {
 struct LanguageBinding;
 class Pipeline;
 class GPIPE_API Program;
-struct GPIPE_API Timeline;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by
 /// a balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
@@ -140,31 +140,8 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   /// Whether the stages share the same parameters as when this was made. If not, make a new pipeline.
   bool ties_unchanged() const;
 
-  // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one
-  // is an error of all. `what` says what is sent, and must be equal on all ranks.
-
-  /// Returns the bytes of all ranks, in order, on rank 0; nothing on the others.
-  std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
-
-  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the others. Trace the same calls on
-  /// all ranks.
-  Timeline gather(Timeline timeline);
-
-  /// Returns the largest number that a rank gives. So ranks stop at the same step:
-  /// `if (pipe->largest(signal) != 0) break;`
-  std::uint64_t largest(std::uint64_t number);
-
-  /// Returns the sums, in the order of replicas, of the numbers that the first rank of each gives, such as scores of
-  /// its part. All ranks give as many.
-  std::vector<double> sum_over_replicas(std::vector<double> numbers);
-
-  /// Takes a number for each of this rank's parameters(), in order. Returns the numbers of the whole model's
-  /// parameters, in its order, on all ranks. Their sum has the same bits as in one process. Errors:
-  /// std::invalid_argument for another count.
-  std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
-
-  /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
-  void withdraw(const std::string& reason);
+  /// The calls that the ranks make together, besides the training.
+  TeamCalls team() { return {*this, *pipeline_}; }
 
   /// A name in the state of the whole model, its stage, and the first name of the same tensor in the list.
   struct StateName {
@@ -183,9 +160,6 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
   /// Errors: std::invalid_argument for a tensor of another shape or dtype, before anything has changed.
   void load(torch::serialize::InputArchive& archive) override;
-  /// Call after a load by other means than load(). In the next call, replicas take the first one's parameters and
-  /// buffers.
-  void note_load();
 
   /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;

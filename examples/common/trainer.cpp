@@ -77,7 +77,7 @@ class StepRecord {
     const std::chrono::duration<double> passed = Clock::now() - start_;
     if (whole && count_ > 2) seconds_.push_back(passed.count());
     if (!timeline_) return;
-    const auto timeline = pipe->gather(*timeline_);
+    const auto timeline = pipe->team().gather(*timeline_);
     if (!is_first(pipe->options().ranks())) return;
     bytes_ = timeline.peak_bytes();
     if (!trace_.empty()) write_file(trace_, to_chrome_json(timeline));
@@ -163,7 +163,7 @@ class Trainer {
  private:
   // Whether a process has got a signal. All processes ask at the same time.
   bool stops() {
-    if (signal_ == 0) signal_ = static_cast<int>(pipe_->largest(static_cast<std::uint64_t>(received)));
+    if (signal_ == 0) signal_ = static_cast<int>(pipe_->team().largest(static_cast<std::uint64_t>(received)));
     return signal_ != 0;
   }
 

@@ -94,11 +94,11 @@ class ClassificationTask : public Task {
       pairs += torch::bincount(labels * kClasses + logits.argmax(1), {}, kClasses * kClasses);
     }
     const auto* own = pairs.const_data_ptr<std::int64_t>();
-    const auto counts = pipe->sum_over_replicas({own, own + pairs.numel()});
+    const auto counts = pipe->team().sum_over_replicas({own, own + pairs.numel()});
     if (!picture.empty()) draw_confusion({counts.begin(), counts.end()}, kClasses).write(picture);
     double right = 0;
     for (std::int64_t k = 0; k < kClasses; ++k) right += counts[k * (kClasses + 1)];
-    loss_sum = pipe->sum_over_replicas({loss_sum}).front();
+    loss_sum = pipe->team().sum_over_replicas({loss_sum}).front();
     return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
   }
 

@@ -102,8 +102,8 @@ class SegmentationTask : public Task {
     }
     const auto own = pairs.to(torch::kDouble);
     const auto* numbers = own.const_data_ptr<double>();
-    const auto sums = pipe->sum_over_replicas({numbers, numbers + own.numel()});
-    loss_sum = pipe->sum_over_replicas({loss_sum}).front();
+    const auto sums = pipe->team().sum_over_replicas({numbers, numbers + own.numel()});
+    loss_sum = pipe->team().sum_over_replicas({loss_sum}).front();
     const auto scores = to_scores(torch::tensor(sums, torch::kDouble).view({classes, classes}));
     std::vector<double> values = {scores[0].dice, scores[0].iou,
                                   loss_sum / static_cast<double>(split_.validation.size())};

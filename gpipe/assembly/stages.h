@@ -6,7 +6,7 @@
 #include "gpipe/assembly/workers.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/layer_factory.h"
-#include "gpipe/ranks/meeting.h"
+#include "gpipe/ranks/team.h"
 
 namespace gpipe {
 

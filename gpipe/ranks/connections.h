@@ -1,24 +1,37 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <span>
 #include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gpipe/base/mutex.h"
+#include "gpipe/ranks/socket.h"
 
 namespace gpipe {
 
-/// A connection to another rank was lost or closed, or the other rank did not answer in time.
+/// A connection to another rank was lost or closed.
 class ConnectionError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// The other rank did not answer in time.
+/// Another rank did not answer in time.
 class TimeoutError : public ConnectionError {
  public:
-  using ConnectionError::ConnectionError;
+  explicit TimeoutError(int rank)
+      : ConnectionError("rank " + std::to_string(rank) + " did not answer in time"), rank(rank) {}
+  const int rank;
 };
 
 /// Called every kPollPeriod by a function that waits, on the caller's thread. Its errors end the wait. May be null.
@@ -30,44 +43,84 @@ inline std::chrono::steady_clock::time_point end_after(std::chrono::milliseconds
   return std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(limit, std::chrono::hours(24 * 365));
 }
 
-/// One send or receive, used by one thread at a time.
-class Transfer {
- public:
-  virtual ~Transfer() = default;
-  /// Whether it is complete or has failed.
-  virtual bool has_ended() = 0;
-  /// Waits until it is complete. Errors: ConnectionError; std::runtime_error for a message that is longer than its
-  /// receive; TimeoutError and those of `poll`, which leave it in flight.
-  virtual void wait(std::chrono::milliseconds limit, const Poll& poll) = 0;
+/// A message to send: a text, or a layout and the pieces of memory that it describes, which `owner` keeps. The label is
+/// the sender's own.
+struct Outgoing {
+  std::string text;
+  std::uint64_t label = 0;
+  bool is_layout = false;
+  std::vector<std::span<const std::byte>> pieces = {};
+  std::shared_ptr<const void> owner = nullptr;
 };
 
-/// Messages of at most so many bytes are sent before their receive has started. The receiver keeps them until then.
-inline constexpr std::size_t kMostEarly = std::size_t{16} << 10;
+/// The memory that a layout describes.
+class Incoming {
+ public:
+  virtual ~Incoming() = default;
+  virtual std::vector<std::span<std::byte>> pieces() = 0;
+};
 
-/// This process's connections to the other ranks of a job, which carry bytes. Thread-safe.
-///
-/// Between two ranks, the n-th send with a tag completes the n-th receive with that tag, whose memory must be at least
-/// as long. A message of more than kMostEarly bytes stays with the sender until its receive has started. Messages with
-/// other tags pass it.
+/// A message that has come: a text, or the filled memory of a layout.
+struct Received {
+  std::uint64_t label = 0;
+  std::string text = "";
+  std::unique_ptr<Incoming> memory = nullptr;
+};
+
+/// What carries messages of one kind from one rank to another, in order.
+struct Topic {
+  int pipeline = 0;
+  int number = 0;
+  auto operator<=>(const Topic&) const = default;
+};
+
+/// This process's connections to the other ranks of a job. A thread reads what comes, as soon as it comes, and writes
+/// what the network has not taken at once. Thread-safe. Invariant: what is sent before fail() comes before its cause.
 class Connections {
  public:
-  virtual ~Connections() = default;
+  /// Makes the memory for a layout, on the thread. Errors: std::runtime_error for a layout that is not valid.
+  using Allocate = std::function<std::unique_ptr<Incoming>(const std::string& layout)>;
+  /// Told on the thread that a connection has ended: why, if the other rank or the bytes that came tell it. It must not
+  /// throw.
+  using OnEnd = std::function<void(int rank, const std::string& cause)>;
 
-  /// Starts a send, which is complete when the network has taken the bytes. Does not wait. Keeps `owner` until the send
-  /// is complete or has failed. Errors: ConnectionError.
-  virtual std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes,
-                                         std::shared_ptr<const void> owner) = 0;
+  /// `sockets`: one per rank, with none for the own one. They carry nothing else.
+  Connections(std::vector<Socket> sockets, Allocate allocate, OnEnd on_end);
+  /// Waits until all has been sent, and after fail() until the others have closed, but not long.
+  ~Connections();
 
-  /// Starts a receive. Does not wait. REQUIRES: `memory` stays until the receive is complete, its tag has ended, or the
-  /// connections are closed. Errors: ConnectionError.
-  virtual std::shared_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> memory) = 0;
+  /// Does not wait. Errors: ConnectionError after fail().
+  void send(int rank, Topic topic, Outgoing message);
+  /// Waits for the topic's next message. Errors: TimeoutError; ConnectionError after fail(); those of `poll`.
+  Received receive(int rank, Topic topic, std::chrono::milliseconds limit, const Poll& poll);
+  /// Returns the text of a topic's next message, if one has come.
+  std::optional<std::string> peek(int rank, Topic topic);
+  /// Drops what comes, or has come, for a pipeline.
+  void end(int pipeline);
 
-  /// Ends the tags from `first` to before `last`: drops their receives, and what comes for them. Sends go on. REQUIRES:
-  /// these tags are not used here any more.
-  virtual void end_tags(int first, int last) = 0;
+  /// Tells the other ranks the cause of a failure, and closes the connections. Can be repeated.
+  void fail(const std::string& cause) noexcept;
 
-  /// Closes all connections: transfers in flight fail, here and on the other ranks. Can be repeated.
-  virtual void close() noexcept = 0;
+ private:
+  struct Peer;
+  void run();
+  bool read(Peer& peer);
+  void deliver(Peer& peer);
+  void wake();
+  std::optional<Received> take(int rank, Topic topic, std::chrono::steady_clock::time_point end);
+  bool is_quiet();
+
+  const Allocate allocate_;
+  const OnEnd on_end_;
+  const int wake_;
+  std::atomic<bool> ending_ = false;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank
+  Mutex mutex_;
+  CondVar changed_;
+  std::map<std::pair<int, Topic>, std::deque<Received>> arrived_ ABSL_GUARDED_BY(mutex_);
+  std::set<int> ended_ ABSL_GUARDED_BY(mutex_);  // pipelines
+  bool failed_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last, because it uses the other members
 };
 
 }  // namespace gpipe

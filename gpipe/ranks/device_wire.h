@@ -60,8 +60,8 @@ class DeviceLink {
   void send(std::span<const at::Tensor> tensors);
   /// Receives the parcels' meta tensors. Returns the event after which they have come. Errors: ConnectionError.
   StreamEvents receive(std::vector<Parcel>& parcels);
-  /// Waits until all transfers have ended. The worker's later work comes after them. Errors: TimeoutError.
-  void settle(std::chrono::milliseconds limit);
+  /// Waits until all transfers have ended, which the worker's later work comes after. Returns false after `limit`.
+  bool settle(std::chrono::milliseconds limit);
 
  private:
   DeviceWire& wire_;

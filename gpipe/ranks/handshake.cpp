@@ -70,9 +70,8 @@ class Handshake {
       }
       if (missing.empty()) break;
       if (Clock::now() >= end) {
-        throw TimeoutError(absl::StrFormat("%s %s did not connect within %.1f s",
-                                           missing.size() == 1 ? "rank" : "ranks", absl::StrJoin(missing, ", "),
-                                           static_cast<double>(limit.count()) / 1000));
+        throw ConnectionError(
+            absl::StrCat("rank ", absl::StrJoin(missing, ", "), " did not connect within ", limit.count(), " ms"));
       }
       await_events();
       if (poll) poll();

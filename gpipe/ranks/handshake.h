@@ -3,8 +3,6 @@
 #include <vector>
 
 #include "gpipe/ranks/connections.h"
-#include "gpipe/ranks/network.h"
-#include "gpipe/ranks/socket.h"
 
 namespace gpipe {
 
@@ -28,8 +26,8 @@ std::string make_secret();
 /// Connects each rank to each other one. Returns a socket per rank, with none for the own one. Closes the listener.
 ///
 /// What connects to the listener must say the secret before all else, and soon. Others are closed, the oldest ones if
-/// there are many. Errors: RankLost; ConnectionError; TimeoutError for ranks that have not connected within `limit`,
-/// with their numbers; those of `poll`. Calls `report` with a ConnectionError before it closes any socket, which the
+/// there are many. Errors: RankLost; ConnectionError, also for ranks that have not connected within `limit`, with their
+/// numbers; those of `poll`. Calls `report` with a ConnectionError before it closes any socket, which the
 /// other ranks take for the end of this one.
 std::vector<Socket> connect_ranks(Socket listener, const JobAddresses& job, std::chrono::milliseconds limit,
                                   const Poll& poll,

@@ -15,8 +15,6 @@
 namespace gpipe {
 namespace {
 
-constexpr std::size_t kFewBytes = std::size_t{256} << 10;
-constexpr std::size_t kWordBytes = 256;  // words are padded to multiples of this
 constexpr std::int64_t kMostDimensions = 64;
 
 // Numbers of memory count up in each rank. The rank's number goes above them, so that they stay distinct.
@@ -38,8 +36,8 @@ at::Tensor described(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
-void add_layout(const at::Tensor& tensor, bool wants_gradient, ByteWriter& layout) {
-  layout.add(wants_gradient, tensor.defined() ? static_cast<int>(tensor.scalar_type()) : -1);
+void add_layout(const at::Tensor& tensor, ByteWriter& layout) {
+  layout.add(tensor.defined() ? static_cast<int>(tensor.scalar_type()) : -1);
   if (!tensor.defined()) return;
   layout.add(!tensor.is_cpu(), tensor.dim());
   for (const auto size : tensor.sizes()) layout.add(size);
@@ -87,28 +85,26 @@ class Memories {
 
 class ReceivedParcels : public Incoming {
  public:
-  ReceivedParcels(std::string_view text, const StructureCodec& codec) {
+  explicit ReceivedParcels(const std::string& text) {
     ByteReader layout(text);
     Memories memories;
-    for (auto parcels = layout.count(text.size()); parcels > 0; --parcels) {
+    const auto most = static_cast<std::int64_t>(text.size());
+    for (auto parcels = layout.count(most); parcels > 0; --parcels) {
       auto& parcel = parcels_.emplace_back();
-      const auto kind = static_cast<Value::Form::Kind>(layout.count(Value::Form::kObject));
-      const bool is_object = kind == Value::Form::kObject;
-      if (is_object && !codec.decode) ByteReader::refuse();
-      parcel.form = is_object ? Value::Form(codec.decode(layout.get<std::string>())) : Value::Form(kind);
-      for (auto left = layout.count(text.size()); left > 0; --left) {
+      parcel.form = Value::Form(static_cast<Value::Form::Kind>(layout.count(Value::Form::kObject)));
+      structures_.push_back(parcel.form.kind == Value::Form::kObject ? layout.get<std::string>() : "");
+      for (auto left = layout.count(most); left > 0; --left) {
         const auto wants_gradient = layout.get<bool>();
+        const auto number = layout.get<std::uint64_t>();
+        const AliasGroup group{number, layout.get<int>()};
         const auto type = layout.get<std::int64_t>();
         auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
-        parcel.add(std::move(tensor), wants_gradient);
-        groups_.resize(groups_.size() + 2);
+        parcel.add(std::move(tensor), wants_gradient, group);
       }
     }
     if (!layout.done()) ByteReader::refuse();
   }
-
-  std::span<std::byte> values() override { return std::as_writable_bytes(std::span(groups_)); }
 
   std::vector<std::span<std::byte>> pieces() override {
     std::vector<std::span<std::byte>> pieces;
@@ -118,23 +114,21 @@ class ReceivedParcels : public Incoming {
     return pieces;
   }
 
-  std::vector<Parcel> take() {
+  std::vector<Parcel> take(const StructureCodec& codec) {
     landing_.scatter();
-    std::size_t next = 0;
-    for (auto& parcel : parcels_) {
-      for (auto& group : parcel.alias_groups) {
-        group = {groups_[next], static_cast<int>(groups_[next + 1]) - 1};
-        next += 2;
-      }
-      parcel.renew_versions();
+    for (std::size_t p = 0; p < parcels_.size(); ++p) {
+      parcels_[p].renew_versions();
+      if (parcels_[p].form.kind != Value::Form::kObject) continue;
+      if (!codec.decode) ByteReader::refuse();
+      parcels_[p].form = Value::Form(codec.decode(structures_[p]));
     }
     return std::move(parcels_);
   }
 
  private:
   std::vector<Parcel> parcels_;
-  Landing landing_;                    // of the tensors on the CPU
-  std::vector<std::uint64_t> groups_;  // per tensor: the number, and shared_until + 1
+  std::vector<std::string> structures_;  // of the parcels that are objects
+  Landing landing_;                      // of the tensors on the CPU
 };
 
 }  // namespace
@@ -156,12 +150,11 @@ void Landing::scatter() {
   for (const auto& [to, from] : with_gaps_) to.copy_(from);
 }
 
-Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
+Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device) {
-  Outgoing message;
+  Outgoing message{.text = "", .is_layout = true};
   ByteWriter layout;
   auto owner = std::make_shared<std::vector<at::Tensor>>();
-  ByteWriter values;
   layout.add(parcels.size());
   for (const auto& parcel : parcels) {
     layout.add(parcel.form.kind);
@@ -169,12 +162,12 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     layout.add(parcel.tensors.size());
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
       const auto tensor = described(parcel.tensors[i]);
-      add_layout(tensor, parcel.wants_gradient[i], layout);
       auto [number, shared_until] = parcel.alias_groups[i];
       if (number != AliasGroup::kNone && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
-      values.add(number, static_cast<std::uint64_t>(shared_until + 1));
+      layout.add(parcel.wants_gradient[i], number, shared_until);
+      add_layout(tensor, layout);
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
         on_device->push_back(elements_of(tensor));
@@ -185,58 +178,36 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
       message.pieces.push_back({static_cast<const std::byte*>(piece.const_data_ptr()), piece.nbytes()});
     }
   }
-  message.layout = layout.take();
-  message.values = values.take();
+  message.text = layout.take();
   message.owner = std::move(owner);
   return message;
 }
 
-Allocate parcel_memory(StructureCodec codec) {
-  return [codec = std::move(codec)](std::string_view layout) -> std::unique_ptr<Incoming> {
-    return std::make_unique<ReceivedParcels>(layout, codec);
-  };
+std::unique_ptr<Incoming> allocate_parcels(const std::string& layout) {
+  return std::make_unique<ReceivedParcels>(layout);
 }
 
-std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message) {
-  return static_cast<ReceivedParcels&>(*message).take();
+std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec) {
+  auto* parcels = dynamic_cast<ReceivedParcels*>(message.memory.get());
+  if (parcels == nullptr) ByteReader::refuse();
+  return parcels->take(codec);
 }
 
-Parcel of_bytes(std::string bytes) {
-  const auto size = static_cast<std::int64_t>(bytes.size());
-  at::Tensor tensor;
-  // Strings have ever different addresses, which are part of a layout.
-  if (bytes.size() <= kFewBytes) {
-    tensor = at::empty({size}, at::kByte);
-    std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
-  } else {
-    auto owner = std::make_shared<std::string>(std::move(bytes));
-    const auto keep = [owner](void*) {};
-    tensor = at::from_blob(owner->data(), {size}, keep, at::kByte);
-  }
+Parcel parcel_of(std::string bytes) {
+  const auto owner = std::make_shared<std::string>(std::move(bytes));
   Parcel parcel;
-  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  parcel.add(at::from_blob(
+                 owner->data(), {std::ssize(*owner)}, [owner](void*) {}, at::kByte),
+             /*gradient_wanted=*/false);
   return parcel;
 }
 
-std::string to_bytes(const Parcel& parcel) {
+std::string bytes_of(const Parcel& parcel) {
   const auto& tensor = parcel.tensors.at(0);
   if (!tensor.defined() || !tensor.is_cpu() || tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) {
     ByteReader::refuse();
   }
   return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
-}
-
-Parcel of_words(const std::string& words) {
-  ByteWriter bytes;
-  bytes.add(words);
-  auto padded = bytes.take();
-  padded.resize((padded.size() / kWordBytes + 1) * kWordBytes);
-  return of_bytes(std::move(padded));
-}
-
-std::string to_words(const Parcel& parcel) {
-  const auto bytes = to_bytes(parcel);
-  return ByteReader(bytes).get<std::string>();
 }
 
 }  // namespace gpipe

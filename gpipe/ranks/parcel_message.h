@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpipe/ranks/wire.h"
+#include "gpipe/ranks/connections.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -27,21 +27,19 @@ class Landing {
 /// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceWire.
 /// REQUIRES: all tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument unless
 /// sizes and strides tell all about a tensor.
-Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
+Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
 /// Makes memory for parcels. Errors: std::runtime_error for a layout that is malformed or too large for this host.
-Allocate parcel_memory(StructureCodec codec);
+std::unique_ptr<Incoming> allocate_parcels(const std::string& layout);
 
-/// Returns the parcels of a message from parcel_memory(), with meta tensors in the place of tensors on devices.
-std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
+/// Returns the parcels of a message from allocate_parcels(), with meta tensors in the place of tensors on devices.
+/// Errors: std::runtime_error for a message without parcels.
+std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec);
 
-/// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.
-Parcel of_bytes(std::string bytes);
-/// Errors: std::runtime_error unless of_bytes() has made the parcel.
-std::string to_bytes(const Parcel& parcel);
-/// The same for words. Pads them, because wires are faster if sizes repeat.
-Parcel of_words(const std::string& words);
-std::string to_words(const Parcel& parcel);
+/// Makes a parcel of bytes: one tensor, whose memory is the string's.
+Parcel parcel_of(std::string bytes);
+/// Errors: std::runtime_error unless parcel_of() has made the parcel.
+std::string bytes_of(const Parcel& parcel);
 
 }  // namespace gpipe

@@ -9,7 +9,6 @@
 #include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {
@@ -123,7 +122,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       StoreThread([=] {
         return store->clone();
       }).ask<std::int64_t>([=](c10d::Store& shared) { return shared.add(key, 1); }, options_.join_timeout(), poll);
-  const auto job = watched_store("job" + std::to_string(number), store);
+  const auto job = c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store);
   std::unique_ptr<DeviceConnections> devices;
   if (options_.nccl()) devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());
   job_ = std::make_unique<Job>(job, *this, std::move(devices));

@@ -1,19 +1,12 @@
 #include "gpipe/ranks/store_thread.h"
 
-#include <poll.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <deque>
-#include <optional>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/exception.h>
+#include <random>
 
-#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {
@@ -21,68 +14,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLookInterval{200};
-constexpr milliseconds kValueInterval{10};
+constexpr milliseconds kInterval{10};
 constexpr milliseconds kLastPatience{1000};
-
-struct Watch {
-  /// A connection to the store's process, which ends with it and carries nothing. -1 for other stores.
-  int probe = -1;
-  std::atomic<bool> ended = false;
-
-  ~Watch() {
-    if (probe >= 0) close(probe);
-  }
-  bool has_ended() {
-    pollfd state{.fd = probe, .events = POLLRDHUP, .revents = 0};
-    if (probe >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
-    return ended;
-  }
-};
-
-class WatchedStore : public c10d::PrefixStore {
- public:
-  using Bytes = std::vector<std::uint8_t>;
-
-  WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Watch> watch)
-      : PrefixStore(prefix, std::move(store)), watch_(std::move(watch)) {}
-
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    return use([&] { return c10::make_intrusive<WatchedStore>(prefix_, store_->clone(), watch_); });
-  }
-  void set(const std::string& key, const Bytes& value) override {
-    use([&] { PrefixStore::set(key, value); });
-  }
-  Bytes compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) override {
-    return use([&] { return PrefixStore::compareSet(key, expected, desired); });
-  }
-  Bytes get(const std::string& key) override {
-    return use([&] { return PrefixStore::get(key); });
-  }
-  std::int64_t add(const std::string& key, std::int64_t value) override {
-    return use([&] { return PrefixStore::add(key, value); });
-  }
-  bool check(const std::vector<std::string>& keys) override {
-    return use([&] { return PrefixStore::check(keys); });
-  }
-
- private:
-  template <typename Use>
-  std::invoke_result_t<Use> use(Use use) {
-    try {
-      if (!watch_->has_ended()) return use();
-    } catch (const c10::DistNetworkError&) {
-      watch_->ended = true;
-    }
-    throw_error("the store of the job has ended, as it does when rank 0 or torchrun ends");
-  }
-
-  const std::shared_ptr<Watch> watch_;  // shared with clones
-};
 
 }  // namespace
 
 struct StoreThread::State {
+  using Item = std::packaged_task<void(c10d::Store*, std::exception_ptr)>;
+
   void run(const Open& open) {
     c10::intrusive_ptr<c10d::Store> store;
     std::exception_ptr error;
@@ -91,36 +30,25 @@ struct StoreThread::State {
     } catch (const std::exception&) {
       error = std::current_exception();
     }
-    for (auto next = Clock::now(); !ending;) {
-      is_stuck = false;
-      const auto [task, is_look] = await_task(next);
-      if (is_look) next = Clock::now() + kLookInterval;
-      try {
-        task(store.get(), error);
-      } catch (const std::exception&) {  // the store is gone, as when its rank has ended
+    for (;;) {
+      Item next;
+      {
+        MutexLock lock(mutex);
+        while (items.empty() && !ending) changed.wait(mutex);
+        if (items.empty()) return;
+        next = std::move(items.front());
+        items.pop_front();
       }
+      next(store.get(), error);
     }
   }
 
-  /// Returns the next task; `look` from `next` on.
-  std::pair<Task, bool> await_task(Clock::time_point next) {
-    MutexLock lock(mutex);
-    while (tasks.empty() && !(look && Clock::now() >= next)) {
-      look ? changed.wait_until(mutex, next) : changed.wait(mutex);
-    }
-    if (tasks.empty()) return {look, true};
-    auto task = std::move(tasks.front());
-    tasks.pop_front();
-    return {std::move(task), false};
-  }
-
-  bool ending = false;  // used by the thread only
   std::promise<void> ended;
-  std::atomic<bool> is_stuck = false;
+  std::atomic<bool> is_stuck = false;  // the last answer did not come in time
   Mutex mutex;
   CondVar changed;
-  std::deque<Task> tasks ABSL_GUARDED_BY(mutex);
-  Task look ABSL_GUARDED_BY(mutex);
+  bool ending ABSL_GUARDED_BY(mutex) = false;
+  std::deque<Item> items ABSL_GUARDED_BY(mutex);
 };
 
 StoreThread::StoreThread(Open open)
@@ -130,69 +58,106 @@ StoreThread::StoreThread(Open open)
       }) {}
 
 StoreThread::~StoreThread() {
-  add([state = state_.get()](auto*, const auto&) { state->ending = true; });
-  const auto patience = is_stuck() ? milliseconds(0) : kLastPatience;
+  {
+    MutexLock lock(state_->mutex);
+    state_->ending = true;
+  }
+  state_->changed.notify_all();
+  const auto patience = state_->is_stuck ? milliseconds(0) : kLastPatience;
   const bool has_ended = state_->ended.get_future().wait_for(patience) == std::future_status::ready;
   has_ended ? thread_.join() : thread_.detach();
 }
 
-void StoreThread::add(Task task) {
-  MutexLock lock(state_->mutex);
-  state_->tasks.push_back(std::move(task));
-  state_->changed.notify_all();
-}
-
-void StoreThread::post(std::function<void(c10d::Store&)> use) {
-  add([use = std::move(use)](c10d::Store* store, const auto&) {
-    if (store != nullptr) use(*store);
+std::future<void> StoreThread::add(Task task) {
+  State::Item item([task = std::move(task)](c10d::Store* store, const std::exception_ptr& error) {
+    if (error) std::rethrow_exception(error);
+    task(*store);
   });
-}
-
-void StoreThread::look_often(std::function<void(c10d::Store&)> look) {
+  auto done = item.get_future();
   MutexLock lock(state_->mutex);
-  state_->look = [look = std::move(look)](c10d::Store* store, const auto&) {
-    if (store != nullptr) look(*store);
-  };
+  state_->items.push_back(std::move(item));
   state_->changed.notify_all();
+  return done;
 }
 
-bool StoreThread::is_stuck() const { return state_->is_stuck; }
-
-void StoreThread::await(std::function<bool(milliseconds)> is_ready, milliseconds limit, const Poll& poll) {
-  const auto end = end_after(limit);
-  absl::Cleanup give_up = [this] { state_->is_stuck = true; };
-  for (;;) {
-    const auto left = std::max(std::chrono::ceil<milliseconds>(end - Clock::now()), milliseconds(0));
-    if (is_ready(poll ? std::min(left, kPollPeriod) : left)) break;
+void StoreThread::await(std::future<void> done, milliseconds limit, const Poll& poll) {
+  state_->is_stuck = true;
+  for (const auto end = end_after(limit);;) {
+    if (done.wait_until(poll ? std::min(end, end_after(kPollPeriod)) : end) == std::future_status::ready) break;
     if (Clock::now() >= end) {
       throw StoreTimeout(absl::StrCat("[gpipe] the store of the job has not answered within ", limit.count(),
                                       " ms: the process that serves it, rank 0 or torchrun, is stopped or cut off"));
     }
     if (poll) poll();
   }
-  std::move(give_up).Cancel();
+  state_->is_stuck = false;
+  done.get();
 }
 
-std::string await_value(StoreThread& store, const std::string& key, Clock::time_point end, milliseconds limit,
-                        const Poll& poll) {
-  const auto look = [key](c10d::Store& of_job) {
-    return of_job.check({key}) ? std::optional(of_job.get_to_str(key)) : std::nullopt;
+std::pair<std::string, std::string> StoreThread::await_any(const std::vector<std::string>& keys, Clock::time_point end,
+                                                           milliseconds limit, const Poll& poll) {
+  using Found = std::pair<std::string, std::string>;
+  const auto look = [keys](c10d::Store& store) {
+    for (const auto& key : keys) {
+      if (store.check({key})) return Found(key, store.get_to_str(key));
+    }
+    return Found();
   };
-  for (;; std::this_thread::sleep_for(kValueInterval)) {
-    if (auto value = store.ask<std::optional<std::string>>(look, limit, poll)) return *std::move(value);
-    if (Clock::now() >= end) return "";
+  for (;; std::this_thread::sleep_for(kInterval)) {
+    auto found = ask<Found>(look, limit, poll);
+    if (!found.first.empty() || Clock::now() >= end) return found;
     if (poll) poll();
   }
 }
 
-c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store) {
-  auto watch = std::make_shared<Watch>();
-  auto watched = c10::make_intrusive<WatchedStore>(prefix, std::move(store), watch);
-  const auto innermost = watched->getUnderlyingNonPrefixStore();
-  if (const auto* served = dynamic_cast<const c10d::TCPStore*>(innermost.get())) {
-    watch->probe = first_socket(served->getHost(), served->getPort(), SOCK_STREAM | SOCK_NONBLOCK, connect_soon);
+void claim_rank(StoreThread& store, int rank, milliseconds limit, const Poll& poll) {
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  // Containers may share a host's name and the numbers of processes.
+  static const auto number = std::random_device()();
+  const auto mine = absl::StrCat("process ", getpid(), " (", number, ") on host '", host, "'");
+  const auto first = store.ask<std::string>(
+      [=](c10d::Store& of_job) { return of_job.compareSet(absl::StrCat("rank ", rank), "", mine); }, limit, poll);
+  if (first != mine) {
+    throw_error("rank ", rank, " has already come to this job: ", first, ", but this is ", mine,
+                "; give each job a MASTER_PORT of its own, and each process a RANK of its own");
   }
-  return watched;
+}
+
+// A rank arrives under a number that it never had before. Only the present rank 0 answers that number.
+std::string name_attempt(StoreThread& store, int rank, int size, milliseconds limit, const Poll& poll) {
+  const auto arrivals = [](int r) { return absl::StrCat("arrivals of rank ", r); };
+  const auto answer = [](int r, std::int64_t arrival) {
+    return absl::StrCat("attempt of rank ", r, ", arrival ", arrival);
+  };
+  const auto joined = [](const std::string& name, int r) { return absl::StrCat("rank ", r, " joined ", name); };
+  const auto add = [&](const std::string& key) {
+    return store.ask<std::int64_t>([=](c10d::Store& of_job) { return of_job.add(key, 1); }, limit, poll);
+  };
+  const auto end = end_after(limit);
+  if (rank != 0) {
+    const auto name = store.await_any({answer(rank, add(arrivals(rank)))}, end, limit, poll).second;
+    if (name.empty()) throw_error("rank 0 did not come in time");
+    add(joined(name, rank));
+    return name;
+  }
+  const auto name = absl::StrCat("attempt", add("attempts"));
+  const auto await_ranks = [=](c10d::Store& of_job) {
+    std::vector<int> missing;
+    for (int r = 1; r < size; ++r) {
+      if (of_job.check({joined(name, r)})) continue;
+      missing.push_back(r);
+      // The same answer again changes nothing.
+      if (const auto arrival = of_job.add(arrivals(r), 0); arrival != 0) of_job.set(answer(r, arrival), name);
+    }
+    return missing;
+  };
+  for (;; std::this_thread::sleep_for(kInterval)) {
+    const auto missing = store.ask<std::vector<int>>(await_ranks, limit, poll);
+    if (missing.empty()) return name;
+    if (Clock::now() >= end) throw_error("these ranks did not come in time: ", absl::StrJoin(missing, ", "));
+    if (poll) poll();
+  }
 }
 
 }  // namespace gpipe

@@ -2,14 +2,12 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <chrono>
-#include <functional>
 #include <future>
-#include <memory>
-#include <string>
-#include <thread>
 
 #include "gpipe/ranks/connections.h"
+
+// What ranks tell each other by a store, before they are connected. Each wait ends by its limit, and by an error of
+// `poll`, which may be null.
 
 namespace gpipe {
 
@@ -31,52 +29,36 @@ class StoreThread {
 
   /// Returns what `use` returns for the store. Errors: those of `open`, `use` and `poll`; StoreTimeout after `limit`.
   template <typename Result>
-  Result ask(std::function<Result(c10d::Store&)> use, std::chrono::milliseconds limit, const Poll& poll);
+  Result ask(std::function<Result(c10d::Store&)> use, std::chrono::milliseconds limit, const Poll& poll) {
+    auto task = std::make_shared<std::packaged_task<Result(c10d::Store&)>>(std::move(use));
+    auto answer = task->get_future();
+    await(add([task](c10d::Store& store) { (*task)(store); }), limit, poll);
+    return answer.get();
+  }
 
-  /// Calls `use` later, and ignores its errors.
-  void post(std::function<void(c10d::Store&)> use);
-  /// Calls `look` five times per second, between other uses, from now on. Ignores its errors.
-  void look_often(std::function<void(c10d::Store&)> look);
-
-  /// Whether the store has not answered the last question in time.
-  bool is_stuck() const;
+  /// Returns the first of the keys that has a value, and the value; empty ones if none comes before `end`. `limit`: the
+  /// longest wait for an answer.
+  std::pair<std::string, std::string> await_any(const std::vector<std::string>& keys,
+                                                std::chrono::steady_clock::time_point end,
+                                                std::chrono::milliseconds limit, const Poll& poll);
 
  private:
   struct State;
-  /// A use of the store, or of the error of opening it.
-  using Task = std::function<void(c10d::Store*, const std::exception_ptr&)>;
-  void add(Task task);
-  /// Waits until `is_ready`, which waits for at most the given time, returns true.
-  void await(std::function<bool(std::chrono::milliseconds)> is_ready, std::chrono::milliseconds limit,
-             const Poll& poll);
+  using Task = std::function<void(c10d::Store&)>;
+  /// The future is ready when the task has run, or has the error of opening the store.
+  std::future<void> add(Task task);
+  void await(std::future<void> done, std::chrono::milliseconds limit, const Poll& poll);
 
   const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this
   std::thread thread_;
 };
 
-/// Returns the key's value, or "" if it does not come before `end`. Errors: as ask(), for each question with `limit`.
-std::string await_value(StoreThread& store, const std::string& key, std::chrono::steady_clock::time_point end,
-                        std::chrono::milliseconds limit, const Poll& poll);
+/// Tells the store that this process is a rank. Errors: std::runtime_error if another process has come as this rank.
+void claim_rank(StoreThread& store, int rank, std::chrono::milliseconds limit, const Poll& poll);
 
-/// Returns a store with this prefix that is not used any more when the process that serves it has ended: c10d then
-/// prints a warning with a backtrace for each use. Notices the end of a TCPStore's process before a use, and of any
-/// other store by the first use that fails. Uses after the end throw std::runtime_error.
-c10::intrusive_ptr<c10d::Store> watched_store(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store);
-
-template <typename Result>
-Result StoreThread::ask(std::function<Result(c10d::Store&)> use, std::chrono::milliseconds limit, const Poll& poll) {
-  const auto promise = std::make_shared<std::promise<Result>>();
-  auto answer = promise->get_future();
-  add([promise, use = std::move(use)](c10d::Store* store, const std::exception_ptr& error) {
-    try {
-      if (error) std::rethrow_exception(error);
-      promise->set_value(use(*store));
-    } catch (...) {
-      promise->set_exception(std::current_exception());
-    }
-  });
-  await([&](auto time) { return answer.wait_for(time) == std::future_status::ready; }, limit, poll);
-  return answer.get();
-}
+/// Returns a name that all ranks get in this attempt to run the job, and that no earlier attempt had. torchrun keeps
+/// its store when it restarts ranks, and the hosts' counts of restarts may differ. REQUIRES: the processes of earlier
+/// attempts have ended. Errors: std::runtime_error for ranks that do not come within `limit`, with their numbers.
+std::string name_attempt(StoreThread& store, int rank, int size, std::chrono::milliseconds limit, const Poll& poll);
 
 }  // namespace gpipe

@@ -7,6 +7,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
+#include "gpipe/program.h"
 #include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
@@ -14,10 +15,38 @@ namespace {
 
 constexpr int kLeader = 0;
 constexpr int kPings = 16;
-constexpr std::chrono::seconds kRestOfWords{2};
+constexpr std::chrono::seconds kUntilNoticed{2};  // until a connection tells that a rank has ended
 
 constexpr char kNextCall[] = "its next call";
-constexpr char kResult[] = "the result of a call";
+constexpr char kResultOfCall[] = "the result of a call";
+
+std::string to_text(const Manifest& manifest) {
+  ByteWriter text;
+  for (const auto& [name, value] : manifest) text.add(name, value);
+  return text.take();
+}
+
+// The first difference between rank 0's manifest and another rank's; empty if there is none.
+std::string difference(const std::vector<std::string>& texts) {
+  std::vector<std::map<std::string, std::string>> manifests;
+  std::vector<std::string> names;  // in order
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    auto& manifest = manifests.emplace_back();
+    for (ByteReader words(texts[r]); !words.done();) {
+      names.push_back(words.get<std::string>());
+      manifest[names.back()] = words.get<std::string>();
+    }
+    for (const auto& name : names) {
+      std::string of[2];
+      for (const auto k : {std::size_t{0}, r}) {
+        of[k != 0] = manifests[k].contains(name) ? manifests[k][name] : "nothing";
+      }
+      if (r == 0 || of[0] == of[1]) continue;
+      return absl::StrCat("the ranks differ in ", name, ": rank 0 has ", of[0], ", but rank ", r, " has ", of[1]);
+    }
+  }
+  return "";
+}
 
 }  // namespace
 
@@ -36,49 +65,39 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Mani
           fail(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
           throw;
         }
-      })) {
-  const int count = wire_number(kSubjects, 0, 0);
-  first_wire_ = job_->join(manifest, count, poll);
-  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, count, ranks_->options().join_timeout(),
-                                   parcel_memory(codec_));
-  transfer(kNextCall, [&] {  // a rank may have ended since an earlier pipeline
-    for (int r = 0; r < size(); ++r) {
-      if (r == rank() || (rank() != kLeader && r != kLeader)) continue;
-      awaited_ = r;
-      expect(rank() == kLeader ? kWord : kDecision, r);
-    }
-    awaited_ = -1;
-  });
+      })),
+      pipeline_(job_->join(poll)) {
+  std::string different;
+  transfer("its pipeline", [&] { different = decide_on(to_text(manifest), difference); });
+  if (!different.empty()) {
+    fail(different);
+    throw_error("the ranks cannot make the pipeline: ", different);
+  }
   if (replicas() > 1) sums_[""] = job_->connect_sums(sums_name(), replica(), replicas(), poll_);
-  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); },
-                   [this](int from) { return awaited_call(from); }});
+  job_->add(pipeline_, [this] { leave("has ended"); });
 }
 
 Team::~Team() {
   if (job_ == nullptr) return;
-  job_->remove(this);
+  job_->remove(pipeline_);
   leave("has destroyed its pipeline");
   // Gloo waits for sums that another rank does not make.
-  if (!job_->board().failure().empty()) std::thread([sums = std::move(sums_)]() mutable { sums.clear(); }).detach();
+  if (!job_->failure().empty()) std::thread([sums = std::move(sums_)]() mutable { sums.clear(); }).detach();
+  job_->connections().end(pipeline_);
 }
 
 void Team::leave(const std::string& how) {
   if (!gone_.empty()) return;  // nobody waits for this rank
   gone_ = job_->unwinding().value_or(absl::StrCat("rank ", rank(), " ", how));
   try {
-    if (rank() != kLeader) return send(kWord, kLeader, of_words(encode_leaving(gone_)));
-    for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(encode_leaving(gone_)));
+    if (rank() != kLeader) return send(kCall, kLeader, {.text = encode_leaving(gone_)});
+    for (int r = 1; r < size(); ++r) send(kDecision, r, {.text = encode_leaving(gone_)});
   } catch (const std::exception&) {  // a rank has failed
   }
 }
 
-int Team::wire_number(int subject, int from, int to) const {
-  const int between_workers = static_cast<int>(of_workers_.size() * of_workers_.size());
-  return between_workers + (subject * size() + from) * size() + to;
-}
-
 DeviceWire& Team::connect_devices(int from, int to, c10::Device device) {
-  const auto name = absl::StrCat("pipeline ", first_wire_, ", from worker ", from, " of rank ", of_workers_[from],
+  const auto name = absl::StrCat("pipeline ", pipeline_, ", from worker ", from, " of rank ", of_workers_[from],
                                  " to worker ", to, " of rank ", of_workers_[to]);
   try {
     return job_->devices()->connect(name, /*sends=*/is_here(from), device);
@@ -88,9 +107,7 @@ DeviceWire& Team::connect_devices(int from, int to, c10::Device device) {
   }
 }
 
-std::string Team::sums_name() const {
-  return absl::StrCat("sums ", first_wire_, " of ", mesh_.position_of(rank_), " ");
-}
+std::string Team::sums_name() const { return absl::StrCat("sums ", pipeline_, " of ", mesh_.position_of(rank_), " "); }
 
 c10d::Backend& Team::sums(c10::Device device) {
   if (!has_device_wires() || device.is_cpu()) return *sums_.at("");
@@ -113,8 +130,7 @@ void Team::await(c10d::Work& sum, bool on_cpu) {
 }
 
 void Team::fail_in_sums(const std::string& error) {
-  // The end of a rank is also seen by its connection, which tells which it was.
-  for (const auto end = end_after(kRestOfWords); std::chrono::steady_clock::now() < end;) {
+  for (const auto end = end_after(kUntilNoticed); std::chrono::steady_clock::now() < end;) {
     check();
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -127,40 +143,45 @@ void Team::fail_in_sums(const std::string& error) {
   check();
 }
 
-void Team::expect(Subject subject, int from) {
-  const int number = wire_number(subject, from, rank());
-  if (!expected_.insert(number).second) return;
-  const bool within_call = subject != kWord && subject != kDecision;
-  const auto limit = within_call ? timeout() : ranks_->options().join_timeout();
-  wires_->receiver(number, from, limit).expect(wires_->last_layouts(number, {}, 1), 1);
+void Team::send(int from, int to, const Action& action, Outgoing message) {
+  const auto number = [](int of) { return static_cast<std::uint64_t>(of); };
+  message.label = calls_ << 45 | number(action.micro_batch) << 23 | number(action.stage) << 1 |
+                  number(action.kind == Kind::F);  // see kMostCells
+  job_->connections().send(of_workers_[to], topic(topic_of_workers(from, to)), std::move(message));
 }
 
-void Team::send(Subject subject, int to, Parcel parcel) {
-  const int number = wire_number(subject, rank(), to);
-  awaited_ = to;
-  wires_->sender(number, to)
-      .send(wires_->last_layouts(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
-  awaited_ = -1;
+std::pair<Action, Received> Team::receive_next(int from, int to) {
+  auto message = job_->connections().receive(of_workers_[from], topic(topic_of_workers(from, to)), timeout(), nullptr);
+  const auto label = message.label;
+  constexpr std::uint64_t kLast = kMostCells - 1;
+  if (label >> 45 != (calls_ << 45) >> 45) {
+    throw_error("rank ", of_workers_[from], " sent a message of another call; the ranks must run the same program");
+  }
+  const Action action{(label & 1) != 0 ? Kind::F : Kind::B, static_cast<int>(label >> 1 & kLast),
+                      static_cast<int>(label >> 23 & kLast)};
+  return {action, std::move(message)};
 }
 
-Parcel Team::receive(Subject subject, int from, const Poll& poll) {
-  const int number = wire_number(subject, from, rank());
-  expect(subject, from);
-  awaited_ = from;
-  auto message = wires_->receiver(number, from, {}).receive(calls_, poll);
-  awaited_ = -1;
-  expected_.erase(number);
-  // A large message would keep memory until the next call.
-  if (wires_->last_layouts(number, {}, 1).front().is_small()) expect(subject, from);
-  return std::move(to_parcels(std::move(message)).front());
+void Team::send(Subject subject, int to, Outgoing message) {
+  job_->connections().send(to, topic(subject), std::move(message));
+}
+
+Received Team::receive(Subject subject, int from) {
+  const bool within_call = subject != kCall && subject != kDecision;
+  const auto poll = [&] {
+    if (poll_) poll_();
+    if (subject == kCall) job_->check_order(pipeline_, from);
+  };
+  return job_->connections().receive(from, topic(subject), within_call ? timeout() : ranks_->options().join_timeout(),
+                                     poll);
 }
 
 void Team::check() const {
-  if (job_ != nullptr) job_->board().check("a rank has failed");
+  if (job_ != nullptr) job_->check();
 }
 
 void Team::rethrow(const std::exception_ptr& error) const {
-  bool is_own = job_ == nullptr || job_->board().is_own();
+  bool is_own = job_ == nullptr || job_->is_own();
   try {
     std::rethrow_exception(error);
   } catch (const ConnectionError&) {  // only says that another rank has failed
@@ -171,58 +192,26 @@ void Team::rethrow(const std::exception_ptr& error) const {
   std::rethrow_exception(error);
 }
 
-void Team::watch(std::function<Activity()> activity) {
-  MutexLock lock(mutex_);
-  activity_.swap(activity);
-}
-
-std::string Team::activity() {
-  MutexLock lock(mutex_);
-  const auto activity = activity_ ? activity_() : Activity();
-  for (const int awaited : {awaited_.load(), activity.awaits}) {
-    if (awaited >= 0) return std::to_string(awaited);
+// Rank 0 decides on what all ranks say.
+std::string Team::decide_on(const std::string& mine,
+                            absl::FunctionRef<std::string(const std::vector<std::string>&)> decide) {
+  if (rank() != kLeader) {
+    send(kCall, kLeader, {.text = mine});
+    return receive(kDecision, kLeader).text;
   }
-  return activity.runs ? "runs " + to_string(ErrorInfo{.action = *activity.runs}) : "";
+  std::vector<std::string> all{mine};
+  for (int r = 1; r < size(); ++r) all.push_back(receive(kCall, r).text);
+  auto decision = decide(all);
+  for (int r = 1; r < size(); ++r) send(kDecision, r, {.text = decision});
+  return decision;
 }
 
-std::string Team::receive_words(int from) {
-  if (auto early = early_words_.extract(from)) return std::move(early.mapped());
-  const auto poll = [&] {
-    if (poll_) poll_();
-    job_->check_order(this, from);
-  };
-  return to_words(receive(kWord, from, poll));
-}
-
-std::string Team::awaited_call(int from) try {
-  if (!early_words_.contains(from)) {
-    if (!wires_->receiver(wire_number(kWord, from, rank()), from, {}).has_next()) return "";
-    // The rest of the message is on its way, and the job's lock is held.
-    const auto stop = [end = end_after(kRestOfWords)] {
-      if (std::chrono::steady_clock::now() > end) throw TimeoutError("the rest of a message did not come");
-    };
-    early_words_[from] = to_words(receive(kWord, from, stop));
-  }
-  return gpipe::awaited_call(early_words_[from]);
-} catch (const ConnectionError&) {  // who notices the loss reports it
-  return "";
-}
-
-// Returns the leader's decision of what all ranks said.
-std::string Team::agree_on_words(const std::string& mine) {
+std::string Team::decide_on_call(const std::string& mine) {
   std::string decision;
-  transfer(kNextCall, [&] {
-    if (rank() != kLeader) {
-      send(kWord, kLeader, of_words(mine));
-      decision = to_words(receive(kDecision, kLeader));
-      return;
-    }
-    std::vector<std::string> words{mine};
-    for (int r = 1; r < size(); ++r) words.push_back(receive_words(r));
-    decision = decide(words, mesh_);
-    for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
-  });
+  transfer(kNextCall,
+           [&] { decision = decide_on(mine, [&](const auto& messages) { return decide(messages, mesh_); }); });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
+  ++calls_;
   return decision;
 }
 
@@ -231,13 +220,20 @@ Agreement Team::agree(Proposal proposal) {
     ++calls_;
     return {proposal.number, false, {proposal.weight}, {static_cast<int>(proposal.key.sizes.size())}};
   }
-  job_->board().check("this pipeline cannot be used any more, because a rank has failed");
+  job_->check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
   proposal.has_one_caller = job_->has_one_caller();
-  const auto decision = agree_on_words(encode(proposal));
-  ++calls_;
-  return decode_agreement(decision, mesh_);
+  return decode_agreement(decide_on_call(encode(proposal)), mesh_);
+}
+
+void Team::withdraw(const std::string& reason) noexcept {
+  try {
+    if (job_ == nullptr || !job_->failure().empty() || !gone_.empty()) return;
+    job_->has_one_caller();
+    decide_on_call(encode_refusal(reason));
+  } catch (const std::exception&) {  // a rank has failed; the next call says so
+  }
 }
 
 void Team::watch_backward(std::shared_ptr<const void> owner) {
@@ -260,29 +256,16 @@ bool Team::has_failed_backward() {
   return !std::exchange(handing_out_, {}).empty();
 }
 
-void Team::withdraw(const std::string& reason) noexcept {
-  try {
-    if (job_ == nullptr || !job_->board().failure().empty() || !gone_.empty()) return;
-    job_->has_one_caller();
-    agree_on_words(encode_refusal(reason));
-    ++calls_;
-  } catch (const std::exception&) {  // a rank has failed; the next call says so
-  }
-}
-
 void Team::transfer(const char* what, absl::FunctionRef<void()> run) {
   try {
     run();
-  } catch (const ConnectionError& error) {
-    fail(error, awaited_, what);
+  } catch (const std::exception&) {
+    fail(std::current_exception(), absl::StrCat("at ", what));
     rethrow(std::current_exception());
-  } catch (const std::exception& error) {
-    fail(absl::StrCat("rank ", rank(), " failed at ", what, ": ", error.what()));
-    throw;
   }
 }
 
-void Team::send_copies(Subject subject, Group group, Parcel parcel) {
+void Team::send_copies(Group group, Parcel parcel) {
   for (auto& tensor : parcel.tensors) {
     if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
   }
@@ -290,26 +273,27 @@ void Team::send_copies(Subject subject, Group group, Parcel parcel) {
     const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());
     const bool is_in_replica = replica_of(other) == replica();
     const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica || group == Group::kAll;
-    if (is_in_group && other != rank()) send(subject, other, parcel);
+    if (is_in_group && other != rank()) send(kResult, other, to_message({parcel}, rank(), codec_));
   }
 }
 
+Parcel Team::receive_parcel(int from) { return std::move(to_parcels(receive(kResult, from), codec_).at(0)); }
+
 Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
   if (size() == 1) return parcel;
-  const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
-  transfer(kResult, [&] {
-    if (rank() == owner) return send_copies(subject, group, parcel);
-    parcel = receive(subject, owner);
+  transfer(kResultOfCall, [&] {
+    if (rank() == owner) return send_copies(group, parcel);
+    parcel = receive_parcel(owner);
   });
   return parcel;
 }
 
 std::vector<Parcel> Team::all_gather(Parcel parcel) {
   std::vector<Parcel> all(replicas());
-  transfer(kResult, [&] {
-    send_copies(kGathered, Group::kCounterparts, parcel);
+  transfer(kResultOfCall, [&] {
+    send_copies(Group::kCounterparts, parcel);
     for (int r = 0; r < replicas(); ++r) {
-      if (r != replica()) all[r] = receive(kGathered, counterpart(r));
+      if (r != replica()) all[r] = receive_parcel(counterpart(r));
     }
   });
   all[replica()] = std::move(parcel);
@@ -318,10 +302,12 @@ std::vector<Parcel> Team::all_gather(Parcel parcel) {
 
 std::vector<std::string> Team::gather(std::string bytes) {
   std::vector<std::string> all;
-  transfer(kResult, [&] {
-    if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
+  transfer(kResultOfCall, [&] {
+    if (rank() != kLeader) {
+      return send(kResult, kLeader, to_message({parcel_of(std::move(bytes))}, rank(), codec_));
+    }
     all.push_back(std::move(bytes));
-    for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
+    for (int r = 1; r < size(); ++r) all.push_back(bytes_of(receive_parcel(r)));
   });
   return all;
 }
@@ -329,11 +315,11 @@ std::vector<std::string> Team::gather(std::string bytes) {
 // The other rank's clock was read between the two readings of this one. The ping that took least tells most.
 std::vector<Team::Clock> Team::clocks() {
   std::vector<Clock> all;
-  transfer(kResult, [&] {
+  transfer(kResultOfCall, [&] {
     if (rank() != kLeader) {
       for (int i = 0; i < kPings; ++i) {
-        receive(kPing, kLeader);
-        send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
+        receive(kResult, kLeader);
+        send(kResult, kLeader, {.text = to_bytes(std::vector{now()})});
       }
       return;
     }
@@ -342,8 +328,8 @@ std::vector<Team::Clock> Team::clocks() {
       auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
       for (int i = 0; i < kPings; ++i) {
         const double start = now();
-        send(kPing, other, of_bytes(""));
-        const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
+        send(kResult, other, {.text = ""});
+        const double there = to_items<double>(receive(kResult, other).text).at(0);
         const double end = now();
         const Clock clock{there - (start + end) / 2, (end - start) / 2};
         if (clock.error < best.error) best = clock;
@@ -354,14 +340,17 @@ std::vector<Team::Clock> Team::clocks() {
 }
 
 void Team::fail(const std::string& cause) noexcept {
-  if (job_ != nullptr) job_->board().report(cause);
+  if (job_ != nullptr) job_->report(cause);
 }
 
-void Team::fail(const ConnectionError& error, int awaited, const std::string& what) noexcept {
-  if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
-    job_->board().report_wait(awaited, what);
-  } else {
-    job_->board().report_loss(awaited);
+void Team::fail(const std::exception_ptr& error, const std::string& where) noexcept {
+  try {
+    std::rethrow_exception(error);
+  } catch (const TimeoutError& late) {
+    fail(absl::StrCat(late.what(), ": rank ", rank(), " waited for it ", where));
+  } catch (const ConnectionError&) {  // a rank has failed
+  } catch (...) {
+    fail(absl::StrCat("rank ", rank(), " failed ", where, ": ", message_of(error)));
   }
 }
 

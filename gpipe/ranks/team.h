@@ -2,25 +2,28 @@
 
 #include <set>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/ranks/agreement.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
 
 namespace gpipe {
 
-/// The ranks that run a pipeline and its replicas together: the wires to them, the agreement on each call, and the
-/// first failure. A process with all workers is a team of one.
+/// What all ranks of a pipeline must agree on when it is made: names and values, in order.
+using Manifest = std::vector<std::pair<std::string, std::string>>;
+
+/// The ranks that run a pipeline and its replicas together: the messages between them, the agreement on each call, and
+/// the first failure. A process with all workers is a team of one.
 ///
-/// Thread safety: what waits for other ranks or uses wires() on one thread at a time; the other functions on any
-/// thread. Invariants:
-///   1. The first failure of any rank is the failure of all. It is published before the connections are closed.
-///   2. After a failure every call throws.
+/// Thread safety: what waits for other ranks on one thread at a time, except receive(); the other functions on any
+/// thread. Invariant: after a failure of any rank, every call throws.
 class Team {
  public:
   /// A team of one.
   explicit Team(int workers) : of_workers_(workers) {}
-  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
-  /// replica. An exception of `poll` is a failure. Errors: as check_manifests().
+  /// Joins the other ranks. `of_workers` has the rank of each worker of this replica. An exception of `poll` is a
+  /// failure. Errors: std::runtime_error, on all ranks, if the manifests differ, with both values, or a rank has failed
+  /// or does not come.
   Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
        const Poll& poll);
   /// Tells the other ranks, whose later calls throw.
@@ -28,6 +31,7 @@ class Team {
 
   int size() const { return mesh_.positions * mesh_.replicas; }
   int rank() const { return rank_; }
+  const Mesh& mesh() const { return mesh_; }
   int replicas() const { return mesh_.replicas; }
   int replica() const { return replica_of(rank_); }
   int replica_of(int rank) const { return mesh_.replica_of(rank); }
@@ -44,8 +48,8 @@ class Team {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// The ranks that share a value: of a replica, with the same stages, or all. Outputs have wires of their own.
-  enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
+  /// The ranks that share a value: of a replica, with the same stages, or all.
+  enum class Group { kReplica, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
 
@@ -64,9 +68,13 @@ class Team {
   /// Returns the clocks of all ranks, in order, on rank 0; nothing on the other ranks.
   std::vector<Clock> clocks();
 
-  /// REQUIRES: there are other ranks.
-  Wires& wires() { return *wires_; }
+  /// Sends a message of an action to a worker of another rank. Errors: ConnectionError.
+  void send(int from, int to, const Action& action, Outgoing message);
+  /// Waits for the next message between two workers. Returns also its action, whose kind is F or B. Errors:
+  /// ConnectionError; std::runtime_error for a message of another call.
+  std::pair<Action, Received> receive_next(int from, int to);
   const StructureCodec& codec() const { return codec_; }
+
   /// The longest wait for another rank within a call. REQUIRES: there are other ranks.
   std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
   /// Whether tensors go straight from the devices of one rank to the devices of another.
@@ -74,68 +82,59 @@ class Team {
   /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
   DeviceWire& connect_devices(int from, int to, c10::Device device);
 
-  /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.
-  void watch(std::function<Activity()> activity);
-  /// Call in a backward that returns gradients to the autograd engine. If the engine fails after it, the next call
-  /// tells the other ranks. Keeps `owner`, which must own this, until the engine ends.
-  void watch_backward(std::shared_ptr<const void> owner);
-
-  /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
-  void fail(const std::string& cause) noexcept;
-  /// The same for a connection that failed while this rank waited for another one, for `what`.
-  void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept;
-  /// Errors: std::runtime_error if a rank has failed.
-  void check() const;
-  /// Throws the first failure: `error` if that is this rank's own.
-  [[noreturn]] void rethrow(const std::exception_ptr& error) const;
-
-  // For GradientReduction.
-
   /// The group that sums over the ranks with the same stages on a device, or on the CPU if there is none for it. The
   /// first call for a device makes its group, in the same order on all of them.
   c10d::Backend& sums(c10::Device device);
   /// Waits for a sum; on a device, only the current stream waits. Errors: as check(), and those of the poll.
   void await(c10d::Work& sum, bool on_cpu);
 
+  /// Call in a backward that returns gradients to the autograd engine. If the engine fails after it, the next call
+  /// tells the other ranks. Keeps `owner`, which must own this, until the engine ends.
+  void watch_backward(std::shared_ptr<const void> owner);
+
+  /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
+  void fail(const std::string& cause) noexcept;
+  /// The same for an error, whose place `where` tells: of a rank that did not answer in time, or of this one.
+  void fail(const std::exception_ptr& error, const std::string& where) noexcept;
+  bool has_failed() const { return job_ != nullptr && !job_->failure().empty(); }
+  /// Errors: std::runtime_error if a rank has failed.
+  void check() const;
+  /// Throws the first failure: `error` if that is this rank's own.
+  [[noreturn]] void rethrow(const std::exception_ptr& error) const;
+
+  /// Where a pipeline's ranks tell rank 0 what they call.
+  static Topic topic_of_calls(int pipeline) { return {pipeline, kCall}; }
+
  private:
-  /// What a wire between two ranks carries: what a rank tells rank 0 and is told, results by their Group, and more.
-  enum Subject { kWord, kDecision, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
-  static constexpr int kSubjects = 9;
-  int wire_number(int subject, int from, int to) const;
-  void expect(Subject subject, int from);
-  void send(Subject subject, int to, Parcel parcel);
-  Parcel receive(Subject subject, int from, const Poll& poll);
-  Parcel receive(Subject subject, int from) { return receive(subject, from, poll_); }
+  enum Subject { kCall, kDecision, kResult, kToWorkers };
+  Topic topic(int subject) const { return {pipeline_, subject}; }
+  int topic_of_workers(int from, int to) const { return kToWorkers + from * static_cast<int>(of_workers_.size()) + to; }
+  void send(Subject subject, int to, Outgoing message);
+  Received receive(Subject subject, int from);
   /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
   void transfer(const char* what, absl::FunctionRef<void()> run);
-  /// Sends copies of a parcel's tensors to a group, because the caller may change these meanwhile.
-  void send_copies(Subject subject, Group group, Parcel parcel);
-  std::string receive_words(int from);
+  void send_copies(Group group, Parcel parcel);
+  Parcel receive_parcel(int from);
+  std::string decide_on(const std::string& mine,
+                        absl::FunctionRef<std::string(const std::vector<std::string>&)> decide);
+  std::string decide_on_call(const std::string& mine);
   std::string sums_name() const;
-  std::string awaited_call(int from);  // see Job::Member
-  std::string agree_on_words(const std::string& mine);
   void fail_in_sums(const std::string& error);
   bool has_failed_backward();
   void leave(const std::string& how);
-  std::string activity();
 
-  const std::shared_ptr<Ranks> ranks_;  // null in a team of one, as are the next members
+  const std::shared_ptr<Ranks> ranks_;  // null in a team of one, as is the next member
   Job* const job_ = nullptr;
-  std::unique_ptr<Wires> wires_;
   const Mesh mesh_;
   const int rank_ = 0;
   const std::vector<int> of_workers_;
   const StructureCodec codec_;
   const Poll poll_;
-  int first_wire_ = 0;
+  const int pipeline_ = 0;
   Mutex mutex_;
-  std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);
-  std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
-  std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
+  std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);              // graph tasks
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> sums_;  // by device
   std::string gone_;                                               // why the pipeline of a rank is gone
-  std::map<int, std::string> early_words_;                         // by rank: of a call that this rank has not made yet
-  std::set<int> expected_;                                         // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// The calls of a GPipe over ranks that train nothing.
+// The calls over ranks that train nothing.
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -23,13 +23,13 @@ namespace {
 
 // Returns rank 0's numbers on all ranks. REQUIRES: within a call.
 std::vector<double> broadcast(Team& team, const std::vector<double>& numbers) {
-  return to_items<double>(to_bytes(team.broadcast(Team::Group::kAll, /*owner=*/0, of_bytes(to_bytes(numbers)))));
+  return to_items<double>(bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(to_bytes(numbers)))));
 }
 
 void check_positive(GPipeImpl& pipe, double value, const std::string& name) {
   if (value > 0) return;
   const auto error = name + " must be positive, but is " + std::to_string(value);
-  pipe.withdraw(error);
+  pipe.team().withdraw(error);
   refuse_argument(error);
 }
 
@@ -52,18 +52,18 @@ std::vector<double> read_all(const std::vector<at::Tensor>& scalars) {
 
 }  // namespace
 
-std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string& what) {
-  if (pipeline_->team().size() == 1) return {std::move(bytes)};
-  return in_call(*pipeline_, [&](Call& call) {
+std::vector<std::string> TeamCalls::gather(std::string bytes, const std::string& what) {
+  if (pipeline_.team().size() == 1) return {std::move(bytes)};
+  return in_call(pipeline_, [&](Call& call) {
     call.agree({.key = {.name = "gather of " + what}});
-    return pipeline_->team().gather(std::move(bytes));
+    return pipeline_.team().gather(std::move(bytes));
   });
 }
 
-Timeline GPipeImpl::gather(Timeline timeline) {
-  auto& team = pipeline_->team();
+Timeline TeamCalls::gather(Timeline timeline) {
+  auto& team = pipeline_.team();
   if (team.size() == 1) return timeline;
-  return in_call(*pipeline_, [&](Call& call) -> Timeline {
+  return in_call(pipeline_, [&](Call& call) -> Timeline {
     call.agree({.key = {.name = "gather of a timeline"}});
     const auto clocks = team.clocks();
     const auto all = team.gather(to_bytes(timeline.spans));
@@ -76,7 +76,7 @@ Timeline GPipeImpl::gather(Timeline timeline) {
       for (auto& span : to_items<Span>(all[r])) {
         span.start -= ahead;
         span.end -= ahead;
-        span.worker += team.replica_of(r) * pipeline_->workers();
+        span.worker += team.replica_of(r) * pipeline_.workers();
         timeline.spans.push_back(span);
       }
     }
@@ -84,52 +84,52 @@ Timeline GPipeImpl::gather(Timeline timeline) {
   });
 }
 
-std::uint64_t GPipeImpl::largest(std::uint64_t number) {
-  if (pipeline_->team().size() == 1) return number;
-  return in_call(*pipeline_,
+std::uint64_t TeamCalls::largest(std::uint64_t number) {
+  if (pipeline_.team().size() == 1) return number;
+  return in_call(pipeline_,
                  [&](Call& call) { return call.agree({.key = {.name = "largest"}, .number = number}).largest; });
 }
 
-std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
-  auto& team = pipeline_->team();
+std::vector<double> TeamCalls::sum_over_replicas(std::vector<double> numbers) {
+  auto& team = pipeline_.team();
   if (team.size() == 1) return numbers;
-  return in_call(*pipeline_, [&](Call& call) {
+  return in_call(pipeline_, [&](Call& call) {
     call.agree({.key = {.name = absl::StrCat("sum of ", numbers.size(), " numbers over replicas")}});
     const auto of_ranks = team.gather(to_bytes(numbers));
     std::vector<double> sums(numbers.size());
     for (int replica = 0; !of_ranks.empty() && replica < team.replicas(); ++replica) {
-      const auto of_replica = to_items<double>(of_ranks[options_.ranks()->mesh().rank_at(/*position=*/0, replica)]);
+      const auto of_replica = to_items<double>(of_ranks[team.mesh().rank_at(/*position=*/0, replica)]);
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_replica.at(i);
     }
     return broadcast(team, sums);
   });
 }
 
-std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, const std::string& what) {
-  return in_call(*pipeline_, [&](Call& call) {
-    const auto own = static_cast<std::ptrdiff_t>(parameters().size());
+std::vector<double> TeamCalls::of_all_parameters(std::vector<double> numbers, const std::string& what) {
+  return in_call(pipeline_, [&](Call& call) {
+    const auto own = std::ssize(pipe_.parameters());
     if (std::ssize(numbers) != own) {
       refuse_argument("there must be one number per parameter, ", own, ", but there are ", numbers.size());
     }
-    if (pipeline_->team().size() == 1) return numbers;
-    const auto known = std::ranges::count_if(parameter_names_, [&](const StateName& each) {
-      return each.name == each.first && pipeline_->is_here(each.stage);
+    if (pipeline_.team().size() == 1) return numbers;
+    const auto known = std::ranges::count_if(pipe_.parameter_names(), [&](const auto& each) {
+      return each.name == each.first && pipeline_.is_here(each.stage);
     });
     if (own != known) {
       refuse_argument("the layers of this rank have ", own, " parameters, but had ", known,
                       " when the pipeline was made; make a new pipeline on all ranks");
     }
     call.agree({.key = {.name = what + " of all parameters"}});
-    auto& team = pipeline_->team();
+    auto& team = pipeline_.team();
     std::vector<std::vector<double>> of_ranks;
     for (const auto& bytes : team.gather(to_bytes(numbers))) of_ranks.push_back(to_items<double>(bytes));
     std::vector<double> all;
     std::vector<std::size_t> next(of_ranks.size());
-    for (const auto& [name, stage, first] : parameter_names_) {
-      const int owner = pipeline_->rank_of(stage);
+    for (const auto& [name, stage, first] : pipe_.parameter_names()) {
+      const int owner = pipeline_.rank_of(stage);
       if (name == first && !of_ranks.empty()) all.push_back(of_ranks[owner].at(next[owner]++));
     }
-    const auto& places = pipeline_->binding().parameter_places;
+    const auto& places = pipeline_.binding().parameter_places;
     if (!places.empty() && !all.empty()) {
       const auto in_layers = all;
       for (std::size_t p = 0; p < all.size(); ++p) all.at(places.at(p)) = in_layers[p];
@@ -138,12 +138,14 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, co
   });
 }
 
-void GPipeImpl::withdraw(const std::string& reason) {
-  auto& team = pipeline_->team();
+void TeamCalls::withdraw(const std::string& reason) {
+  auto& team = pipeline_.team();
   if (team.size() == 1) return;
-  const Turn turn(*pipeline_);
+  const Turn turn(pipeline_);
   team.withdraw(reason);
 }
+
+void TeamCalls::note_load() { pipeline_.note_load(); }
 
 at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, bool error_if_nonfinite) {
   check_positive(pipe, max_norm, "max_norm");
@@ -157,8 +159,8 @@ at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, b
     norms.push_back(gradient.defined() ? gradient.norm(norm_type) : at::zeros({}));
     types.push_back(gradient.defined() ? static_cast<double>(norms.back().scalar_type()) : kNoGradient);
   }
-  const auto values = pipe.of_all_parameters(read_all(norms), "norms of type " + std::to_string(norm_type));
-  types = pipe.of_all_parameters(std::move(types));
+  const auto values = pipe.team().of_all_parameters(read_all(norms), "norms of type " + std::to_string(norm_type));
+  types = pipe.team().of_all_parameters(std::move(types));
   norms.clear();
   for (std::size_t p = 0; p < types.size(); ++p) {
     if (types[p] == kNoGradient) continue;
@@ -194,7 +196,7 @@ bool unscale_grads_(GPipeImpl& pipe, double scale) {
   }
   const auto of_rank = read_all(finite);
   const bool all_finite = std::ranges::count(of_rank, 0.0) == 0;
-  return pipe.largest(all_finite ? 0 : 1) == 0;
+  return pipe.team().largest(all_finite ? 0 : 1) == 0;
 }
 
 }  // namespace gpipe

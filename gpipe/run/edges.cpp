@@ -33,15 +33,6 @@ void set_value(const at::Tensor& copy, const at::Tensor& value) {
   if (!copy.is_inference()) torch::autograd::impl::bump_version(copy);
 }
 
-// Returns the same memory. When it is freed, on any thread, the counter learns of it.
-std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shared_ptr<ByteCounter> counter) {
-  const auto* memory = owner.get();
-  return {memory, [owner = std::move(owner), counter = std::move(counter)](const void*) mutable {
-            const AllocationListener::Scope counting(counter);
-            owner.reset();
-          }};
-}
-
 }  // namespace
 
 void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
@@ -61,113 +52,68 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
   lent.renew_versions();
 }
 
-Edges::Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
-             std::shared_ptr<ByteCounter> counter, CallerInputs& inputs)
+Edges::Edges(Pipeline& pipeline, const Program& program, std::shared_ptr<ByteCounter> counter, CallerInputs& inputs)
     : pipeline_(pipeline),
       program_(program),
-      counter_(std::move(counter)),
       inputs_(inputs),
-      slots_(2 * program.edges().size() * program.layout().micro_batches) {
-  auto& team = pipeline_.team();
-  if (team.size() == 1) return;
-  remote_.emplace(team.wires(), program, part, team.of_workers(), team.rank(), key, team.timeout());
-  team.watch([this] { return remote_->activity(); });
-}
+      local_(program),
+      remote_(
+          pipeline.team(), program, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
+          std::move(counter)) {}
 
-Edges::~Edges() { pipeline_.team().watch({}); }
-
-Edges::Slot& Edges::slot(int edge, const Action& action) {
-  const std::size_t direction = action.kind == Kind::F ? 0 : 1;
-  return slots_[(edge * 2 + direction) * program_.layout().micro_batches + action.micro_batch];
+bool Edges::is_remote(int edge) const {
+  const auto& [from, to, name] = program_.edges()[edge];
+  return pipeline_.rank_of(from) != pipeline_.rank_of(to);
 }
 
 std::vector<Parcel> Edges::receive(const Action& action) {
-  if (remote_) {
-    remote_->receive(action, [&](const WireMessage& message, std::unique_ptr<Incoming> incoming) {
-      take_message(message, std::move(incoming));
-    });
-  }
+  const bool forward = action.kind == Kind::F;
   std::vector<Parcel> parcels;
-  if (action.kind == Kind::F && action.stage == 0) parcels.push_back(inputs_.receive(action.micro_batch));
-  for (const int edge : program_.wiring().takes(action)) parcels.push_back(take(edge, action));
+  if (forward && action.stage == 0) parcels.push_back(inputs_.receive(action.micro_batch));
+  for (const int edge : program_.wiring().takes(action)) {
+    auto [parcel, ready] = transport(edge).take(edge, action);
+    const auto& [from, to, name] = program_.edges()[edge];
+    if (forward && parcel.changed()) {
+      throw_error("", name, " was changed in place on its way from stage ", from, " to stage ", to,
+                  "; change a clone instead");
+    }
+    const auto& ends = pipeline_.ends(edge);
+    copy_to_device(parcel.tensors, ready, forward ? ends.to : ends.from, forward ? ends.link : ends.back_link);
+    if (forward) parcel.renew_versions();
+    parcels.push_back(std::move(parcel));
+  }
   return parcels;
 }
 
-// Takes what an action of this kind has put on an edge, at its other end.
-Parcel Edges::take(int edge, const Action& action) {
-  auto [parcel, ready] = std::exchange(slot(edge, action), {});
-  const auto& [from, to, name] = program_.edges()[edge];
-  const auto& ends = pipeline_.ends(edge);
-  if (action.kind != Kind::F) {
-    copy_to_device(parcel.tensors, ready, ends.from, ends.back_link);
-    return std::move(parcel);
-  }
-  if (parcel.changed()) {
-    throw_error("", name, " was changed in place on its way from stage ", from, " to stage ", to,
-                "; change a clone instead");
-  }
-  copy_to_device(parcel.tensors, ready, ends.to, ends.link);
-  parcel.renew_versions();
-  return std::move(parcel);
-}
-
 void Edges::send(const Action& action, std::vector<Parcel> parcels) {
+  const bool forward = action.kind == Kind::F;
   const auto edges = program_.wiring().puts(action);
   for (std::size_t k = 0; k < edges.size(); ++k) {
     const auto& ends = pipeline_.ends(edges[k]);
     const auto& edge = program_.edges()[edges[k]];
-    const bool same_worker = pipeline_.worker_of(edge.from) == pipeline_.worker_of(edge.to);
-    auto ready =
-        same_worker ? StreamEvents() : record_events(parcels[k].tensors, action.kind == Kind::F ? ends.from : ends.to);
-    slot(edges[k], action) = {std::move(parcels[k]), std::move(ready)};
-  }
-  if (remote_) remote_->send(action, [&](const WireMessage& message) { return to_message(message); });
-}
-
-DeviceLink* Edges::device_link(const WireMessage& message) const {
-  const auto& edge = program_.edges()[message.edges.front()];
-  const int from = pipeline_.worker_of(edge.from);
-  const int to = pipeline_.worker_of(edge.to);
-  return message.action.kind == Kind::F ? pipeline_.device_link(from, to) : pipeline_.device_link(to, from);
-}
-
-Outgoing Edges::to_message(const WireMessage& message) {
-  std::vector<Parcel> parcels;
-  for (const int edge : message.edges) {
-    auto& parcel = parcels.emplace_back(take(edge, message.action));
-    parcel.wants_gradient.resize(parcel.tensors.size());  // a parcel of gradients has only its tensors
-    parcel.alias_groups.resize(parcel.tensors.size());
-  }
-  std::vector<at::Tensor> on_device;
-  auto& team = pipeline_.team();
-  auto outgoing = gpipe::to_message(std::move(parcels), team.rank(), team.codec(), &on_device);
-  if (auto* link = device_link(message)) link->send(on_device);
-  if (counter_) outgoing.owner = counted(std::move(outgoing.owner), counter_);
-  return outgoing;
-}
-
-void Edges::take_message(const WireMessage& message, std::unique_ptr<Incoming> incoming) {
-  auto parcels = to_parcels(std::move(incoming));
-  if (parcels.size() != message.edges.size()) {
-    throw_error("a message for ", message.edges.size(), " edges has ", parcels.size(),
-                " parcels; run the same version of gpipe on all ranks");
-  }
-  StreamEvents ready;
-  if (auto* link = device_link(message)) ready = link->receive(parcels);
-  for (std::size_t k = 0; k < parcels.size(); ++k) {
-    slot(message.edges[k], message.action) = {std::move(parcels[k]), ready};
+    auto& parcel = parcels[k];
+    StreamEvents ready;
+    if (pipeline_.worker_of(edge.from) != pipeline_.worker_of(edge.to)) {
+      ready = record_events(parcel.tensors, forward ? ends.from : ends.to);
+    }
+    if (is_remote(edges[k])) {
+      copy_to_device(parcel.tensors, ready, forward ? ends.to : ends.from, forward ? ends.link : ends.back_link);
+    }
+    transport(edges[k]).put(edges[k], action, {std::move(parcel), std::move(ready)});
   }
 }
 
-// Transfers between devices also end when a rank has failed.
 void Edges::settle(int worker) {
-  if (!remote_) return;
-  remote_->settle(worker, [&](int from, int to) {
-    auto* link = pipeline_.device_link(from, to);
-    if (link == nullptr) return;
-    link->settle(pipeline_.team().timeout());
-    pipeline_.team().check();
-  });
+  auto& team = pipeline_.team();
+  if (!team.has_device_wires() || team.has_failed()) return;
+  for (const bool sends : {false, true}) {
+    for (int other = 0; other < pipeline_.workers(); ++other) {
+      auto* link = sends ? pipeline_.device_link(worker, other) : pipeline_.device_link(other, worker);
+      if (link == nullptr) continue;
+      if (!link->settle(team.timeout())) throw TimeoutError(team.of_workers()[other]);
+      team.check();
+    }
+  }
 }
 
 }  // namespace gpipe

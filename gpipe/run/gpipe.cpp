@@ -93,7 +93,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   }
   absl::Cleanup tell_counterparts = [&] {
     if (options_.ranks() && options_.ranks()->replicas() > 1) {
-      options_.ranks()->job().board().report(
+      options_.ranks()->job().report(
           absl::StrCat("rank ", options_.ranks()->rank(), " failed when it made its pipeline"));
     }
   };
@@ -173,10 +173,8 @@ void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   check_kinds(*this, archive, "");
   torch::nn::Module::load(archive);
   move_to_devices(pipeline_->stages());
-  note_load();
+  pipeline_->note_load();
 }
-
-void GPipeImpl::note_load() { pipeline_->note_load(); }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
 

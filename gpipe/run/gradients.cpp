@@ -112,8 +112,7 @@ Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss) {
       parcel.add(value.tensors()[k], results.outputs.wants_gradient[k]);
     }
   }
-  const auto group = wants_outputs ? Team::Group::kReplicaOutputs : Team::Group::kReplica;
-  parcel = team.broadcast(group, pipeline.rank_of(last), std::move(parcel));
+  parcel = team.broadcast(Team::Group::kReplica, pipeline.rank_of(last), std::move(parcel));
   if (!pipeline.is_here(last)) {
     results.loss = parcel.tensors.front();
     results.outputs.wants_gradient.assign(parcel.wants_gradient.begin() + 1, parcel.wants_gradient.end());

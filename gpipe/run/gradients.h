@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpipe/autograd/batch_statistics.h"
+#include "gpipe/autograd/parameter_sinks.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/run/step_loss.h"
 

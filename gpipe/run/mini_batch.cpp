@@ -28,12 +28,6 @@ class CallerStateScope {
   at::ThreadLocalStateGuard guard_;
 };
 
-LayoutKey layout_key(Part part, const MiniBatch::Options& options) {
-  LayoutKey key{static_cast<int>(part), static_cast<int>(options.use)};
-  key.insert(key.end(), options.sizes.begin(), options.sizes.end());
-  return key;
-}
-
 // Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
 void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
   proposal.trained_sizes = 14695981039346656037u;  // FNV-1a
@@ -146,8 +140,7 @@ Results MiniBatch::run_part(Part part) {
   return results;
 }
 
-MiniBatch::Run::Run(MiniBatch& of, Part part)
-    : edges(*of.pipeline_, *of.program_, part, layout_key(part, of.options_), of.recording_.counter, of.inputs_) {
+MiniBatch::Run::Run(MiniBatch& of) : edges(*of.pipeline_, *of.program_, of.recording_.counter, of.inputs_) {
   for (int w = 0; w < of.pipeline_->workers(); ++w) {
     workers.push_back({record_event(of.pipeline_->device_of_worker(w)), {}, {}});
   }
@@ -156,7 +149,7 @@ MiniBatch::Run::Run(MiniBatch& of, Part part)
 // Returns when all workers rest. The caller's streams then wait for their work on any device. Errors: the first one;
 // Pipeline::error() says where it came from.
 void MiniBatch::run_actions(Part part) {
-  run_.emplace(*this, part);
+  run_.emplace(*this);
   const absl::Cleanup end = [&] { run_.reset(); };
   pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   auto* timeline = recording_.timeline.get();
@@ -246,17 +239,7 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
     place = to_string(info);
     pipeline_->set_error(info);
   }
-  auto& team = pipeline_->team();
-  if (team.size() == 1) return;
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const ConnectionError& error) {
-    const int awaits = run_->edges.activity(failure.worker).awaits;
-    team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
-  } catch (...) {
-    team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
-                           message_of(failure.error)));
-  }
+  pipeline_->team().fail(failure.error, failure.action ? "in " + place : "at the end of transfers between devices");
 }
 
 ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& error) const {

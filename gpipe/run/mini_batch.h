@@ -45,7 +45,7 @@ class MiniBatch : private ActionRunner {
  private:
   /// Of one run of a part of the program.
   struct Run {
-    Run(MiniBatch& mini_batch, Part part);
+    explicit Run(MiniBatch& mini_batch);
 
     const at::ThreadLocalState state;  // the caller's
     struct Worker {

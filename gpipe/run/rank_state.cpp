@@ -126,10 +126,10 @@ Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine) 
     states.push_back(own_state(names, mine));
     if (rank != 0 && mesh.replica_of(rank) == 0) bytes = to_bytes(states.front());
   } catch (...) {
-    pipe.withdraw(message_of(std::current_exception()));
+    pipe.team().withdraw(message_of(std::current_exception()));
     throw;
   }
-  auto parts = pipe.gather(std::move(bytes), describe(mine.optimizer));
+  auto parts = pipe.team().gather(std::move(bytes), describe(mine.optimizer));
   if (rank != 0) return {};
   for (int p = 1; p < mesh.positions; ++p) {
     states.push_back(from_bytes(std::exchange(parts[mesh.rank_at(p, /*replica=*/0)], {})));

@@ -142,7 +142,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
     name =
         fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
-  if (team.size() > 1) name = to_bytes(team.broadcast(Team::Group::kAll, /*owner=*/0, of_bytes(name)));
+  if (team.size() > 1) name = bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(name)));
   if (!name.empty()) pipeline.set_schedule(name);
 }
 

@@ -230,7 +230,7 @@ Pair PythonPipeline::train(const py::object& input, const py::object& target, co
 }
 
 void PythonPipeline::withdraw(const std::string& reason) {
-  run([&](GPipeImpl& pipe) { pipe.withdraw(reason); });
+  run([&](GPipeImpl& pipe) { pipe.team().withdraw(reason); });
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
@@ -253,15 +253,16 @@ void PythonPipeline::clear() {
 namespace {
 
 std::vector<py::bytes> gather(PythonPipeline& pipeline, const py::bytes& bytes, const std::string& what) {
-  const auto gathered = pipeline.run([&, own = std::string(bytes)](GPipeImpl& pipe) { return pipe.gather(own, what); });
+  const auto gathered =
+      pipeline.run([&, own = std::string(bytes)](GPipeImpl& pipe) { return pipe.team().gather(own, what); });
   return {gathered.begin(), gathered.end()};
 }
 
-/// A call of GPipe over ranks that trains nothing.
+/// A call over ranks that trains nothing.
 template <typename Result, typename Argument>
-auto call_of(Result (GPipeImpl::*method)(Argument)) {
+auto call_of(Result (TeamCalls::*method)(Argument)) {
   return [method](PythonPipeline& pipeline, Argument argument) {
-    return pipeline.run([&](GPipeImpl& pipe) { return (pipe.*method)(std::move(argument)); });
+    return pipeline.run([&](GPipeImpl& pipe) { return (pipe.team().*method)(std::move(argument)); });
   };
 }
 
@@ -298,16 +299,17 @@ void init_pipeline(py::module_& module) {
       .def("forward", &PythonPipeline::forward)
       .def("train", &PythonPipeline::train)
       .def("gather", &gather)
-      .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather))
-      .def("largest", call_of(&GPipeImpl::largest))
-      .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas))
+      .def("gather_timeline", call_of<Timeline, Timeline>(&TeamCalls::gather))
+      .def("largest", call_of(&TeamCalls::largest))
+      .def("sum_over_replicas", call_of(&TeamCalls::sum_over_replicas))
       .def("clip_grad_norm_",
            [](PythonPipeline& pipeline, double max_norm, double norm_type, bool error_if_nonfinite) {
              return pipeline.run(
                  [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
            })
       .def("withdraw", &PythonPipeline::withdraw)
-      .def("note_load", [](PythonPipeline& pipeline) { pipeline.run([](GPipeImpl& pipe) { pipe.note_load(); }); })
+      .def("note_load",
+           [](PythonPipeline& pipeline) { pipeline.run([](GPipeImpl& pipe) { pipe.team().note_load(); }); })
       .def("schedule",
            [](PythonPipeline& pipeline) { return pipeline.run([](GPipeImpl& pipe) { return pipe.schedule(); }); })
       .def("trace", [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {

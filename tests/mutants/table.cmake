@@ -7,18 +7,15 @@ mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = tru
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
 mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
-mutant(wire_leaves_receives_open gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;" Wire.SendsALayout*)
-mutant(wire_posts_without_bounds gpipe/ranks/wire.cpp "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true"
-       Wire.*)
-mutant(wire_believes_sizes gpipe/ranks/wire.cpp "layout_bytes > kLongestLayout || " "" WireFailure.*)
-mutant(outbox_sends_large_messages_at_once gpipe/ranks/outbox.cpp "bytes.size() > kMostEarly;" "false;" Sockets.*)
-mutant(inbox_delivers_early_messages_twice gpipe/ranks/inbox.cpp "of_tag.early.pop_front();" "" Sockets.*)
+mutant(connections_write_parts_twice gpipe/ranks/connections.cpp "next.offset -= next.parts[next.part++].size();"
+       "next.offset = 0, ++next.part;" Connections.*)
+mutant(connections_keep_what_an_ended_pipeline_gets gpipe/ranks/connections.cpp "|| ended_.contains(frame.pipeline)" ""
+       Connections.*)
+mutant(connections_believe_sizes gpipe/ranks/connections.cpp "peer.frame->text_bytes > kLongestText" "false"
+       ConnectionsFailure.*)
+mutant(connections_cut_messages_off gpipe/ranks/connections.cpp
+       "peer->outbox.push_back(std::move(dropped.front()));" "" ConnectionsFailure.*)
 mutant(handshake_lets_strangers_in gpipe/ranks/handshake.cpp "difference == 0 && " "" Handshake.*)
-mutant(remote_edges_receive_messages_twice gpipe/ranks/remote_edges.cpp
-       "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
-       "arrived(edge, message.action) = 1;" GeneratedJobs.*)
-mutant(wires_remember_all_layouts gpipe/ranks/remote_edges.cpp
-       "if (of_wire.size() == kKeysPerWire && !of_wire.contains(key)) of_wire.clear();" "" Wires.*)
 mutant(calls_forget_failed_backwards gpipe/ranks/agreement.cpp "calls[r].failed_before == calls[0].failed_before" "true"
        Agreement.*)
 mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "index != kMissing" "false" Verifier.*)

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "tests/ranks/wires.h"
+#include "tests/ranks/ends.h"
 #include "tests/runtime/fake_cells.h"
 #include "tests/runtime/generated_programs.h"
 
@@ -44,35 +44,37 @@ struct GeneratedJob {
 /// The first failure of any rank.
 struct Cause {
   std::mutex mutex;
-  bool is_known = false;
+  std::condition_variable changed;
   RankFault::Kind kind = RankFault::kNone;  ///< as the ranks see it; kNone for an error that no fault explains
   int rank = -1;                            ///< that threw, or that did not answer
-  std::string text;
+  std::string text;                         ///< empty: there is none
 };
 
-/// One rank of a job, as a process would be: workers, wires, and the calls that all ranks make. Between calls all ranks
-/// meet, so that each of them learns of any failure.
+/// One rank of a job, as a process would be: workers, connections, and the calls that all ranks make. Between calls all
+/// ranks meet, so that each of them learns of any failure.
 class FakeRank {
  public:
-  FakeRank(const GeneratedJob& job, int rank, FakeNetwork& network, Cause& cause)
-      : job_(job),
-        rank_(rank),
-        network_(network),
-        cause_(cause),
-        limit_(job.fault.kind == RankFault::kStop ? kShortLimit : kLongLimit) {}
+  FakeRank(const GeneratedJob& job, int rank, std::vector<Socket> sockets, Cause& cause)
+      : job_(job), rank_(rank), cause_(cause), limit_(job.fault.kind == RankFault::kStop ? kShortLimit : kLongLimit) {
+    for (const auto& socket : sockets) descriptors_.push_back(socket.get());
+    const std::lock_guard lock(mutex_);
+    connections_ = std::make_unique<Connections>(std::move(sockets), allocate,
+                                                 [this](int other, const std::string& text) { note_end(other, text); });
+  }
 
   /// Makes all calls and checks their results. Reports the first error, which ends it.
   void run() {
-    Wires wires(network_.of(rank_), /*first=*/5, /*count=*/1000, limit_, allocate);
     try {
-      make_calls(wires);
+      make_calls();
     } catch (...) {
       failed_ = true;
-      report(std::current_exception(), awaited_);
+      report(std::current_exception());
     }
   }
   /// Whether run() has ended with an error.
   bool failed() const { return failed_; }
+  /// What this rank was told first. Call it when all have ended.
+  const std::string& told() const { return told_; }
 
  private:
   /// What a fault throws.
@@ -86,88 +88,95 @@ class FakeRank {
       on_action = [this, call](const Action& action) { rank_.strike(call, action); };
     }
 
-    void begin(Part part, Wires& wires) {
-      wires_ = &wires;
-      edges_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_,
-                     LayoutKey{call_.program, static_cast<int>(part)}, rank_.limit_);
-    }
-
-    void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
-      FakeCells::on_worker(worker, run_actions);
-      // Waits for deliveries, as wires between devices do. So workers that wait for each other are a failure of the
-      // test.
-      edges_->settle(worker, [&](int from, int to) {
-        const auto& ranks = rank_.job_.ranks;
-        if (ranks[from] != rank_.rank_) return;
-        wires_->sender(from * program_.workers() + to, ranks[to]).drain(rank_.limit_);
-      });
-    }
     void run(const Action& action, Measure measure) override {
-      edges_->receive(action, [this](const auto& message, auto incoming) { put_on(message, std::move(incoming)); });
+      const auto& placement = program_.layout().placement;
+      const int worker = placement[action.stage];
+      const auto& ranks = rank_.job_.ranks;
+      for (const int edge : program_.wiring().takes(action)) {
+        const auto& ends = program_.edges()[edge];
+        const int from = placement[action.kind == Kind::F ? ends.from : ends.to];
+        while (ranks[from] != rank_.rank_ && slot(edge, action) == 0) {
+          auto next = rank_.connections_->receive(ranks[from], topic(from, worker), rank_.limit_, nullptr);
+          const Action sender{next.label % 2 != 0 ? Kind::F : Kind::B, static_cast<int>(next.label / 2 % 1000),
+                              static_cast<int>(next.label / 2000)};
+          put_on(edges_of_message(sender, worker), sender, std::move(next));
+        }
+      }
       FakeCells::run(action, measure);
-      edges_->send(action, [this](const auto& message) { return take_off(message); });
+      for (int to = 0; to < static_cast<int>(ranks.size()); ++to) {
+        const auto edges = ranks[to] == rank_.rank_ ? std::vector<int>() : edges_of_message(action, to);
+        if (!edges.empty()) rank_.connections_->send(ranks[to], topic(worker, to), take_off(edges, action));
+      }
     }
-    void cancel(const Failure& failure) noexcept override {
-      rank_.report(failure.error, edges_->activity(failure.worker).awaits);
-    }
+    void cancel(const Failure& failure) noexcept override { rank_.report(failure.error); }
 
    private:
+    Topic topic(int from, int to) const { return {1, from * 100 + to}; }
+    std::vector<int> edges_of_message(const Action& action, int worker) const {
+      std::vector<int> edges;
+      for (const int edge : program_.wiring().puts(action)) {
+        const auto& ends = program_.edges()[edge];
+        const int to = action.kind == Kind::F ? ends.to : ends.from;
+        if (program_.layout().placement[to] == worker) edges.push_back(edge);
+      }
+      return edges;
+    }
     /// The size of what an action puts on an edge.
     std::size_t size_of(const Action& action, int edge) const {
-      const auto kind = static_cast<int>(action.kind);
-      std::mt19937_64 random(((call_.sizes * 8 + kind) * 1000 + action.stage * 64 + edge) * 1000 + action.micro_batch);
+      const auto forward = static_cast<int>(action.kind == Kind::F);
+      std::mt19937_64 random(((call_.sizes * 8 + forward) * 1000 + action.stage * 64 + edge) * 1000 +
+                             action.micro_batch);
       if (rank_.job_.large_pieces && draw(random, 0, 7) == 0) return kLarge + draw(random, 0, 1);
       return draw(random, 0, 2) == 0 ? 0 : draw(random, 1, 100);
     }
 
-    Outgoing take_off(const WireMessage& message) {
+    Outgoing take_off(const std::vector<int>& edges, const Action& action) {
       Strings content(1);
-      for (const int edge : message.edges) {
-        const Number number = consume(slot(edge, message.action));
+      for (const int edge : edges) {
+        const Number number = consume(slot(edge, action));
         content.front().append(reinterpret_cast<const char*>(&number), sizeof number);
-        content.emplace_back(size_of(message.action, edge), static_cast<char>(number));
+        content.emplace_back(size_of(action, edge), static_cast<char>(number));
       }
-      return testing::message(std::move(content));
+      return testing::message(std::move(content),
+                              action.micro_batch * 2000 + action.stage * 2 + (action.kind == Kind::F ? 1 : 0));
     }
 
-    void put_on(const WireMessage& message, std::unique_ptr<Incoming> incoming) {
-      const auto received = strings(std::move(incoming));
-      if (received.size() != 1 + message.edges.size()) throw std::logic_error("a message has other pieces");
-      for (std::size_t k = 0; k < message.edges.size(); ++k) {
+    void put_on(const std::vector<int>& edges, const Action& action, Received message) {
+      const auto received = strings(std::move(message));
+      if (received.size() != 1 + edges.size()) throw std::logic_error("a message has other pieces");
+      for (std::size_t k = 0; k < edges.size(); ++k) {
         Number number = 0;
         std::memcpy(&number, received.front().data() + k * sizeof number, sizeof number);
-        const std::string sent(size_of(message.action, message.edges[k]), static_cast<char>(number));
+        const std::string sent(size_of(action, edges[k]), static_cast<char>(number));
         if (received[1 + k] != sent) throw std::logic_error("a piece has other bytes than were sent");
-        produce(slot(message.edges[k], message.action), number);
+        produce(slot(edges[k], action), number);
       }
     }
 
+    static constexpr std::size_t kLarge = 300'000;
     FakeRank& rank_;
     const RanksCall& call_;
     const Program& program_;
-    Wires* wires_ = nullptr;            // of the part that runs
-    std::optional<RemoteEdges> edges_;  // of the part that runs
   };
 
-  void make_calls(Wires& wires) {
+  void make_calls() {
     const auto first = std::find(job_.ranks.begin(), job_.ranks.end(), rank_) - job_.ranks.begin();
     const auto here = static_cast<int>(std::count(job_.ranks.begin(), job_.ranks.end(), rank_));
     Executor executor(here, nullptr, static_cast<int>(first));
     for (std::size_t call = 0; call < job_.calls.size(); ++call) {
       strike(call, std::nullopt);
-      meet(call, wires);
-      make_call(call, wires, executor);
+      meet();
+      make_call(call, executor);
     }
     strike(job_.calls.size(), std::nullopt);
-    meet(job_.calls.size(), wires);
+    meet();
   }
 
-  void make_call(std::size_t call, Wires& wires, Executor& executor) {
+  void make_call(std::size_t call, Executor& executor) {
     const auto& [number, in_parts, sizes] = job_.calls[call];
     const auto& program = job_.programs[number].program;
     Cells cells(*this, call, program);
     for (const auto part : in_parts ? std::vector{Part::kForward, Part::kBackward} : std::vector{Part::kAll}) {
-      cells.begin(part, wires);
       const auto failure = executor.run(program, part, cells);
       if (failure) std::rethrow_exception(failure->error);
     }
@@ -182,19 +191,9 @@ class FakeRank {
   }
 
   /// All ranks tell rank 0, and then it tells them.
-  void meet(std::size_t call, Wires& wires) {
-    const auto number = [&](int from, int to) { return job_.workers() * job_.workers() + from * job_.size() + to; };
-    const auto send = [&](int to) {
-      auto& last = wires.last_layouts(number(rank_, to), {}, 1).front();
-      awaited_ = to;
-      wires.sender(number(rank_, to), to).send(last, call, message({"word"}));
-    };
-    const auto receive = [&](int from) {
-      auto& wire = wires.receiver(number(from, rank_), from, limit_);
-      wire.expect(wires.last_layouts(number(from, rank_), {}, 1), 1);
-      awaited_ = from;
-      wire.receive(call);
-    };
+  void meet() {
+    const auto send = [&](int to) { connections_->send(to, {0, 0}, {.text = "word"}); };
+    const auto receive = [&](int from) { connections_->receive(from, {0, 0}, limit_, nullptr); };
     if (rank_ == 0) {
       for (int r = 1; r < job_.size(); ++r) receive(r);
       for (int r = 1; r < job_.size(); ++r) send(r);
@@ -202,7 +201,6 @@ class FakeRank {
       send(0);
       receive(0);
     }
-    awaited_ = -1;
   }
 
   /// Lets the job's fault happen, if this is its place.
@@ -211,48 +209,61 @@ class FakeRank {
     if (fault.rank != rank_ || fault.call != call || fault.action != action) return;
     if (fault.kind == RankFault::kLate) std::this_thread::sleep_for(kShortLimit / 4);
     if (fault.kind == RankFault::kStop) {
-      network_.stop(rank_);
-      network_.await_the_others_end(rank_);
+      std::unique_lock lock(cause_.mutex);
+      cause_.changed.wait(lock, [&] { return !cause_.text.empty(); });
     }
     if (fault.kind == RankFault::kDeath) {
       dead_ = true;
-      network_.of(rank_).close();
+      for (const int descriptor : descriptors_) shutdown(descriptor, SHUT_RDWR);
     }
     if (fault.kind == RankFault::kDeath || fault.kind == RankFault::kThrow) throw Struck();
   }
 
-  /// Reports before it closes, so that what the other ranks see then comes later.
-  void report(const std::exception_ptr& error, int awaited) {
-    if (dead_) return;
+  void report(const std::exception_ptr& error) {
+    if (dead_) return fail("dead");
     try {
       std::rethrow_exception(error);
     } catch (const Struck&) {
       note(RankFault::kThrow, rank_, "struck");
-    } catch (const TimeoutError& timeout) {
-      note(RankFault::kStop, awaited, timeout.what());
-    } catch (const ConnectionError& lost) {
-      note(RankFault::kDeath, awaited, lost.what());
+    } catch (const TimeoutError& late) {
+      note(RankFault::kStop, late.rank, late.what());
+    } catch (const ConnectionError&) {  // another rank has failed
     } catch (const std::exception& other) {
       note(RankFault::kNone, rank_, other.what());
     }
-    network_.of(rank_).close();
+  }
+  void note_end(int other, const std::string& text) {
+    if (dead_) return;
+    text.empty() ? note(RankFault::kDeath, other, "lost") : fail(text);
   }
   void note(RankFault::Kind kind, int rank, const std::string& text) {
-    std::lock_guard lock(cause_.mutex);
-    if (std::exchange(cause_.is_known, true)) return;
-    cause_.kind = kind;
-    cause_.rank = rank;
-    cause_.text = text;
+    {
+      const std::lock_guard lock(cause_.mutex);
+      if (cause_.text.empty()) {
+        cause_.kind = kind;
+        cause_.rank = rank;
+        cause_.text = text;
+        cause_.changed.notify_all();
+      }
+    }
+    fail(text);
+  }
+  void fail(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    if (told_.empty()) told_ = text;
+    connections_->fail(text);
   }
 
   const GeneratedJob& job_;
   const int rank_;
-  FakeNetwork& network_;
   Cause& cause_;
   const std::chrono::milliseconds limit_;
-  int awaited_ = -1;  // in a meeting
+  std::vector<int> descriptors_;
   std::atomic<bool> dead_ = false;
   bool failed_ = false;
+  std::mutex mutex_;
+  std::string told_;
+  std::unique_ptr<Connections> connections_;
 };
 
 }  // namespace gpipe::testing

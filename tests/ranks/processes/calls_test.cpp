@@ -42,28 +42,28 @@ RANKS_TEST(RanksCalls, ShareBytesAndTexts, 3) {
   const int rank = ranks->rank();
   for (const std::size_t size : {5, 1, 0, 1000000, 1000000, 3, 0}) {
     const auto bytes_of = [&](std::size_t r) { return std::string(size * r, static_cast<char>('a' + r)); };
-    const auto all = pipe->gather(bytes_of(rank));
+    const auto all = pipe->team().gather(bytes_of(rank));
     if (rank != 0) EXPECT_THAT(all, IsEmpty());
     if (rank == 0) EXPECT_THAT(all, ElementsAre(bytes_of(0), bytes_of(1), bytes_of(2)));
   }
-  EXPECT_THAT(message_from([&] { pipe->gather("", rank == 2 ? "apples" : "pears"); }),
+  EXPECT_THAT(message_from([&] { pipe->team().gather("", rank == 2 ? "apples" : "pears"); }),
               HasSubstr("rank 2 calls gather of apples, but rank 0 calls gather of pears"));
-  if (rank == 1) pipe->withdraw("no bytes today");
+  if (rank == 1) pipe->team().withdraw("no bytes today");
   if (rank != 1) {
-    EXPECT_THAT(message_from([&] { pipe->gather(""); }), HasSubstr("rank 1 refused the call: no bytes today"));
+    EXPECT_THAT(message_from([&] { pipe->team().gather(""); }), HasSubstr("rank 1 refused the call: no bytes today"));
   }
 }
 
 RANKS_TEST(RanksCalls, LargeMessagesLeaveNoMemory, 2) {
   auto pipe = make_pipe(2, "gpipe", ranks, /*keep_memory=*/false);
   constexpr std::size_t kLarge = std::size_t{100} << 20;
-  pipe->gather("");
+  pipe->team().gather("");
   const auto before = resident_bytes();
   {
-    const auto all = pipe->gather(std::string(ranks->rank() == 0 ? 0 : kLarge, 'x'));
+    const auto all = pipe->team().gather(std::string(ranks->rank() == 0 ? 0 : kLarge, 'x'));
     if (ranks->rank() == 0) EXPECT_EQ(all.at(1).size(), kLarge);
   }
-  pipe->largest(0);  // rank 0 has received all
+  pipe->team().largest(0);  // rank 0 has received all
   const auto end = std::chrono::steady_clock::now() + seconds(20);
   const auto kept = [&] {
     malloc_trim(0);
@@ -105,15 +105,15 @@ RANKS_TEST(RanksCalls, EndedPipelinesLeaveNothing, 2, {.ranks = patient().replic
 RANKS_TEST(RanksCalls, ShareNumbers, 2) {
   const auto rank = static_cast<std::uint64_t>(ranks->rank());
   auto pipe = make_pipe(4, "zb_v", ranks);  // rank 0 has the first and the last stage
-  EXPECT_EQ(pipe->largest(3 * rank), 3);
-  EXPECT_EQ(pipe->largest(3 - rank), 3);
-  EXPECT_EQ(pipe->largest(rank == 0 ? 0 : ~std::uint64_t{0}), ~std::uint64_t{0});
+  EXPECT_EQ(pipe->team().largest(3 * rank), 3);
+  EXPECT_EQ(pipe->team().largest(3 - rank), 3);
+  EXPECT_EQ(pipe->team().largest(rank == 0 ? 0 : ~std::uint64_t{0}), ~std::uint64_t{0});
 
   std::vector<double> own;
   for (const auto& parameter : pipe->named_parameters()) own.push_back(std::stoi(parameter.key()));  // its stage
-  EXPECT_THAT(pipe->of_all_parameters(own), ElementsAre(0, 0, 1, 1, 2, 2, 3, 3));
+  EXPECT_THAT(pipe->team().of_all_parameters(own), ElementsAre(0, 0, 1, 1, 2, 2, 3, 3));
   if (rank == 1) own.pop_back();
-  EXPECT_THAT(message_from([&] { pipe->of_all_parameters(own); }),
+  EXPECT_THAT(message_from([&] { pipe->team().of_all_parameters(own); }),
               HasSubstr(rank == 1 ? "4, but there are 3" : "rank 1 refused the call"));
 }
 
@@ -122,9 +122,9 @@ RANKS_TEST(RanksCalls, SumOverReplicas, 6, {.ranks = patient().replicas(3)}) {
   // In another order, or with the numbers of more ranks, the first sum would not be 0.
   const double large = std::vector<double>{1e16, 1, -1e16}[ranks->replica()];
   const double counts = ranks->rank() < 3 ? 1 : 100;
-  EXPECT_THAT(pipe->sum_over_replicas({counts * large, counts}), ElementsAre(0, 3));
-  EXPECT_THAT(pipe->sum_over_replicas({}), IsEmpty());
-  EXPECT_THAT(message_from([&] { pipe->sum_over_replicas(std::vector<double>(ranks->rank() == 5 ? 2 : 1)); }),
+  EXPECT_THAT(pipe->team().sum_over_replicas({counts * large, counts}), ElementsAre(0, 3));
+  EXPECT_THAT(pipe->team().sum_over_replicas({}), IsEmpty());
+  EXPECT_THAT(message_from([&] { pipe->team().sum_over_replicas(std::vector<double>(ranks->rank() == 5 ? 2 : 1)); }),
               HasSubstr("rank 5 calls sum of 2 numbers over replicas, but rank 0 calls sum of 1"));
   for (const std::int64_t samples : {0, 1, 2, 3, 7, 12}) {
     std::int64_t next = 0;
@@ -144,7 +144,7 @@ RANKS_TEST(RanksCalls, GatherTimelines, 2) {
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
   for (int step = 0; step < 2; ++step) pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse);
-  const auto all = pipe->gather(*timeline);
+  const auto all = pipe->team().gather(*timeline);
   EXPECT_EQ(all.spans.empty(), ranks->rank() != 0);
   if (ranks->rank() != 0) return;
   EXPECT_EQ(all.workers, 4);

@@ -95,7 +95,7 @@ void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject
   for (;;) {
     subject.step();
     subject.forward_and_backward();
-    subject.pipe->gather(std::string(4'000'000, 'x'));
+    subject.pipe->team().gather(std::string(4'000'000, 'x'));
     const torch::NoGradGuard no_grad;
     subject.forward();
   }
@@ -136,7 +136,7 @@ TEST(RanksFailures, ARankIsStopped) {
   };
   const auto ends = run_job(kRanks, body, {.ranks = patient().timeout(seconds(2))});
   EXPECT_EQ(ends[kCulprit].status, -SIGKILL);  // by the test, which finds it stopped
-  expect_failed(ends, kCulprit, "rank 2 is stopped or cut off: rank ");
+  expect_failed(ends, kCulprit, " did not answer in time: rank ");
 }
 
 /// A worker of a data loader is such a child.
@@ -164,8 +164,9 @@ TEST(RanksFailures, ARankFailsWhileTheRanksConnect) {
     seconds timeout;
     std::string cause;
   };
-  const std::vector<Case> cases = {{SIGKILL, seconds(600), "rank 1 was lost"},
-                                   {SIGSTOP, seconds(1), "cannot connect to the others: rank 1 does not answer"}};
+  const std::vector<Case> cases = {
+      {SIGKILL, seconds(600), "rank 1 was lost"},
+      {SIGSTOP, seconds(1), "cannot connect to the others: rank 1 did not connect within 1000 ms"}};
   repeat_job(static_cast<int>(cases.size()), [&](int number) {
     const auto& test = cases[number];
     const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
@@ -173,7 +174,7 @@ TEST(RanksFailures, ARankFailsWhileTheRanksConnect) {
       const auto fail_soon = [&, polls = 0]() mutable {
         if (++polls == 10) raise(test.signal);
       };
-      ranks->job().join({{"name", "value"}}, 1, ranks->rank() == 0 ? Poll() : fail_soon);
+      ranks->job().join(ranks->rank() == 0 ? Poll() : fail_soon);
     };
     const auto ends = run_job(2, body, {.ranks = patient().timeout(test.timeout)});
     EXPECT_EQ(ends[1].status, -SIGKILL);
@@ -185,7 +186,7 @@ RANKS_TEST(RanksFailures, ALayerHangs, kRanks) {
   Subject subject(new_ranks(kRanks, patient().timeout(seconds(1))), "1f1b");
   subject.step();
   if (ranks->rank() == 1) subject.arm(FaultPlan::kForward, [] { std::this_thread::sleep_for(seconds(4)); });
-  EXPECT_THAT(message_from([&] { subject.step(); }), HasSubstr("rank 1 did not answer in time, it runs 1F1 (stage 1"));
+  EXPECT_THAT(message_from([&] { subject.step(); }), HasSubstr("did not answer in time: rank "));
 }
 
 /// Something that one rank does instead of making and using a pipeline, and what the other ranks are told.
@@ -224,7 +225,7 @@ TEST(RanksFailures, ARankDoesNotComeOrLeaves) {
          if (is_culprit) throw std::runtime_error("no plan");
          ranks->share("");
        },
-       "rank 0 shares nothing: rank 0 ended with an exception outside of the pipeline", 2, nullptr, 0},
+       "a rank has failed: rank 0 ended with an exception outside of the pipeline", 2, nullptr, 0},
       {"leaves its loop early",
        [](const auto& ranks, bool is_culprit) {
          Subject subject(ranks, "zb_h1");

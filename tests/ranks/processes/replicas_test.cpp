@@ -52,7 +52,7 @@ void expect_equal_replicas(const std::shared_ptr<Ranks>& ranks, GPipe& pipe) {
     bits += name;
     if (tensor.defined()) bits.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
   }
-  const auto all = pipe->gather(bits, "bits");
+  const auto all = pipe->team().gather(bits, "bits");
   for (std::size_t r = 0; r < all.size(); ++r) {
     const auto& mesh = ranks->mesh();
     EXPECT_EQ(all[r], all[mesh.rank_at(mesh.position_of(static_cast<int>(r)), 0)]) << "rank " << r;
@@ -327,11 +327,11 @@ RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().rep
   pair.step(8, true);
   pair.over->trace(nullptr);
   EXPECT_NEAR(clip_grad_norm_(*pair.over, 1).item<double>(), clip_grad_norm_(*pair.alone, 1).item<double>(), 1e-12);
-  EXPECT_EQ(pair.over->largest(ranks->rank()), 3u);
+  EXPECT_EQ(pair.over->team().largest(ranks->rank()), 3u);
   Snapshot mine;
   mine.model = capture_model(*pair.over);
   const auto whole = gather(*pair.over, mine);
-  const auto all = pair.over->gather(*timeline);
+  const auto all = pair.over->team().gather(*timeline);
   EXPECT_EQ(whole.model.is_empty(), ranks->rank() != 0);
   if (ranks->rank() != 0) return;
   const auto expected = capture_model(*pair.alone);

@@ -40,7 +40,7 @@ RANKS_TEST(RanksTied, TheOwnersRankFreezesTheParameter, 2) {
 RANKS_TEST(RanksTied, TheParameterCountsOnce, 2) {
   auto pipe = tied_pipe(ranks);
   const std::vector<double> numbers = ranks->rank() == 0 ? std::vector<double>{0} : std::vector<double>{1, 2, 3, 4};
-  EXPECT_THAT(pipe->of_all_parameters(numbers), ::testing::ElementsAre(0, 1, 2, 3, 4));
+  EXPECT_THAT(pipe->team().of_all_parameters(numbers), ::testing::ElementsAre(0, 1, 2, 3, 4));
 
   // An optimizer of the module's parameters has the copies too.
   const nn::Module& module = *pipe;
@@ -157,7 +157,7 @@ RANKS_TEST(RanksSnapshot, RanksThatGatherDifferentStatesAreTold, 2) {
                 HasSubstr((is_told ? "rank 1 refused the call: [gpipe] " : "") + test.message));
   }
   EXPECT_THAT(message_from([&] {
-                if (rank == 1) pipe->largest(1);
+                if (rank == 1) pipe->team().largest(1);
                 gather(*pipe, good);
               }),
               HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));

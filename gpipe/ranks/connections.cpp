@@ -1,0 +1,307 @@
+#include "gpipe/ranks/connections.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "gpipe/base/checks.h"
+
+namespace gpipe {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kBuffer = std::size_t{64} << 10;
+constexpr std::uint64_t kLongestText = std::uint64_t{16} << 20;  // the layout of about 200,000 tensors
+constexpr std::size_t kPartsAtOnce = 64;
+constexpr std::chrono::milliseconds kLastPatience{500};
+
+/// What stands before each message's text.
+struct Frame {
+  enum Kind : std::uint32_t { kText = 0x67706d01, kLayout, kFailure };
+  Kind kind;
+  std::int32_t pipeline;
+  std::int32_t topic;
+  std::uint32_t text_bytes;
+  std::uint64_t label;
+};
+
+/// A message that has not been written.
+struct Sending {
+  std::string head;  // frame and text
+  std::vector<std::span<const std::byte>> parts;
+  std::shared_ptr<const void> owner;
+  std::size_t part = 0;    // the next to write
+  std::size_t offset = 0;  // written of it
+};
+
+std::unique_ptr<Sending> to_sending(Frame::Kind kind, Topic topic, Outgoing message) {
+  if (message.text.size() > kLongestText) {
+    throw_error("a message's layout has ", message.text.size(), " bytes, but at most ", kLongestText, " can be sent");
+  }
+  const Frame frame{kind, topic.pipeline, topic.number, static_cast<std::uint32_t>(message.text.size()), message.label};
+  auto made = std::make_unique<Sending>();
+  made->head.assign(reinterpret_cast<const char*>(&frame), sizeof frame).append(message.text);
+  made->parts.push_back(std::as_bytes(std::span(made->head)));
+  for (const auto piece : message.pieces) {
+    if (!piece.empty()) made->parts.push_back(piece);
+  }
+  made->owner = std::move(message.owner);
+  return made;
+}
+
+}  // namespace
+
+/// The connection to one rank.
+struct Connections::Peer {
+  Peer(Socket given, int rank) : socket(std::move(given)), rank(rank), buffer(kBuffer) {}
+
+  using Messages = std::deque<std::unique_ptr<Sending>>;
+
+  /// Writes as much as the network takes. Returns what is complete, to be released without the lock.
+  Messages flush() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    Messages complete;
+    while (!outbox.empty()) {
+      auto& next = *outbox.front();
+      iovec parts[kPartsAtOnce];
+      msghdr message = {};
+      message.msg_iov = parts;
+      for (auto p = next.part; p < next.parts.size() && message.msg_iovlen < kPartsAtOnce; ++p) {
+        const auto rest = next.parts[p].subspan(p == next.part ? next.offset : 0);
+        parts[message.msg_iovlen++] = {const_cast<std::byte*>(rest.data()), rest.size()};
+      }
+      auto count = sendmsg(socket.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (count < 0) break;  // an error also shows when the socket is read
+      for (next.offset += count; next.part < next.parts.size() && next.offset >= next.parts[next.part].size();) {
+        next.offset -= next.parts[next.part++].size();
+      }
+      if (next.part < next.parts.size()) continue;
+      complete.push_back(std::move(outbox.front()));
+      outbox.pop_front();
+    }
+    has_output = !outbox.empty();
+    if (is_closing && outbox.empty()) shutdown(socket.get(), SHUT_WR);
+    return complete;
+  }
+
+  const Socket socket;
+  const int rank;
+  std::atomic<bool> is_open = true;  // what comes
+  std::atomic<bool> has_output = false;
+  Mutex mutex;
+  bool is_closing ABSL_GUARDED_BY(mutex) = false;
+  Messages outbox ABSL_GUARDED_BY(mutex);
+
+  // What comes. Used by the thread only.
+  std::vector<std::byte> buffer;
+  std::size_t filled = 0;  // of the buffer
+  std::optional<Frame> frame;
+  Received message;
+  std::vector<std::span<std::byte>> missing;  // what is left of the text, then of the pieces
+  std::size_t next = 0;                       // of `missing`
+};
+
+Connections::Connections(std::vector<Socket> sockets, Allocate allocate, OnEnd on_end)
+    : allocate_(std::move(allocate)), on_end_(std::move(on_end)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_ < 0) throw ConnectionError(absl::StrCat("no event can be made: ", std::strerror(errno)));
+  for (std::size_t r = 0; r < sockets.size(); ++r) {
+    peers_.push_back(sockets[r] ? std::make_unique<Peer>(std::move(sockets[r]), static_cast<int>(r)) : nullptr);
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+Connections::~Connections() {
+  for (const auto end = end_after(kLastPatience); !is_quiet() && Clock::now() < end;) {
+    MutexLock lock(mutex_);
+    changed_.wait_until(mutex_, std::min(end, end_after(std::chrono::milliseconds(1))));
+  }
+  ending_ = true;
+  wake();
+  thread_.join();
+  close(wake_);
+}
+
+bool Connections::is_quiet() {
+  MutexLock lock(mutex_);
+  const bool failed = failed_;
+  return std::ranges::none_of(peers_,
+                              [&](const auto& peer) { return peer && peer->is_open && (failed || peer->has_output); });
+}
+
+void Connections::wake() {
+  const std::uint64_t one = 1;
+  static_cast<void>(write(wake_, &one, sizeof one));  // fails only if it is awake
+}
+
+void Connections::send(int rank, Topic topic, Outgoing message) {
+  auto& peer = *peers_.at(rank);
+  const auto kind = message.is_layout ? Frame::kLayout : Frame::kText;
+  auto made = to_sending(kind, topic, std::move(message));
+  Peer::Messages written;
+  {
+    MutexLock lock(peer.mutex);
+    if (peer.is_closing) throw ConnectionError("the connections were closed");
+    peer.outbox.push_back(std::move(made));
+    if (!peer.has_output) written = peer.flush();
+  }
+  if (peer.has_output) wake();
+}
+
+void Connections::fail(const std::string& cause) noexcept {
+  {
+    MutexLock lock(mutex_);
+    if (std::exchange(failed_, true)) return;
+  }
+  changed_.notify_all();
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    Peer::Messages dropped;
+    Peer::Messages written;
+    MutexLock lock(peer->mutex);
+    peer->is_closing = true;
+    dropped.swap(peer->outbox);
+    if (!dropped.empty() && (dropped.front()->part > 0 || dropped.front()->offset > 0)) {
+      peer->outbox.push_back(std::move(dropped.front()));
+    }
+    peer->outbox.push_back(to_sending(Frame::kFailure, {}, {.text = cause}));
+    written = peer->flush();
+  }
+  wake();
+}
+
+std::optional<Received> Connections::take(int rank, Topic topic, Clock::time_point end) {
+  MutexLock lock(mutex_);
+  for (auto& queue = arrived_[{rank, topic}];; changed_.wait_until(mutex_, end)) {
+    if (!queue.empty()) {
+      auto message = std::move(queue.front());
+      queue.pop_front();
+      return message;
+    }
+    if (failed_) throw ConnectionError("the connections were closed");
+    if (Clock::now() >= end) return std::nullopt;
+  }
+}
+
+Received Connections::receive(int rank, Topic topic, std::chrono::milliseconds limit, const Poll& poll) {
+  for (const auto end = end_after(limit);;) {
+    auto message = take(rank, topic, poll ? std::min(end, end_after(kPollPeriod)) : end);
+    if (message) return *std::move(message);
+    if (Clock::now() >= end) throw TimeoutError(rank);
+    if (poll) poll();
+  }
+}
+
+std::optional<std::string> Connections::peek(int rank, Topic topic) {
+  MutexLock lock(mutex_);
+  const auto found = arrived_.find({rank, topic});
+  if (found == arrived_.end() || found->second.empty()) return std::nullopt;
+  return found->second.front().text;
+}
+
+void Connections::end(int pipeline) {
+  decltype(arrived_) dropped;
+  MutexLock lock(mutex_);
+  ended_.insert(pipeline);
+  for (auto next = arrived_.begin(); next != arrived_.end();) {
+    const auto each = next++;
+    if (each->first.second.pipeline == pipeline) dropped.insert(arrived_.extract(each));
+  }
+}
+
+void Connections::run() {
+  std::vector<pollfd> states(peers_.size() + 1);
+  while (!ending_) {
+    for (std::size_t r = 0; r < peers_.size(); ++r) {
+      const auto& peer = peers_[r];
+      states[r] = {.fd = peer && peer->is_open ? peer->socket.get() : -1, .events = POLLIN, .revents = 0};
+      if (peer && peer->has_output) states[r].events |= POLLOUT;
+    }
+    states.back() = {.fd = wake_, .events = POLLIN, .revents = 0};
+    poll(states.data(), states.size(), /*timeout=*/-1);
+    std::uint64_t count = 0;
+    if (states.back().revents != 0) static_cast<void>(::read(wake_, &count, sizeof count));
+    for (std::size_t r = 0; r < peers_.size(); ++r) {
+      if (states[r].revents == 0) continue;
+      auto& peer = *peers_[r];
+      if ((states[r].revents & POLLOUT) != 0) {
+        Peer::Messages written;
+        MutexLock lock(peer.mutex);
+        written = peer.flush();
+      }
+      if ((states[r].revents & ~POLLOUT) == 0) continue;
+      std::string cause;
+      try {
+        if (read(peer)) continue;
+      } catch (const std::exception& error) {
+        cause = error.what();
+      }
+      peer.is_open = false;
+      on_end_(peer.rank, cause);
+    }
+  }
+}
+
+// Reads what has come. Returns false at the end of the connection.
+bool Connections::read(Peer& peer) {
+  iovec parts[] = {{nullptr, 0}, {peer.buffer.data() + peer.filled, kBuffer - peer.filled}};
+  if (peer.next < peer.missing.size()) parts[0] = {peer.missing[peer.next].data(), peer.missing[peer.next].size()};
+  msghdr message = {};
+  message.msg_iov = parts;
+  message.msg_iovlen = 2;
+  const auto count = recvmsg(peer.socket.get(), &message, MSG_DONTWAIT);
+  if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+  if (count <= 0) return false;
+  const auto direct = std::min<std::size_t>(count, parts[0].iov_len);
+  if (direct != 0) peer.missing[peer.next] = peer.missing[peer.next].subspan(direct);
+  peer.filled += count - direct;
+  auto left = std::span<const std::byte>(peer.buffer).first(peer.filled);
+  const auto fill = [&](std::span<std::byte>& to) {
+    const auto bytes = std::min(to.size(), left.size());
+    if (bytes != 0) std::memcpy(to.data(), left.data(), bytes);
+    to = to.subspan(bytes);
+    left = left.subspan(bytes);
+    return to.empty();
+  };
+  for (;;) {
+    if (!peer.frame) {
+      if (left.size() < sizeof(Frame)) break;
+      std::memcpy(&peer.frame.emplace(), left.data(), sizeof(Frame));
+      left = left.subspan(sizeof(Frame));
+      if (peer.frame->kind < Frame::kText || peer.frame->kind > Frame::kFailure ||
+          peer.frame->text_bytes > kLongestText) {
+        throw_error("rank ", peer.rank, " sent bytes that are no message; run the same version of gpipe on all ranks");
+      }
+      peer.message.text.resize(peer.frame->text_bytes);
+      peer.missing = {std::as_writable_bytes(std::span(peer.message.text))};
+      peer.next = 0;
+    }
+    while (peer.next < peer.missing.size() && fill(peer.missing[peer.next])) {
+      if (peer.next++ != 0 || peer.frame->kind != Frame::kLayout) continue;
+      peer.message.memory = allocate_(peer.message.text);
+      for (const auto piece : peer.message.memory->pieces()) peer.missing.push_back(piece);
+    }
+    if (peer.next < peer.missing.size()) break;
+    deliver(peer);
+  }
+  std::memmove(peer.buffer.data(), left.data(), left.size());
+  peer.filled = left.size();
+  return true;
+}
+
+void Connections::deliver(Peer& peer) {
+  const auto frame = *std::exchange(peer.frame, std::nullopt);
+  auto message = std::exchange(peer.message, {});
+  if (frame.kind == Frame::kFailure) return on_end_(peer.rank, message.text);
+  message.label = frame.label;
+  MutexLock lock(mutex_);
+  if (failed_ || ended_.contains(frame.pipeline)) return;
+  arrived_[{peer.rank, {frame.pipeline, frame.topic}}].push_back(std::move(message));
+  changed_.notify_all();
+}
+
+}  // namespace gpipe

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "gpipe/ranks/team.h"
+#include "gpipe/tensors/byte_counter.h"
+#include "gpipe/tensors/transfer.h"
+
+namespace gpipe {
+
+/// Takes parcels from the actions that put them on edges to those that take them.
+///
+/// Thread safety: an action's functions run on its worker's thread.
+class Transport {
+ public:
+  /// A parcel, and when it can be used.
+  struct Item {
+    Parcel parcel;
+    StreamEvents ready = {};
+  };
+  virtual ~Transport() = default;
+  /// Takes what an action puts on an edge. Errors: ConnectionError.
+  virtual void put(int edge, const Action& action, Item item) = 0;
+  /// Returns what an action takes from an edge. Waits for another rank. Errors: ConnectionError.
+  virtual Item take(int edge, const Action& action) = 0;
+};
+
+/// Parcels by edge, direction and micro-batch. It needs no lock, because the executor orders each put before its take.
+class Slots : public Transport {
+ public:
+  explicit Slots(const Program& program)
+      : micro_batches_(program.layout().micro_batches), items_(2 * program.edges().size() * micro_batches_) {}
+
+  void put(int edge, const Action& action, Item item) override { slot(edge, action) = std::move(item); }
+  Item take(int edge, const Action& action) override { return std::exchange(slot(edge, action), {}).value(); }
+  bool has(int edge, const Action& action) { return slot(edge, action).has_value(); }
+
+ private:
+  std::optional<Item>& slot(int edge, const Action& action) {
+    const int direction = action.kind == Kind::F ? 0 : 1;
+    return items_[(edge * 2 + direction) * micro_batches_ + action.micro_batch];
+  }
+  const int micro_batches_;
+  std::vector<std::optional<Item>> items_;
+};
+
+/// Takes parcels to and from other ranks. What an action puts for one worker travels in one message.
+class RemoteTransport : public Transport {
+ public:
+  /// Returns this rank's end of the wire between the devices of two workers; null if there is none.
+  using FindLink = std::function<DeviceLink*(int from, int to)>;
+  /// `counter`, which may be null, learns when memory sent to another rank is freed. The others must outlive this.
+  RemoteTransport(Team& team, const Program& program, FindLink link, std::shared_ptr<ByteCounter> counter)
+      : team_(team), program_(program), link_(std::move(link)), counter_(std::move(counter)), slots_(program) {}
+
+  /// REQUIRES: the item can be used on the current stream. Sends the last one of a message.
+  void put(int edge, const Action& action, Item item) override;
+  Item take(int edge, const Action& action) override;
+
+ private:
+  Team& team_;
+  const Program& program_;
+  const FindLink link_;
+  const std::shared_ptr<ByteCounter> counter_;
+  Slots slots_;
+};
+
+/// Returns the edges between ranks on which an action puts something for a worker, ascending.
+std::vector<int> edges_of_message(const Program& program, const Action& action, int worker);
+
+}  // namespace gpipe

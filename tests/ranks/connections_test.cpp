@@ -1,0 +1,197 @@
+#include <thread>
+
+#include "gpipe/mesh.h"
+#include "tests/ranks/ends.h"
+
+namespace gpipe::testing {
+namespace {
+
+constexpr Topic kTopic{1, 2};
+
+using Ends = std::vector<std::pair<int, std::string>>;
+
+/// Connected ranks, and what they are told of ends. A rank that is told fails with the cause.
+struct Ranks {
+  explicit Ranks(int count) : told(count) {
+    auto sockets = connect_all(count);
+    for (int r = 0; r < count; ++r) {
+      descriptors.emplace_back();
+      for (const auto& socket : sockets[r]) descriptors.back().push_back(socket.get());
+      ends.push_back(nullptr);
+    }
+    for (int r = 0; r < count; ++r) {
+      const std::lock_guard lock(mutex);  // on_end() needs the object
+      ends[r] = std::make_unique<Connections>(std::move(sockets[r]), allocate, [this, r](int rank, const auto& cause) {
+        const std::lock_guard lock(mutex);
+        told[r].emplace_back(rank, cause);
+        changed.notify_all();
+        if (ends[r] && fails) ends[r]->fail(cause.empty() ? "rank " + std::to_string(rank) + " was lost" : cause);
+      });
+    }
+  }
+  ~Ranks() {
+    fails = false;
+    for (auto& end : ends) end.reset();
+  }
+  std::string first_cause(int rank) {
+    std::unique_lock lock(mutex);
+    changed.wait_for(lock, kLongLimit, [&] { return !told[rank].empty(); });
+    return told[rank].empty() ? "nothing" : told[rank].front().second;
+  }
+
+  std::atomic<bool> fails = true;
+  std::vector<std::vector<int>> descriptors;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Ends> told;
+  std::vector<std::unique_ptr<Connections>> ends;
+};
+
+Strings content(int from, int to, int topic, int number) {
+  constexpr std::size_t kSizes[] = {0, 1, 100, 70'000, 300'001, 3'000'000};
+  Strings pieces;
+  for (int p = 0; p < number % 4; ++p) {
+    const auto kind = static_cast<std::size_t>(from * 5 + to * 3 + topic * 11 + number * 13 + p * 7);
+    pieces.emplace_back(kSizes[kind % (number % 10 == 0 ? 6 : 5)], static_cast<char>(kind));
+  }
+  return pieces;
+}
+
+TEST(Connections, CarryMessagesOfAllSizes) {
+  constexpr int kRanks = 3;
+  constexpr int kTopics = 4;
+  constexpr int kMessages = 40;
+  Ranks ranks(kRanks);
+  std::vector<std::thread> threads;
+  for (int a = 0; a < kRanks; ++a) {
+    for (int b = 0; b < kRanks; ++b) {
+      for (int topic = 0; topic < kTopics && a != b; ++topic) {
+        threads.emplace_back([&, a, b, topic] {
+          for (int i = 0; i < kMessages; ++i) ranks.ends[a]->send(b, {7, topic}, message(content(a, b, topic, i), i));
+          ranks.ends[a]->send(b, {7, topic}, {.text = "end"});
+        });
+        threads.emplace_back([&, a, b, topic] {
+          const auto receive = [&] { return ranks.ends[b]->receive(a, {7, topic}, kLongLimit, nullptr); };
+          for (int i = 0; i < kMessages; ++i) {
+            auto received = receive();
+            EXPECT_EQ(received.label, i);
+            EXPECT_EQ(strings(std::move(received)), content(a, b, topic, i)) << i;
+          }
+          EXPECT_EQ(receive().text, "end");
+        });
+      }
+    }
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(Connections, ReleaseWhatIsSent) {
+  Ranks ranks(2);
+  std::weak_ptr<const void> owner;
+  for (int i = 0; i < 20; ++i) {
+    auto sent = message({std::string(200'000, static_cast<char>(i))});
+    owner = sent.owner;
+    ranks.ends[0]->send(1, kTopic, std::move(sent));
+  }
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(strings(ranks.ends[1]->receive(0, kTopic, kLongLimit, nullptr)).at(0).back(), static_cast<char>(i));
+  }
+  EXPECT_EQ(ranks.ends[1]->peek(0, kTopic), std::nullopt);
+  ranks.ends[0].reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+TEST(Connections, PollWhileTheyWaitAndNameTheRankThatIsLate) {
+  Ranks ranks(2);
+  int polls = 0;
+  const auto receive = [&](const Poll& poll, std::chrono::milliseconds limit = kLongLimit) {
+    return ranks.ends[0]->receive(1, kTopic, limit, poll).text;
+  };
+  EXPECT_THROW(receive([&] {
+                 if (++polls == 3) throw std::domain_error("stop");
+               }),
+               std::domain_error);
+  EXPECT_THAT([&] { receive(nullptr, kShortLimit); }, throws<TimeoutError>("rank 1 did not answer in time"));
+  ranks.ends[1]->send(0, kTopic, {.text = "word"});
+  EXPECT_EQ(receive([&] { EXPECT_EQ(ranks.ends[0]->peek(1, {1, 3}), std::nullopt); }), "word");
+  ranks.ends[1]->send(0, kTopic, {.text = "first"});
+  ranks.ends[1]->send(0, kTopic, {.text = "second"});
+  ranks.ends[1]->send(0, {1, 3}, {.text = "other"});
+  EXPECT_EQ(ranks.ends[0]->receive(1, {1, 3}, kLongLimit, nullptr).text, "other");
+  EXPECT_EQ(ranks.ends[0]->peek(1, kTopic), "first");
+}
+
+TEST(Connections, DropWhatComesForAnEndedPipeline) {
+  Ranks ranks(2);
+  ranks.ends[0]->send(1, {3, 0}, message({"early"}));
+  ranks.ends[0]->send(1, {4, 0}, message({"other"}));
+  ranks.ends[1]->receive(0, {4, 0}, kLongLimit, nullptr);
+  ranks.ends[1]->end(3);
+  ranks.ends[0]->send(1, {3, 0}, message({"late"}));
+  ranks.ends[0]->send(1, {4, 0}, message({"other"}));
+  ranks.ends[1]->receive(0, {4, 0}, kLongLimit, nullptr);
+  EXPECT_THROW(ranks.ends[1]->receive(0, {3, 0}, kShortLimit, nullptr), TimeoutError);
+}
+
+/// Also behind a message that the network does not take at once, and if the connection between two ranks is lost later.
+TEST(ConnectionsFailure, TheFirstCauseReachesAllRanks) {
+  Ranks ranks(3);
+  std::thread waits([&] { EXPECT_THROW(ranks.ends[2]->receive(1, kTopic, kLongLimit, nullptr), ConnectionError); });
+  ranks.ends[0]->send(1, kTopic, message({std::string(20'000'000, 'x')}));
+  ranks.ends[0]->fail("rank 0 failed");
+  ranks.ends[0]->fail("again");
+  EXPECT_EQ(ranks.first_cause(1), "rank 0 failed");
+  EXPECT_EQ(ranks.first_cause(2), "rank 0 failed");
+  waits.join();
+  for (auto& end : ranks.ends) EXPECT_THROW(end->send(&end == &ranks.ends[0] ? 1 : 0, kTopic, {}), ConnectionError);
+  EXPECT_THROW(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr), ConnectionError);
+}
+
+TEST(ConnectionsFailure, TheEndOfARankIsTold) {
+  Ranks ranks(3);
+  ranks.ends[1]->send(0, kTopic, {.text = "before"});
+  EXPECT_EQ(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr).text, "before");
+  for (const int socket : {ranks.descriptors[1][0], ranks.descriptors[1][2]}) shutdown(socket, SHUT_RDWR);
+  EXPECT_THROW(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr), ConnectionError);
+  EXPECT_EQ(ranks.told[0].front().first == 1 ? "" : "rank 1 was lost", ranks.first_cause(0));
+}
+
+/// Bytes that no rank sends are refused before memory is made for them.
+TEST(ConnectionsFailure, OtherBytesAreRefused) {
+  struct Frame {
+    std::uint32_t kind;
+    std::int32_t pipeline, number;
+    std::uint32_t bytes;
+    std::uint64_t label;
+  };
+  const auto bytes = [](const Frame& frame, const std::string& text = "") {
+    return std::string(reinterpret_cast<const char*>(&frame), sizeof frame) + text;
+  };
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"GET / HTTP/1.1\r\nHost: a.host\r\n", "rank 1 sent bytes that are no message"},
+      {bytes({0x67706d01, 1, 2, (16 << 20) + 1, 0}), "rank 1 sent bytes that are no message"},
+      {bytes({0x67706d02, 1, 2, 3, 0}, "5 x"), "the layout is malformed: 5 x"}};
+  for (const auto& [sent, cause] : cases) {
+    Ranks ranks(2);
+    ASSERT_EQ(::send(ranks.descriptors[1][0], sent.data(), sent.size(), 0), sent.size());
+    EXPECT_THAT(ranks.first_cause(0), HasSubstr(cause));
+    EXPECT_THROW(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr), ConnectionError);
+  }
+}
+
+TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
+  for (int workers = 1; workers <= 12; ++workers) {
+    for (int ranks = 1; ranks <= workers; ++ranks) {
+      const auto of_workers = Mesh{ranks}.ranks_of_workers(workers, 0);
+      ASSERT_EQ(of_workers.size(), workers);
+      EXPECT_TRUE(std::is_sorted(of_workers.begin(), of_workers.end()));
+      for (int r = 0; r < ranks; ++r) {
+        const auto count = std::count(of_workers.begin(), of_workers.end(), r);
+        EXPECT_TRUE(count == workers / ranks || count == (workers + ranks - 1) / ranks) << count;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gpipe::testing
