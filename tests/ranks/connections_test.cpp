@@ -31,7 +31,12 @@ struct Ranks {
   }
   ~Ranks() {
     fails = false;
-    for (auto& end : ends) end.reset();
+    for (int r = 0; r < static_cast<int>(ends.size()); ++r) close(r);
+  }
+  void close(int rank) {
+    std::unique_ptr<Connections> last;  // its thread takes the lock
+    const std::lock_guard lock(mutex);
+    last.swap(ends[rank]);
   }
   std::string first_cause(int rank) {
     std::unique_lock lock(mutex);
@@ -97,7 +102,7 @@ TEST(Connections, ReleaseWhatIsSent) {
     EXPECT_EQ(strings(ranks.ends[1]->receive(0, kTopic, kLongLimit, nullptr)).at(0).back(), static_cast<char>(i));
   }
   EXPECT_EQ(ranks.ends[1]->peek(0, kTopic), std::nullopt);
-  ranks.ends[0].reset();
+  ranks.close(0);
   EXPECT_TRUE(owner.expired());
 }
 
