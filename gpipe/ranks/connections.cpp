@@ -168,7 +168,7 @@ void Connections::fail(const std::string& cause) noexcept {
     if (!dropped.empty() && (dropped.front()->part > 0 || dropped.front()->offset > 0)) {
       peer->outbox.push_back(std::move(dropped.front()));
     }
-    peer->outbox.push_back(to_sending(Frame::kFailure, {}, {.text = cause}));
+    peer->outbox.push_back(to_sending(Frame::kFailure, {}, {.text = cause.substr(0, kLongestText)}));
     written = peer->flush();
   }
   wake();

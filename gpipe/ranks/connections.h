@@ -75,7 +75,7 @@ struct Topic {
 };
 
 /// This process's connections to the other ranks of a job. A thread reads what comes, as soon as it comes, and writes
-/// what the network has not taken at once. Thread-safe. Invariant: what is sent before fail() comes before its cause.
+/// what the network has not taken at once. Thread-safe. Invariant: the cause of a failure comes before the connection ends.
 class Connections {
  public:
   /// Makes the memory for a layout, on the thread. Errors: std::runtime_error for a layout that is not valid.

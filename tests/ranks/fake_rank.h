@@ -74,7 +74,10 @@ class FakeRank {
   /// Whether run() has ended with an error.
   bool failed() const { return failed_; }
   /// What this rank was told first. Call it when all have ended.
-  const std::string& told() const { return told_; }
+  std::string told() {
+    const std::lock_guard lock(mutex_);
+    return told_;
+  }
 
  private:
   /// What a fault throws.

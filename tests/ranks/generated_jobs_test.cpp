@@ -74,6 +74,7 @@ void run(const GeneratedJob& job) {
   for (int r = 0; r < job.size(); ++r) ranks.emplace_back(job, r, std::move(sockets[r]), cause);
   for (auto& rank : ranks) threads.emplace_back([&rank] { rank.run(); });
   for (auto& thread : threads) thread.join();
+  const std::lock_guard lock(cause.mutex);  // connections may still tell of ends
   const bool fails = job.fault.kind > RankFault::kLate;
   for (int r = 0; r < job.size(); ++r) EXPECT_EQ(ranks[r].failed(), fails) << "rank " << r;
   ASSERT_EQ(!cause.text.empty(), fails) << cause.text;
