@@ -28,12 +28,6 @@ class CallerStateScope {
   at::ThreadLocalStateGuard guard_;
 };
 
-LayoutKey layout_key(Part part, const MiniBatch::Options& options) {
-  LayoutKey key{static_cast<int>(part), static_cast<int>(options.use)};
-  key.insert(key.end(), options.sizes.begin(), options.sizes.end());
-  return key;
-}
-
 // Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
 void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
   proposal.trained_sizes = 14695981039346656037u;  // FNV-1a
@@ -147,7 +141,7 @@ Results MiniBatch::run_part(Part part) {
 }
 
 MiniBatch::Run::Run(MiniBatch& of, Part part)
-    : edges(*of.pipeline_, *of.program_, part, layout_key(part, of.options_), of.recording_.counter, of.inputs_) {
+    : edges(*of.pipeline_, *of.program_, part, of.options_.layout_key(part), of.recording_.counter, of.inputs_) {
   for (int w = 0; w < of.pipeline_->workers(); ++w) {
     workers.push_back({record_event(of.pipeline_->device_of_worker(w)), {}, {}});
   }

@@ -25,6 +25,13 @@ class MiniBatch : private ActionRunner {
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
     bool measures = false;                 ///< whether to record the actions in any case
     bool accumulates = false;              ///< see BackwardGradients
+
+    /// What the sizes of messages between ranks depend on.
+    LayoutKey layout_key(Part part) const {
+      LayoutKey key{static_cast<int>(part), static_cast<int>(use)};
+      key.insert(key.end(), sizes.begin(), sizes.end());
+      return key;
+    }
   };
   /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);
