@@ -9,7 +9,7 @@
 
 namespace gpipe {
 
-class GPipeImpl;
+class GPIPE_API GPipeImpl;
 class Pipeline;
 
 /// The calls that the ranks of a pipeline make together, besides its training: pipe->team(). As with forward(), all

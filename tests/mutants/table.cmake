@@ -58,8 +58,8 @@ mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
        "  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe/autograd/checkpointing.cpp "if (!stores_copies_) fail(stage_, when);" ""
        InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "std::ranges::any_of(versions_, &VersionWatch::changed)"
-       "false" InPlace.*)
+mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_hash({own_[i]}) != samples_[i];"
+       "false;" Recompute.*)
 mutant(recomputes_after_other_changes gpipe/autograd/stage_state.cpp "if (forward.changes != changes_) {" "if (false) {"
        Recompute.*)
 mutant(recomputes_writes_to_parameters gpipe/autograd/stage_state.cpp "if (!item.is_buffer && is_recomputed()) {"
@@ -110,7 +110,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "std::exc
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
-       "if (part_ != Part::kAll) pipeline_.team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
+       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
