@@ -1,7 +1,7 @@
 #include "tests/gpipe/generated_case.h"
 
-#include "gpipe/ranks.h"
 #include "gpipe/mesh.h"
+#include "gpipe/ranks.h"
 #include "gpipe/run/step_input.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"

@@ -91,7 +91,15 @@ def main(folder: Path) -> None:
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
     plan: Plan = chosen.plan
     best = balance.suggest(model, x, ["cpu", "cpu"], chunks=[2], seconds=0.1).best
-    gpipe.GPipe(model, best.balance, devices=["cpu", "cpu"], chunks=best.chunks, checkpoint=best.checkpoint)
+    gpipe.GPipe(
+        model,
+        best.balance,
+        devices=["cpu", "cpu"],
+        chunks=best.chunks,
+        checkpoint=best.checkpoint,
+        schedule=best.schedule,
+        placement=best.placement,
+    )
     train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()
