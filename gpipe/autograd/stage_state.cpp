@@ -72,6 +72,7 @@ StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Ten
   find_change(/*by_layers=*/false);
   if (!std::ranges::equal(tensors, items_, &at::Tensor::is_same, {}, &Item::tensor)) {
     auto known = std::exchange(items_, {});
+    const bool is_first = known.empty();  // else a layer may have made a new buffer
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto& tensor = tensors[i];
       if (const auto found = find(tensor, known, &Item::tensor); found != known.end()) {
@@ -80,8 +81,8 @@ StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Ten
       }
       const auto shared = find(tensor, shared_, [](const auto& each) -> const at::Tensor& { return each.first; });
       const auto what = shared == shared_.end() ? "" : shared->second;
-      const bool is_small = i < buffers && is_strided(tensor) && !is_large(tensor) && what.empty();
-      items_.push_back({tensor, i < buffers, is_small, what, VersionWatch(tensor), memory_of(tensor)});
+      const bool is_copied = i < buffers && is_strided(tensor) && what.empty() && (!is_first || !is_large(tensor));
+      items_.push_back({tensor, i < buffers, is_copied, what, VersionWatch(tensor), memory_of(tensor), !is_first});
     }
   }
   saved.changes = changes_;
@@ -160,7 +161,9 @@ void StageState::check(const Stage& stage) {
   if (item == nullptr || !is_recomputed()) return;
   throw_error("a ", item->is_buffer ? "large buffer" : "parameter", " of ", owner_of(item->tensor, stage),
               " was changed by code that PyTorch does not see, in a forward that is recomputed; ",
-              item->is_buffer ? "repeat the call: from now on the buffer is copied" : "use checkpoint='never'");
+              item->is_buffer
+                  ? "set the buffer's value again, which is lost, and repeat the call: from now on it is copied"
+                  : "use checkpoint='never'");
 }
 
 bool StageState::may_change(const at::Tensor& buffer) const {
@@ -187,8 +190,10 @@ StageState::Scope::~Scope() {
 void StageState::before_write(const at::Tensor& tensor) {
   if (current == nullptr || !tensor.defined()) return;
   if (!current->has_memory_of(tensor)) return;
+  const auto memory = memory_of(tensor);
+  const bool has_memory = memory._unsafe_get_target() != nullptr;
   for (auto& item : current->items_) {
-    if (item.tensor.is_same(tensor) || item.memory == memory_of(tensor)) current->before_change(item);
+    if (item.tensor.is_same(tensor) || (has_memory && item.memory == memory)) current->before_change(item);
   }
 }
 

@@ -124,7 +124,8 @@ std::string decide(const std::vector<std::string>& messages, const Mesh& mesh) {
     if (call.trained != same_stages.trained || call.trained_sizes != same_stages.trained_sizes) {
       return refuse("rank ", r, " trains ", call.trained, " parameters, but rank ", counterpart,
                     ", with the same stages, trains ", same_stages.trained,
-                    call.trained == same_stages.trained ? " others" : "", "; freeze the same ones on all replicas");
+                    call.trained == same_stages.trained ? " others, or such of other types or strides" : "",
+                    "; freeze the same ones on all replicas");
     }
     agreement.largest = std::max(agreement.largest, call.number);
     agreement.has_loaded = agreement.has_loaded || call.has_loaded;

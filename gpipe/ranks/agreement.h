@@ -35,7 +35,7 @@ std::string to_string(const StepKey& key);
 struct Proposal {
   StepKey key;                      ///< the same on all ranks, the sizes on those of a replica
   std::uint64_t trained = 0;        ///< how many parameters get gradients; the same on all ranks with the same stages
-  std::uint64_t trained_sizes = 0;  ///< a hash of their sizes, also the same
+  std::uint64_t trained_sizes = 0;  ///< a hash of their sizes, types and strides, also the same
   std::uint64_t program = 0;        ///< a hash of what runs; the same on all ranks of a replica
   std::uint64_t number = 0;         ///< the agreement has the largest
   double weight = 0;                ///< of the replica's part of the mini-batch; 0 on ranks that do not know it

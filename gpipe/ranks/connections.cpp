@@ -183,6 +183,7 @@ std::optional<Received> Connections::take(int rank, Topic topic, Clock::time_poi
       return message;
     }
     if (failed_) throw ConnectionError("the connections were closed");
+    if (!peers_[rank]->is_open) throw ConnectionError(absl::StrCat("rank ", rank, " has ended"));
     if (Clock::now() >= end) return std::nullopt;
   }
 }
@@ -240,8 +241,10 @@ void Connections::run() {
       } catch (const std::exception& error) {
         cause = error.what();
       }
-      peer.is_open = false;
       on_end_(peer.rank, cause);
+      MutexLock lock(mutex_);
+      peer.is_open = false;
+      changed_.notify_all();
     }
   }
 }

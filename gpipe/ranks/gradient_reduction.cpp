@@ -80,7 +80,8 @@ std::vector<Gradients> GradientReduction::take() {
     all[s].resize(parameters_[s].size());
     for (auto& bucket : buckets_[s]) {
       const auto values = std::exchange(bucket.values, {});
-      team_.await(*bucket.sum, values.is_cpu());
+      const auto sum_of_bucket = std::exchange(bucket.sum, {});  // which holds the memory of the values, too
+      team_.await(*sum_of_bucket, values.is_cpu());
       use_on_current_stream(values);
       at::Tensor flags;  // the host waits for a device only if it does not know them
       if (bucket.lacks_some) flags = values.narrow(0, bucket.elements, std::ssize(bucket.parameters)).ne(0).cpu();

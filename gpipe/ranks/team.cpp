@@ -122,7 +122,7 @@ void Team::await(c10d::Work& sum, bool on_cpu) {
       sum.wait(on_cpu ? kPollPeriod : kNoTimeout);
       return;
     } catch (const std::exception&) {
-      if (!on_cpu || sum.isCompleted()) return fail_in_sums(message_of(std::current_exception()));
+      if (!on_cpu || sum.exception()) return fail_in_sums(message_of(std::current_exception()));
     }
     check();
     if (poll_) poll_();

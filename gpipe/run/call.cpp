@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "absl/strings/str_cat.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 
@@ -18,11 +19,19 @@ Turn::~Turn() {
 }
 
 Call::~Call() {
+  if (has_turn_) pipeline_.has_call = false;
   for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
 }
 
 void Call::take_turn() {
+  if (has_turn_) return;
   if (!turn_) turn_.emplace(pipeline_);
+  if (pipeline_.has_call) {
+    throw_error(
+        "this pipeline was called within another call of it on the same thread, such as by a signal handler; make the "
+        "call afterwards");
+  }
+  pipeline_.has_call = has_turn_ = true;
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {

@@ -30,7 +30,8 @@ class Call {
   explicit Call(Pipeline& pipeline) : pipeline_(pipeline) {}
   ~Call();
 
-  /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time.
+  /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time. Errors:
+  /// std::runtime_error within another call of this thread, as of a signal handler that runs while step() waits.
   void take_turn();
   /// Notes the state of the stages, and draws the seed. `sinks`: per stage. REQUIRES: take_turn().
   void save(const std::vector<ParameterSinks>& sinks);
@@ -51,6 +52,7 @@ class Call {
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
   std::optional<Turn> turn_;
+  bool has_turn_ = false;
   std::vector<StageState::Saved> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call

@@ -34,8 +34,14 @@ void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal)
   for (const auto& sinks : stages) {
     for (std::size_t p = 0; p < sinks.all().size(); ++p) {
       proposal.trained += sinks.has_sink()[p];
-      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
-      proposal.trained_sizes = (proposal.trained_sizes ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+      const auto& parameter = sinks.all()[p];
+      const auto add = [&](std::int64_t number) {
+        proposal.trained_sizes = (proposal.trained_sizes ^ static_cast<std::uint64_t>(number)) * 1099511628211u;
+      };
+      add(sinks.has_sink()[p] ? parameter.numel() + 1 : 0);
+      if (!sinks.has_sink()[p]) continue;
+      add(static_cast<std::int64_t>(parameter.scalar_type()));
+      if (parameter.is_non_overlapping_and_dense()) std::ranges::for_each(parameter.strides(), add);
     }
   }
 }

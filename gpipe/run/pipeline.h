@@ -71,6 +71,7 @@ class Pipeline {
   /// For Turn. Errors: as Executor::check_caller().
   Mutex& call_mutex();
   std::atomic<std::thread::id> caller = {};  ///< who has the mutex
+  bool has_call = false;                     ///< whether a Call runs in this turn
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made,
   /// and in the next call after one of them has loaded a state.

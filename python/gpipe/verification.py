@@ -1,7 +1,7 @@
 """Compares a pipeline with its layers, run without stages."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import inf, sqrt
 from typing import Any
 
@@ -27,8 +27,8 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
 
     Raises AssertionError with the first layer whose output differs, else with the loss or the first parameter whose gradient
     does, and by how much, as a part of the largest element. Up to the square root of the type's precision, 3e-4 for float32,
-    is rounding; float64 tells more. A layer that runs without Python shows no output, so its gradients tell. Leaves the model,
-    gradients and random states as they were. Holds the outputs of all layers for the mini-batch.
+    is rounding; float64 tells more. Runs another step in which layers that need no Python run without, as in training; they
+    show no outputs. Leaves the model, gradients and random states as they were. Holds the outputs of all layers.
 
     Raises ValueError for a pipeline over ranks.
     """
@@ -45,10 +45,10 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
         closest = min((_largest(tensors, each) for each in outputs[layer] if len(each) == len(tensors)), default=inf)
         differences[layer] = max(differences[layer], closest)
 
-    def run(see: _See, call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+    def run(see: _See | None, call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         for parameter in pipe.module.parameters():
             parameter.grad = None
-        with unchanged(pipe.module, seed), torch.enable_grad(), _seen(layers, see):
+        with unchanged(pipe.module, seed), torch.enable_grad(), _seen(layers, see) if see else nullcontext():
             result = call()
         return result.detach(), [parameter.grad for parameter in pipe.module.parameters()]
 
@@ -62,15 +62,16 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
     kept = [(parameter, parameter.grad) for parameter in pipe.module.parameters()]
     try:
         expected = run(lambda layer, tensors: outputs[layer].append([each.detach().clone() for each in tensors]), without_stages)
-        got = run(compare, lambda: pipe.step(input, target, loss))
+        steps = [run(see, lambda: pipe.step(input, target, loss)) for see in (compare, None)]
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
     names = {layer: name for name, layer in layers_in(pipe._sequence).items()}
     found = [(f"the output of layer '{names[layer]}'", difference) for layer, difference in differences.items()]
-    found.append(("the loss", _difference(got[0], expected[0])))
-    for (name, _), ours, theirs in zip(pipe.module.named_parameters(), got[1], expected[1], strict=True):
-        found.append((f"the gradient of '{name}'", _difference(ours, theirs)))
+    for result, gradients in steps:
+        found.append(("the loss", _difference(result, expected[0])))
+        for (name, _), ours, theirs in zip(pipe.module.named_parameters(), gradients, expected[1], strict=True):
+            found.append((f"the gradient of '{name}'", _difference(ours, theirs)))
     for what, difference in found:
         if difference > 0:
             raise AssertionError(f"in the pipeline, {what} differs from that of the layers without stages, by {difference:.2g}")

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import random
+import signal
 import threading
 import time
 
@@ -307,3 +308,43 @@ def test_a_recompute_whose_backward_replaces_a_buffer_is_refused():
     with pytest.raises(RuntimeError, match="replaced a buffer of layer '1'.*checkpoint='never'"):
         pipe(torch.rand(4, 3)).sum().backward()
 
+
+
+def test_a_large_buffer_may_be_written_and_replaced_under_recomputation():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(40_000))
+
+        def forward(self, x):
+            self.total.add_(1)
+            self.total = self.total + 1
+            return x * float(self.total[0])
+
+    found = []
+    for checkpoint in ("never", "always"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Replaces(), nn.Linear(4, 4))
+        pipe = gpipe.GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+        for _ in range(2):
+            pipe.step(torch.ones(6, 4), torch.zeros(6, 4), nn.functional.mse_loss)
+        found.append([model[1].total, *(each.grad for each in pipe.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_signal_handler_cannot_call_a_pipeline_that_waits():
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.2)
+            return super().forward(x)
+
+    pipe = gpipe.GPipe(nn.Sequential(Slow(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
+    x = torch.ones(4, 4)
+    before = signal.signal(signal.SIGALRM, lambda *_: pipe(x))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(RuntimeError, match="within another call of it on the same thread"):
+            pipe.step(x, x, nn.functional.mse_loss)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    pipe.step(x, x, nn.functional.mse_loss)
