@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"
 #include "balance/predict.h"
+#include "balance/stage_cost.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
