@@ -134,7 +134,7 @@ class GPIPE_API Program {
   std::vector<bool> recomputes_;
   std::vector<int> leading_forwards_;
   bool has_backward_ = false;
-  std::uint64_t hash_ = 14695981039346656037u;  // FNV-1a
+  std::uint64_t hash_ = 0;
 };
 
 }  // namespace gpipe

@@ -115,8 +115,7 @@ void ParameterSinks::check_unchanged() const {
   if (!has_changed) return;
   throw_error(
       "a parameter was changed in place between the forward and its backward, so the forward cannot be recomputed; "
-      "step "
-      "the optimizer after the backward");
+      "step the optimizer after the backward");
 }
 
 NodePtr<Node> accumulator_of(const at::Tensor& parameter) {

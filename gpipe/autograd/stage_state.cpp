@@ -60,7 +60,7 @@ std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
 }  // namespace
 
 StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Tensor>& parameters) {
-  Saved saved{.changes = changes_};
+  Saved saved;
   std::vector<at::Tensor> tensors;
   stage.locked([&] {
     for (const auto& layer : stage.layers) saved.layers.push_back(layer->buffers());
@@ -189,7 +189,6 @@ StageState::Scope::~Scope() {
 
 void StageState::before_write(const at::Tensor& tensor) {
   if (current == nullptr || !tensor.defined()) return;
-  if (!current->has_memory_of(tensor)) return;
   const auto memory = memory_of(tensor);
   const bool has_memory = memory._unsafe_get_target() != nullptr;
   for (auto& item : current->items_) {

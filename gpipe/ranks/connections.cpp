@@ -12,17 +12,11 @@
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
-namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr std::size_t kBuffer = std::size_t{64} << 10;
-constexpr std::uint64_t kLongestText = std::uint64_t{16} << 20;  // the layout of about 200,000 tensors
-constexpr std::size_t kPartsAtOnce = 64;
-constexpr std::chrono::milliseconds kLastPatience{500};
+// Not in the anonymous namespace, because Connections::Peer has members of these types.
 
 /// What stands before each message's text.
-struct Frame {
+struct MessageFrame {
   enum Kind : std::uint32_t { kText = 0x67706d01, kLayout, kFailure };
   Kind kind;
   std::int32_t pipeline;
@@ -40,11 +34,21 @@ struct Sending {
   std::size_t offset = 0;  // written of it
 };
 
-std::unique_ptr<Sending> to_sending(Frame::Kind kind, Topic topic, Outgoing message) {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kBuffer = std::size_t{64} << 10;
+constexpr std::uint64_t kLongestText = std::uint64_t{16} << 20;  // the layout of about 200,000 tensors
+constexpr std::size_t kPartsAtOnce = 64;
+constexpr std::chrono::milliseconds kLastPatience{500};
+
+std::unique_ptr<Sending> to_sending(MessageFrame::Kind kind, Topic topic, Outgoing message) {
   if (message.text.size() > kLongestText) {
     throw_error("a message's layout has ", message.text.size(), " bytes, but at most ", kLongestText, " can be sent");
   }
-  const Frame frame{kind, topic.pipeline, topic.number, static_cast<std::uint32_t>(message.text.size()), message.label};
+  const MessageFrame frame{kind, topic.pipeline, topic.number, static_cast<std::uint32_t>(message.text.size()),
+                           message.label};
   auto made = std::make_unique<Sending>();
   made->head.assign(reinterpret_cast<const char*>(&frame), sizeof frame).append(message.text);
   made->parts.push_back(std::as_bytes(std::span(made->head)));
@@ -100,7 +104,7 @@ struct Connections::Peer {
   // What comes. Used by the thread only.
   std::vector<std::byte> buffer;
   std::size_t filled = 0;  // of the buffer
-  std::optional<Frame> frame;
+  std::optional<MessageFrame> frame;
   Received message;
   std::vector<std::span<std::byte>> missing;  // what is left of the text, then of the pieces
   std::size_t next = 0;                       // of `missing`
@@ -140,7 +144,7 @@ void Connections::wake() {
 
 void Connections::send(int rank, Topic topic, Outgoing message) {
   auto& peer = *peers_.at(rank);
-  const auto kind = message.is_layout ? Frame::kLayout : Frame::kText;
+  const auto kind = message.is_layout ? MessageFrame::kLayout : MessageFrame::kText;
   auto made = to_sending(kind, topic, std::move(message));
   Peer::Messages written;
   {
@@ -168,7 +172,7 @@ void Connections::fail(const std::string& cause) noexcept {
     if (!dropped.empty() && (dropped.front()->part > 0 || dropped.front()->offset > 0)) {
       peer->outbox.push_back(std::move(dropped.front()));
     }
-    peer->outbox.push_back(to_sending(Frame::kFailure, {}, {.text = cause.substr(0, kLongestText)}));
+    peer->outbox.push_back(to_sending(MessageFrame::kFailure, {}, {.text = cause.substr(0, kLongestText)}));
     written = peer->flush();
   }
   wake();
@@ -272,10 +276,10 @@ bool Connections::read(Peer& peer) {
   };
   for (;;) {
     if (!peer.frame) {
-      if (left.size() < sizeof(Frame)) break;
-      std::memcpy(&peer.frame.emplace(), left.data(), sizeof(Frame));
-      left = left.subspan(sizeof(Frame));
-      if (peer.frame->kind < Frame::kText || peer.frame->kind > Frame::kFailure ||
+      if (left.size() < sizeof(MessageFrame)) break;
+      std::memcpy(&peer.frame.emplace(), left.data(), sizeof(MessageFrame));
+      left = left.subspan(sizeof(MessageFrame));
+      if (peer.frame->kind < MessageFrame::kText || peer.frame->kind > MessageFrame::kFailure ||
           peer.frame->text_bytes > kLongestText) {
         throw_error("rank ", peer.rank, " sent bytes that are no message; run the same version of gpipe on all ranks");
       }
@@ -284,7 +288,7 @@ bool Connections::read(Peer& peer) {
       peer.next = 0;
     }
     while (peer.next < peer.missing.size() && fill(peer.missing[peer.next])) {
-      if (peer.next++ != 0 || peer.frame->kind != Frame::kLayout) continue;
+      if (peer.next++ != 0 || peer.frame->kind != MessageFrame::kLayout) continue;
       peer.message.memory = allocate_(peer.message.text);
       for (const auto piece : peer.message.memory->pieces()) peer.missing.push_back(piece);
     }
@@ -299,7 +303,7 @@ bool Connections::read(Peer& peer) {
 void Connections::deliver(Peer& peer) {
   const auto frame = *std::exchange(peer.frame, std::nullopt);
   auto message = std::exchange(peer.message, {});
-  if (frame.kind == Frame::kFailure) return on_end_(peer.rank, message.text);
+  if (frame.kind == MessageFrame::kFailure) return on_end_(peer.rank, message.text);
   message.label = frame.label;
   MutexLock lock(mutex_);
   if (failed_ || ended_.contains(frame.pipeline)) return;

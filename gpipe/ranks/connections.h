@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "gpipe/base/clock.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/socket.h"
 
@@ -36,7 +37,6 @@ class TimeoutError : public ConnectionError {
 
 /// Called every kPollPeriod by a function that waits, on the caller's thread. Its errors end the wait. May be null.
 using Poll = std::function<void()>;
-inline constexpr std::chrono::milliseconds kPollPeriod{50};
 
 /// The time at which a wait of at most `limit` ends that begins now. `limit` may be the largest number.
 inline std::chrono::steady_clock::time_point end_after(std::chrono::milliseconds limit) {

@@ -51,9 +51,10 @@ Agreement Call::agree(Proposal proposal) {
   return pipeline_.team().agree(std::move(proposal));
 }
 
+// Makes the call throw on the other ranks too.
 void Call::report() noexcept try {
   auto& team = pipeline_.team();
-  if (std::exchange(has_reported_, true) || team.size() == 1) return;
+  if (team.size() == 1) return;
   const auto message = message_of(std::current_exception());
   if (has_started_) {
     team.fail(absl::StrCat("rank ", team.rank(), " failed in ", to_string(key_), ": ", message));
@@ -69,4 +70,5 @@ void Call::fail() noexcept {
   for (std::size_t s = 0; s < before_.size(); ++s) StageState::restore_after_error(pipeline_.stages()[s], before_[s]);
   if (draw_) draw_->undo();
 }
+
 }  // namespace gpipe

@@ -42,13 +42,13 @@ class Call {
   /// Marks the call as agreed: from now on an error of this rank fails the other ranks too.
   void start() { has_started_ = true; }
 
-  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being
-  /// handled.
-  void report() noexcept;
-  /// Reports, and restores what save() has noted. REQUIRES: as report(); the call's cells are gone.
+  /// Makes the call throw on the other ranks too, and restores what save() has noted. REQUIRES: an exception is being
+  /// handled, and the call's cells are gone.
   void fail() noexcept;
 
  private:
+  void report() noexcept;
+
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
   std::optional<Turn> turn_;
@@ -57,7 +57,6 @@ class Call {
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call
   bool has_started_ = false;
-  bool has_reported_ = false;
   StepKey key_;  // the proposal
 };
 

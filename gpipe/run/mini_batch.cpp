@@ -9,8 +9,8 @@
 #include <numeric>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/base/hash.h"
 #include "gpipe/options.h"
 #include "gpipe/tensors/errors.h"
 
@@ -30,20 +30,19 @@ class CallerStateScope {
 
 // Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
 void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
-  proposal.trained_sizes = 14695981039346656037u;  // FNV-1a
+  Hash hash;
   for (const auto& sinks : stages) {
     for (std::size_t p = 0; p < sinks.all().size(); ++p) {
       proposal.trained += sinks.has_sink()[p];
       const auto& parameter = sinks.all()[p];
-      const auto add = [&](std::int64_t number) {
-        proposal.trained_sizes = (proposal.trained_sizes ^ static_cast<std::uint64_t>(number)) * 1099511628211u;
-      };
-      add(sinks.has_sink()[p] ? parameter.numel() + 1 : 0);
+      hash.add(sinks.has_sink()[p] ? parameter.numel() + 1 : 0);
       if (!sinks.has_sink()[p]) continue;
-      add(static_cast<std::int64_t>(parameter.scalar_type()));
-      if (parameter.is_non_overlapping_and_dense()) std::ranges::for_each(parameter.strides(), add);
+      hash.add(static_cast<std::int64_t>(parameter.scalar_type()));
+      if (!parameter.is_non_overlapping_and_dense()) continue;
+      for (const auto stride : parameter.strides()) hash.add(stride);
     }
   }
+  proposal.trained_sizes = hash.value();
 }
 
 }  // namespace
@@ -92,13 +91,10 @@ void MiniBatch::begin(Call& call) {
   has_loaded ? pipeline_->take_state_of_first_replica() : pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
-Results MiniBatch::start(Call& call) try {
+Results MiniBatch::start(Call& call) {
   begin(call);
   if (loss_) gradients_.emplace(*pipeline_, sinks_, micro_batches_, options_.accumulates);
   return run_part(loss_ ? Part::kAll : Part::kForward);
-} catch (...) {
-  call.report();  // before the gradients are destroyed, which waits for their sums
-  throw;
 }
 
 BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients> gradients, bool retain_graph) try {
@@ -113,7 +109,6 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   gradients_->set_outputs(std::move(gradients), share_);
   return run_part(Part::kBackward).gradients;
 } catch (...) {
-  call.report();
   cells_.clear();
   gradients_.reset();
   throw;

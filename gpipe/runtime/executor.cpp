@@ -13,8 +13,6 @@
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{50};
-
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
@@ -65,7 +63,7 @@ class Executor::Run {
     try {
       runner_.on_worker(worker, [&] { run_actions(worker); });
     } catch (...) {
-      fail({std::current_exception(), std::nullopt, worker});
+      fail({std::current_exception()});
     }
   }
 
@@ -114,7 +112,7 @@ class Executor::Run {
     try {
       runner_.run(action, [&](absl::FunctionRef<void()> run) { timed_ ? record(worker, action, run) : run(); });
     } catch (...) {
-      fail({std::current_exception(), action, worker});
+      fail({std::current_exception(), action});
       return false;
     }
     return true;
@@ -229,7 +227,7 @@ void Executor::check_caller() const {
 }
 
 void Executor::wait_for(Worker& worker, Run& run) {
-  while (!worker.wait_for(kPollInterval)) {
+  while (!worker.wait_for(kPollPeriod)) {
     try {
       if (poll_) poll_();
       if (process_exits()) throw std::runtime_error("[gpipe] the process exits");

@@ -23,7 +23,6 @@ struct Failure {
   std::exception_ptr error;
   /// The action that threw; std::nullopt if the error came from a worker's set-up or from `poll`.
   std::optional<Action> action = std::nullopt;
-  int worker = -1;  ///< whose thread failed; -1: the caller's, in `poll`
 };
 
 /// Runs the actions of a program when the executor says. Can pass data between actions without locks, because an edge's

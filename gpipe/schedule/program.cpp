@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/base/hash.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -111,6 +112,7 @@ Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule)
   program.schedule_ = std::move(schedule);
   program.wiring_ = Wiring(program.layout_.stages, program.edges_);
   const auto micro_batches = static_cast<std::size_t>(program.layout_.micro_batches);
+  Hash hash;
   program.recomputes_.assign(program.layout_.stages * micro_batches, false);
   for (const auto& list : program.schedule_) {
     const auto other = std::ranges::find_if(
@@ -119,12 +121,11 @@ Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule)
     if (other != list.end()) program.has_backward_ = true;
     for (const Action& action : list) {
       const auto [kind, stage, micro_batch] = action;
-      for (const auto part : {static_cast<int>(kind), stage, micro_batch}) {
-        program.hash_ = (program.hash_ ^ static_cast<std::uint64_t>(part)) * 1099511628211u;
-      }
+      for (const auto part : {static_cast<int>(kind), stage, micro_batch}) hash.add(part);
       if (action.kind == Kind::R) program.recomputes_[action.stage * micro_batches + action.micro_batch] = true;
     }
   }
+  program.hash_ = hash.value();
   return program;
 }
 

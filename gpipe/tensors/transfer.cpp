@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "gpipe/base/hash.h"
 #include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
@@ -160,10 +161,10 @@ StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& re
 }
 
 std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  Hash hash;
   const auto add = [&](const void* data, std::size_t bytes) {
     const auto* each = static_cast<const unsigned char*>(data);
-    for (std::size_t i = 0; i < bytes; ++i) hash = (hash ^ each[i]) * 1099511628211u;
+    for (std::size_t i = 0; i < bytes; ++i) hash.add(each[i]);
   };
   for (const auto& tensor : tensors) {
     const std::int64_t type = tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1;
@@ -179,7 +180,7 @@ std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {
       add(first + place_of(element, tensor) * bytes, bytes);
     }
   }
-  return std::max<std::uint64_t>(hash, 1);
+  return std::max<std::uint64_t>(hash.value(), 1);
 }
 
 }  // namespace gpipe

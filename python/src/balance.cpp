@@ -1,6 +1,5 @@
 #include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -18,7 +17,6 @@
 #include "balance/search.h"
 #include "balance/stage_cost.h"
 #include "balance/suggest.h"
-#include "gpipe/schedule_source.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 
