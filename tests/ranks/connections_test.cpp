@@ -38,11 +38,12 @@ struct Ranks {
     const std::lock_guard lock(mutex);
     last.swap(ends[rank]);
   }
-  std::string first_cause(int rank) {
+  std::pair<int, std::string> first_end(int rank) {
     std::unique_lock lock(mutex);
     changed.wait_for(lock, kLongLimit, [&] { return !told[rank].empty(); });
-    return told[rank].empty() ? "nothing" : told[rank].front().second;
+    return told[rank].empty() ? std::pair(-1, std::string("nothing")) : told[rank].front();
   }
+  std::string first_cause(int rank) { return first_end(rank).second; }
 
   std::atomic<bool> fails = true;
   std::vector<std::vector<int>> descriptors;
@@ -162,7 +163,8 @@ TEST(ConnectionsFailure, TheEndOfARankIsTold) {
   EXPECT_EQ(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr).text, "before");
   for (const int socket : {ranks.descriptors[1][0], ranks.descriptors[1][2]}) shutdown(socket, SHUT_RDWR);
   EXPECT_THROW(ranks.ends[0]->receive(1, kTopic, kLongLimit, nullptr), ConnectionError);
-  EXPECT_EQ(ranks.told[0].front().first == 1 ? "" : "rank 1 was lost", ranks.first_cause(0));
+  const auto [lost, cause] = ranks.first_end(0);
+  EXPECT_EQ(lost == 1 ? "" : "rank 1 was lost", cause);
 }
 
 /// Bytes that no rank sends are refused before memory is made for them.

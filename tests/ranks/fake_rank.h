@@ -73,7 +73,7 @@ class FakeRank {
   }
   /// Whether run() has ended with an error.
   bool failed() const { return failed_; }
-  /// What this rank was told first. Call it when all have ended.
+  /// What this rank was told first; empty if nothing yet.
   std::string told() {
     const std::lock_guard lock(mutex_);
     return told_;
@@ -214,6 +214,9 @@ class FakeRank {
     if (fault.kind == RankFault::kStop) {
       std::unique_lock lock(cause_.mutex);
       cause_.changed.wait(lock, [&] { return !cause_.text.empty(); });
+      lock.unlock();
+      while (told().empty())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // else the others may get its word
     }
     if (fault.kind == RankFault::kDeath) {
       dead_ = true;
