@@ -188,7 +188,7 @@ def read_labels(path: Path, classes: int) -> Image.Image:
         labels[(colors == of_voc) | (colors == label * grey)] = label
     if labels.max() == classes:
         color = ",".join(map(str, numbers[labels == classes][0]))
-        raise ValueError(f"{path}: the colour {color} is not that of any of {classes} classes")
+        raise ValueError(f"{path}: the colour {color} belongs to none of the {classes} classes")
     return Image.fromarray(labels)
 
 

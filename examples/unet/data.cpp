@@ -175,7 +175,7 @@ torch::Tensor read_labels(const fs::path& path, int classes) {
   if (others.numel() == 0) return labels;
   const auto color = others[0].item<std::int64_t>();
   throw std::runtime_error(absl::StrCat(path.string(), ": the colour ", color >> 32, ",", color >> 16 & 0xffff, ",",
-                                        color & 0xffff, " is not that of any of ", classes, " classes"));
+                                        color & 0xffff, " belongs to none of the ", classes, " classes"));
 }
 
 torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {

@@ -109,7 +109,7 @@ rarely refuse no-data 'no-such-folder' --data no-such-folder
 rarely refuse data-missing '--data is required'
 rarely refuse part '--part' --data $data --part half
 refuse other-data 'give --part all' --data fewer --part validation
-refuse colours 'is not that of any of 4 classes' --data $data --model four/best.snapshot
+refuse colours 'belongs to none of the 4 classes' --data $data --model four/best.snapshot
 program=$predict
 rarely refuse_both predict --input $data/imgs
 rarely refuse no-input 'no-such-image' --input no-such-image

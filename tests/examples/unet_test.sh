@@ -94,7 +94,7 @@ rarely damage no-folder 'masks' rm -r masks
 rarely damage same-stem 'two files have the same stem' cp imgs/0007.png imgs/0007.jpg
 rarely damage suffix 'the name of a mask must be <image>_mask' mv masks/0007_mask.png masks/0007.png
 damage other-size '0007' cp ../gpipe/epoch_001.png imgs/0007.png
-refuse colour 'the colour 128,128,0 is not that of any of 3 classes' --data classes/synthetic_4_80x48_4 --classes 3 -b 2
+refuse colour 'the colour 128,128,0 belongs to none of the 3 classes' --data classes/synthetic_4_80x48_4 --classes 3 -b 2
 cp -r "$data" short
 head -c 1500 "$data/imgs/0008.png" >short/imgs/0008.png
 if "$program" "${common[@]}" --data short --output cut-short >short.log 2>&1; then fail "a truncated file is accepted"; fi

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
-from gpipe.exported.exporter import NotExported, first_line
+from gpipe.exported.exporter import OF_MODULES, NotExported, first_line
 from gpipe.exported.sizes import expression_of
 
 OPERATOR = "gpipe_export::whole"
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _CONSTANTS = bool, int, float, str, type(None)
-_OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}
 
 
 Shapes = list[torch.Size]
@@ -309,7 +308,7 @@ def _likeness(block: nn.Module) -> str:
         for name, value in vars(each).items():
             if name in ("_parameters", "_buffers"):
                 yield [(own, tensor.shape, tensor.dtype) for own, tensor in value.items() if tensor is not None]
-            elif name not in _OF_MODULES:
+            elif name not in OF_MODULES:
                 yield name, of(value)
 
     return repr([(path, type(each), *described(each)) for path, each in block.named_modules()])

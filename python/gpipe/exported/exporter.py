@@ -60,7 +60,7 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
     forward may set some, an export to fake tensors and sizes."""
     inner = [each for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
     before = [(each, dict(vars(each))) for each in inner]
-    values = [value for _, attributes in before for name, value in attributes.items() if name not in _OF_MODULES]
+    values = [value for _, attributes in before for name, value in attributes.items() if name not in OF_MODULES]
     held = [each for value in values for each in _held(value, [])]
     generators = GeneratorState(value for value in values if is_generator(value))
     try:
@@ -82,7 +82,7 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
         generators.restore()
 
 
-_OF_MODULES = vars(nn.Module()).keys()
+OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
 
 
 @contextmanager

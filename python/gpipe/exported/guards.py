@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.exported.blocks import autocast_dtype
+from gpipe.exported.exporter import OF_MODULES
 from gpipe.generators import GeneratorState, is_generator
 
-_OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # compile() changes no result
-_HOOKS = [name for name in _OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
+_HOOKS = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
 _NAMED = "_parameters", "_buffers", "_modules"
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 
@@ -25,7 +25,7 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._class = type(module)
-        self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in _OF_MODULES}
+        self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in OF_MODULES}
         self._hooks = {name: list(vars(module)[name].values()) for name in _HOOKS}
         self._globals = _globals_of(module)
         self._names = {kind: list(getattr(module, kind)) for kind in _NAMED}
@@ -44,7 +44,7 @@ class Attributes:
         if type(module) is not self._class:
             return "its class"
         now = vars(module)
-        new = {name for name in now.keys() - _OF_MODULES - self._plain.keys() if added or hasattr(self._class, name)}
+        new = {name for name in now.keys() - OF_MODULES - self._plain.keys() if added or hasattr(self._class, name)}
         if "forward" in new and _runs(now["forward"]):  # and calls the pipeline
             new.remove("forward")
         for name in new | self._plain.keys():

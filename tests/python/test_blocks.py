@@ -1,0 +1,232 @@
+"""Blocks of converted models, which layers call whole, and the guards of the code between them."""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe import to_sequential
+from gpipe.exported.guards import Guards
+from helpers import named_gradients
+from small_models import Calls, assert_equal_in_each_mode, batch, make_net, names_of
+
+
+def test_blocks_are_modules_of_a_class_that_repeats_and_modules_without_others():
+    net = make_net()
+    sequence = to_sequential(net, batch())
+    assert names_of(sequence) == ["first", "second", "drop", "head"]
+    assert [layer.model.get_submodule(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
+
+
+def test_blocks_may_have_submodules_that_fake_tensors_cannot_run():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > -1e6 else x
+
+    class Outer(nn.ModuleList):
+        def forward(self, x):
+            return x + self[0](x)
+
+    body = nn.Sequential(*(Outer([Inner(4, 4).double()]) for _ in range(2)))
+    model = nn.Sequential(body, nn.ReLU())
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0.0", "0.1", "1"]
+    assert torch.equal(sequence(batch(9)), model(batch(9)))
+
+
+class Level(nn.Module):
+    """A level of a U-Net, with the levels below."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.down, self.inner, self.up = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.up(self.inner(self.down(x)))
+
+
+def test_blocks_have_no_module_of_their_own_class_inside():
+    sequence = to_sequential(Level(Level(Level(nn.ReLU()))), torch.randn(4, 4))
+    assert names_of(sequence) == ["down", "inner.down", "inner.inner", "inner.up", "up"]
+
+
+class Repeats(nn.Module):
+    def __init__(self, times, more):
+        super().__init__()
+        self.times, self.more = times, more
+
+    def forward(self, x):
+        return x.repeat(1, self.times + self.more * self.training)
+
+
+@pytest.mark.parametrize("second", [(2, 0), (3, 0), (2, 1)])
+def test_sizes_are_of_the_block_and_its_mode(second):
+    def function(model, x):
+        x = model.c(x)
+        x = model.d(x) * x.shape[1]
+        return model.a(x[:, :4]) * x.shape[1]
+
+    model = Calls(function)
+    model.c, model.d = Repeats(2, 0), Repeats(*second)
+    layers = to_sequential(model, torch.rand(4, 6).double())
+    x = torch.rand(4, 9).double()
+    for training in (True, False):
+        assert torch.equal(layers.train(training)(x), model.train(training)(x))
+
+
+class Branches(nn.Linear):
+    """Cannot be exported: its control flow depends on data."""
+
+    def forward(self, x, factor):
+        y = super().forward(x)
+        return {"y": y * factor if y.sum() > -1e6 else -y}
+
+
+def test_opaque_modules_are_kept_whole():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "odd": Branches(4, 4), "b": nn.Linear(4, 4)}).double()
+    model.forward = lambda x: model["b"](model["odd"](model["a"](x), factor=3)["y"]) + x
+    with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
+        to_sequential(model, batch(), native=True)
+    model.a.compile(backend="eager")  # keeps the module compiled
+    model.odd.inner = nn.Identity()
+    sequence = to_sequential(model, batch(), opaque=[Branches, nn.Identity])
+    assert "'a' calls the module 'a', which is kept whole" in sequence.report()
+    assert names_of(sequence) == ["a", "odd", "b"]
+    assert sequence.state_dict().keys() == model.state_dict().keys()
+    assert "forward" not in vars(model.odd)
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1, 1, 1], chunks=3)
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    torch.testing.assert_close(pipe(batch(9)), torch.cat([model(part) for part in batch(9).chunk(3)]))
+    pipe(batch()).sum().backward()
+    assert pipe.get_parameter("odd.weight").grad is not None
+    model.forward = lambda x: model["odd"](x, factor=1j)["y"]
+    with pytest.raises(ValueError, match="must get tensors, numbers, texts and None, but Branches does not"):
+        to_sequential(model, batch(), opaque=[Branches])
+
+
+def keeps_a_tensor(model, x):
+    if not hasattr(model, "mask"):
+        model.mask = torch.arange(x.shape[1]).to(x)
+    return model.a(x) * model.mask
+
+
+def keeps_a_shape(model, x):
+    if not hasattr(model, "shape"):
+        model.shape = x.shape
+    return model.a(x).view(model.shape)
+
+
+@pytest.mark.parametrize(("function", "name"), [(keeps_a_tensor, "mask"), (keeps_a_shape, "shape")])
+def test_what_code_between_blocks_keeps_is_refused(function, name):
+    model = Calls(function)
+    attributes = set(vars(model))
+    with pytest.raises(ValueError, match=rf"it \(Calls\) changes its attribute '{name}' in forward\(\), which an export loses"):
+        to_sequential(model, batch())
+    assert set(vars(model)) == attributes
+
+
+class Keeps(nn.Linear):
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = torch.full_like(x[:1], 2)
+        return super().forward(x * self.scale)
+
+
+def test_a_module_that_is_called_twice_and_keeps_something_is_kept_whole_with_the_one_around_it():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([Keeps(4, 4), nn.Identity()])]).double()
+    model[1].forward = lambda x: model[1][1](model[1][0](model[1][0](x)))
+    model.forward = lambda x: model[1](model[0](x))
+    sequence = to_sequential(model, batch())
+    assert names_of(sequence) == ["0", "1"]
+    assert_equal_in_each_mode(sequence, model, batch())
+
+
+def test_parameters_of_the_model_that_are_replaced_are_used():
+    net = make_net()
+    pipe = gpipe.GPipe(to_sequential(net, batch(), native=True), [5, 7])
+    net.head.bias = nn.Parameter(torch.ones(3).double())
+    net.second.scale = net.first.scale
+    net.drop.eval()
+    pipe(batch()).sum().backward()
+    assert net.head.bias.grad is not None
+    plain = copy.deepcopy(net)
+    plain.zero_grad()
+    plain(batch()).sum().backward()
+    torch.testing.assert_close(named_gradients(net), named_gradients(plain))
+    del net.head.bias
+    with pytest.raises(RuntimeError, match=r"'head' \(Linear\) has changed since the conversion: its parameters"):
+        pipe(batch())
+
+
+def test_parameters_of_exported_code_stay_tied():
+    model = Calls(lambda m, x: m.a(x * m.scale) * m.again)
+    model.scale = model.again = nn.Parameter(torch.ones(4).double())
+    sequence = to_sequential(model, batch())
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.again = nn.Parameter(torch.ones(4).double())
+    with pytest.raises(RuntimeError, match=r"'scale' and 'again' of the model \(Calls\) are no longer one tensor"):
+        sequence(batch())
+
+
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Reads(nn.Linear):
+    """Has attributes, and a forward that reads globals."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.sizes, self.shape, self.random = [1, 2], (2, (3, [4])), random.Random(0)
+
+    def forward(self, x):
+        return x * SETTINGS.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module, patch: setattr(module, "in_features", 2.0), "attribute 'in_features'"),
+        (lambda module, patch: delattr(module, "in_features"), "attribute 'in_features'"),
+        (lambda module, patch: module.sizes.append(3), "attribute 'sizes'"),
+        (lambda module, patch: module.shape[1][1].append(3), "attribute 'shape'"),
+        (lambda module, patch: module.random.random(), "attribute 'random'"),
+        (lambda module, patch: setattr(module, "forward", lambda x: x), "attribute 'forward'"),
+        (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
+        (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
+        (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
+        (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"a global that its forward\(\) reads"),
+    ],
+)
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
+def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
+    module = Reads()
+    guards = Guards(module, {"": module}, [torch.float32], {})
+    for _ in range(calls):
+        guards.check([torch.ones(1)])
+        module.train(not module.training)
+        module.weight = nn.Parameter(torch.zeros(2, 2))
+    guards, module = copies((guards, module))
+    guards.check([torch.ones(1)])
+    change(module, monkeypatch)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            guards.check([torch.ones(1)])
+
+
+
+
+def test_equal_sets_are_the_same_attribute():
+    model = Calls(lambda m, x: m.b(m.a(x)))
+    model.kinds = {8, 0}
+    sequence = to_sequential(model, batch())
+    model.kinds = {0, 8}  # in another order
+    assert list(model.kinds) != list({8, 0})
+    torch.testing.assert_close(sequence(batch()), model(batch()))
+    model.kinds = {0, 9}
+    with pytest.raises(RuntimeError, match="its attribute 'kinds'"):
+        sequence(batch())
