@@ -198,15 +198,15 @@ class SkipUndefinedHook : public torch::autograd::FunctionPreHook {
   const std::unique_ptr<FunctionPreHook> hook_;
 };
 
-thread_local const GradientCatch::Take* current_catch = nullptr;
+thread_local const TakeGradient* current_take = nullptr;
 
 class CatchHook : public torch::autograd::FunctionPreHook {
  public:
   explicit CatchHook(c10::TensorImpl* leaf) : leaf_(leaf) {}
 
   variable_list operator()(const variable_list& gradients) override {
-    if (current_catch == nullptr || !gradients.front().defined()) return gradients;
-    const bool is_taken = !is_captured() && (*current_catch)(leaf_, gradients.front());
+    if (current_take == nullptr || !gradients.front().defined()) return gradients;
+    const bool is_taken = !is_captured() && (*current_take)(leaf_, gradients.front());
     return is_taken ? variable_list(1) : gradients;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
@@ -223,6 +223,12 @@ class CatchHook : public torch::autograd::FunctionPreHook {
 
   c10::TensorImpl* const leaf_;  // has this hook
 };
+
+// Runs an empty backward: until a thread's next one, the engine keeps the graph and gradients of one that failed.
+void clear_failed_backward() noexcept try {
+  torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
+} catch (...) {
+}
 
 bool is_ours(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
   return dynamic_cast<SkipUndefinedHook*>(hook.get()) != nullptr || dynamic_cast<CatchHook*>(hook.get()) != nullptr;
@@ -253,9 +259,16 @@ torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::
 
 }  // namespace
 
-GradientCatch::GradientCatch(Take take) : take_(take), previous_(std::exchange(current_catch, &take_)) {}
-
-GradientCatch::~GradientCatch() { current_catch = previous_; }
+void run_backward(const RootGradients& roots, bool retain_graph, TakeGradient take) {
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  const absl::Cleanup put_back = [outer = std::exchange(current_take, &take)] { current_take = outer; };
+  try {
+    engine.execute(roots.edges, roots.gradients, retain_graph, /*create_graph=*/false, /*accumulate_grad=*/true);
+  } catch (...) {
+    clear_failed_backward();
+    throw;
+  }
+}
 
 void catch_gradients(const at::Tensor& leaf) {
   wrap_hooks(leaf);

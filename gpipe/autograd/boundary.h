@@ -65,6 +65,9 @@ struct GradientSink : torch::autograd::Node {
   std::string name() const override { return "GPipeGradientSink"; }
 };
 
+/// The sinks of a cell's inputs, per parcel and tensor; null where no gradient flows.
+using EntrySinks = std::vector<std::vector<NodePtr<GradientSink>>>;
+
 /// Root node of a cell's graph: the identity. Each leaving value has its own, so that the gradients of a value that
 /// leaves twice sum in the order of leaving.
 struct Leave : torch::autograd::Node {
@@ -72,20 +75,19 @@ struct Leave : torch::autograd::Node {
   std::string name() const override { return "GPipeLeave"; }
 };
 
-/// While it lives, gradients of leaves in backwards on this thread are offered to `take` before they reach `.grad`; it
-/// returns whether it took one. A backward inside a cell's backward, such as a reentrant checkpoint's, runs on the
-/// cell's thread but on a graph of its own, which ends in the parameters. Only for leaves of catch_gradients().
-class GradientCatch {
- public:
-  using Take = absl::FunctionRef<bool(const c10::TensorImpl* leaf, const at::Tensor& gradient)>;
-  explicit GradientCatch(Take take);
-  ~GradientCatch();
-  GradientCatch(const GradientCatch&) = delete;
-
- private:
-  const Take take_;
-  const Take* const previous_;
+/// Where a backward begins: nodes' inputs, and a gradient for each.
+struct RootGradients {
+  torch::autograd::edge_list edges;
+  torch::autograd::variable_list gradients;
 };
+
+/// Offers the gradient of a leaf; returns whether it was taken.
+using TakeGradient = absl::FunctionRef<bool(const c10::TensorImpl* leaf, const at::Tensor& gradient)>;
+
+/// Runs a cell's graph on this thread. `take` is offered gradients of leaves of catch_gradients() before they reach
+/// `.grad`: a backward inside this one, such as a reentrant checkpoint's, runs on a graph of its own, which ends in the
+/// parameters.
+void run_backward(const RootGradients& roots, bool retain_graph, TakeGradient take);
 
 /// Adds a hook to a leaf, once, in front of its other hooks, which are not called for undefined gradients from then on.
 /// REQUIRES: no backward of the leaf runs, if the hook is new.

@@ -5,10 +5,8 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/strings/str_cat.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/base/checks.h"
@@ -20,26 +18,48 @@ namespace {
 
 using torch::autograd::edge_list;
 
-// Runs an empty backward: until a thread's next one, the engine keeps the graph and gradients of one that failed.
-void clear_failed_backward() noexcept try {
-  torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
-} catch (...) {
-}
-
 bool has_new_modules(const Stage& stage, const StageState::Saved& saved) {
+  const auto count = [](const auto& layer) { return layer->buffers().modules; };
   bool result = false;
-  stage.locked([&] {
-    const auto count = [](const auto& layer) { return layer->buffers().modules; };
-    result = !std::ranges::equal(stage.layers, saved.layers, {}, count, &Layer::Buffers::modules);
-  });
+  stage.locked([&] { result = !std::ranges::equal(stage.layers, saved.layers, {}, count, &Layer::Buffers::modules); });
   return result;
 }
 
 // Stages run concurrently, and a stand-in may be a copy. So no stage sees the writes of another.
-[[noreturn]] void refuse_write() {
+void check_tied(const Parcel& tied) {
+  if (!tied.changed()) return;
   throw_error(
       "a layer wrote to a parameter that several stages share, as an embedding with max_norm does; put the layers that "
       "share it into one stage");
+}
+
+bool have_changed(const std::vector<Parcel>& parcels) { return std::ranges::any_of(parcels, &Parcel::changed); }
+
+// Sets `wants_gradient` in the result of a forward without a graph.
+void set_wanted(std::vector<Parcel>& out, const Stage::NeededGradients& needed) {
+  const bool any = std::ranges::find(needed.sources, true) != needed.sources.end();
+  for (std::size_t p = 0; p < out.size(); ++p) {
+    const bool is_known = !needed.vary && needed.wanted[p].size() == out[p].tensors.size();
+    for (std::size_t i = 0; i < out[p].tensors.size(); ++i) {
+      const auto& tensor = out[p].tensors[i];
+      const bool differentiable = tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+      out[p].wants_gradient[i] = differentiable && (is_known ? needed.wanted[p][i] : any);
+    }
+  }
+}
+
+// Compares the result of a recompute with `sent`, the wants_gradient of the forward's parcels.
+void check_sent(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& out, Stage& stage) {
+  for (std::size_t p = 0; p < sent.size(); ++p) {
+    const auto& wants = out[p].wants_gradient;
+    for (std::size_t i = 0; i < std::min(sent[p].size(), wants.size()); ++i) {
+      if (sent[p][i] || !wants[i]) continue;
+      stage.needed_gradients.vary = true;
+      throw_error(
+          "an output of a stage needs a gradient in this recompute, but needed none in the stage's earlier forwards; "
+          "repeat the call: from now on every floating-point output of the stage gets a gradient");
+    }
+  }
 }
 
 }  // namespace
@@ -86,7 +106,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   if (stage_.run_layers) {
     const auto begin = [&](int layer) {
       if (layer < 0 || layer >= std::ssize(stage_.layers)) {
-        throw std::logic_error(absl::StrCat("[gpipe] stage ", stage_.index, " has no layer ", layer));
+        refuse_argument("stage ", stage_.index, " has no layer ", layer);
       }
       start(layer);
     };
@@ -145,10 +165,10 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   {
     const SkipContextGuard guard(skips);
     auto* saved = pass == PassScope::Pass::kCheckpointing ? &state_at_forward_ : &state_now_;
-    const StageState::Scope state(stage_.state, *saved ? &**saved : nullptr, /*is_backward=*/false);
+    const StageState::Scope state(stage_.state, *saved ? &**saved : nullptr);
     const PassScope scope(pass);
     value = call_layers(std::move(value), borrowed, [&](const std::string& layer) {
-      if (tied.changed()) refuse_write();
+      check_tied(tied);
       skips.check_unchanged(layer);
       aliases.check(stage_.index, layer);
     });
@@ -179,34 +199,55 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   return out;
 }
 
+// Stores copies where the stage, or a later one with the same memory, changes its inputs in place, and until the first
+// backward has shown that none does. Borrowed parameters, which are the last ones, do not change during a call.
+void Cell::store_inputs(const std::vector<Parcel>& in) {
+  stores_copies_ = stage_.in_place != Stage::InPlace::kNo;
+  inputs_ = stores_copies_ ? with_copies(in, 1 + stage_.skips_in.size()) : in;
+  for (const auto& parcel : in) originals_.insert(originals_.end(), parcel.versions.begin(), parcel.versions.end());
+}
+
+// Refuses changes of inputs in place if no copies are stored, as they are from then on.
+void Cell::check_inputs(bool have_changed, const std::string& when) {
+  if (!have_changed) return;
+  stage_.in_place = Stage::InPlace::kYes;
+  if (stores_copies_) return;
+  throw_error("the input of stage ", stage_.index, " was changed in place ", when,
+              " for the first time, so the stage cannot be recomputed; repeat the call: from now on the stage stores "
+              "copies of its input");
+}
+
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recompute) {
   if (!grad || !recompute) return run_layers(in, grad, PassScope::Pass::kPlain);
-  inputs_.emplace(stage_, in);
+  is_checkpointed_ = true;
+  store_inputs(in);
   state_at_forward_ = stage_.state.save(stage_, sinks_.own());
   auto sources = sinks_.has_sink();
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
-  auto& flow = stage_.needed_gradients;
-  const bool known = flow.knows(sources);
+  auto& needed = stage_.needed_gradients;
+  const bool known = sources == needed.sources && !needed.wanted.empty();
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
-  if (known) {
-    flow.apply(out);
-  } else if (!keeps_graph_) {
-    flow.learn(std::move(sources), out);
+  if (known) set_wanted(out, needed);
+  for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
+  if (!known && !keeps_graph_) {
+    needed.sources = std::move(sources);
+    needed.wanted = sent_;
     drop_graph();
   }
-  for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   if (loss_.layer) sent_.front().clear();  // the loss takes its place
-  inputs_->check_unchanged(in, "by one of its layers");
+  check_inputs(have_changed(in), "by one of its layers");
   return out;
 }
 
 void Cell::recompute(bool retain_graph) {
   if (keeps_graph_) return;
-  const auto in = inputs_->take(retain_graph);
+  check_inputs(have_changed(inputs_), "between its forward and its recompute");
+  auto in = retain_graph ? inputs_ : std::move(inputs_);
+  if (retain_graph && stores_copies_) in = with_copies(std::move(in), 1 + stage_.skips_in.size());
   state_now_ = stage_.state.save(stage_, sinks_.own());
-  stage_.state.restore_forward(stage_, *state_at_forward_, *state_now_);
+  stage_.state.begin_recompute(stage_, *state_at_forward_, *state_now_);
   if (!retain_graph) state_at_forward_.reset();
   const auto parameters = sinks_.all().size();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
@@ -214,52 +255,18 @@ void Cell::recompute(bool retain_graph) {
     throw_error("a layer of stage ", stage_.index,
                 " made a parameter in a forward that is recomputed; repeat the call");
   }
-  StageState::rebind(stage_, *state_now_);
-  stage_.needed_gradients.check(sent_, out);
-  inputs_->check_unchanged(in, "during its recompute");
+  StageState::end_recompute(stage_, *state_now_);
+  check_sent(sent_, out, stage_);
+  check_inputs(have_changed(in), "during its recompute");
 }
 
 // Runs the part of the graph behind `roots`. `entering` gets the gradients of the inputs.
 void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                      std::vector<GradientSums>& entering) {
-  std::vector<GradientSink*> connected;
-  const absl::Cleanup disconnect = [&] {
-    for (auto* sink : connected) sink->sums = nullptr;
-  };
-  const auto connect = [&](const NodePtr<GradientSink>& sink, GradientSums& of_sink) {
-    if (!sink) return;
-    connected.push_back(sink.get());
-    sink->sums = &of_sink;
-  };
-  for (std::size_t p = 0; p < entry_sinks_.size(); ++p) {
-    for (const auto& sink : entry_sinks_[p]) connect(sink, entering[p]);
-  }
-  for (const auto& sink : sinks_.sinks()) connect(sink, sums);
-  const auto take = [&](const c10::TensorImpl* leaf, const at::Tensor& gradient) {
-    auto end = sinks_.end_of(leaf);
-    const auto borrowed = sinks_.borrowed();
-    for (std::size_t k = 0; k < borrowed.size() && !entry_sinks_.empty(); ++k) {
-      if (borrowed[k].unsafeGetTensorImpl() != leaf) continue;
-      end = {entry_sinks_[1 + stage_.skips_in.size() + k].front(), 0};
-    }
-    if (end.is_valid()) {
-      auto& sink = static_cast<GradientSink&>(*end.function);
-      sink.sums->add(sink.indices[end.input_nr], gradient);
-    }
-    return end.is_valid();
-  };
-  const GradientCatch inner(take);
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
-  const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr, /*is_backward=*/true);
-  try {
-    torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, retain_graph,
-                                                          /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true);
-  } catch (...) {
-    clear_failed_backward();
-    throw;
-  }
+  const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr);
+  sinks_.run_backward(roots, retain_graph, sums, entry_sinks_, entering);
 }
 
 edge_list Cell::all_roots() const {
@@ -286,12 +293,15 @@ RootGradients Cell::root_gradients(const std::vector<Gradients>& gradients) cons
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
-  if (inputs_) inputs_->check_before_backward();
+  // All later stages have run their forward of the micro-batch, maybe during the recompute.
+  const auto originals = std::exchange(originals_, {});
+  check_inputs(std::ranges::any_of(originals, &VersionWatch::changed), "during its recompute");
+  if (is_checkpointed_ && stage_.in_place == Stage::InPlace::kUnknown) stage_.in_place = Stage::InPlace::kNo;
   const auto roots = root_gradients(gradients);
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
-  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);
+  if (state_now_) StageState::end_backward(stage_, *state_now_);
   state_now_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
@@ -299,13 +309,7 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 }
 
 std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums) {
-  std::vector<const GradientSink*> inputs;
-  for (const auto& of_parcel : entry_sinks_) {
-    for (const auto& sink : of_parcel) {
-      if (sink) inputs.push_back(sink.get());
-    }
-  }
-  split_.emplace(all_roots(), inputs);
+  split_.emplace(all_roots(), entry_sinks_);
   auto result = backward(gradients, /*retain_graph=*/false, sums);
   keeps_graph_ = false;
   drop_graph();

@@ -25,20 +25,21 @@ class Cell {
   /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds
   /// the activation, the skips and the lent parameters. `grad`: a backward follows. `recompute`: it stores the inputs
   /// instead of the graph, which an R will build.
-  /// Errors: what the layers throw; as SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
-  /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
+  /// Errors: what the layers throw; as SkipRoutes, AliasCheck::check() and ParameterSinks::redirect();
+  /// std::runtime_error when a lent or borrowed parameter, or an input without a copy, was changed in place.
   std::vector<Parcel> forward(std::vector<Parcel> in, bool grad, bool recompute);
 
   /// R. Runs the layers with the inputs and state of F. The backward, or the cell's destructor, restores the present
   /// state. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up the stored inputs.
   /// If the layers made modules or parameters in F, keeps the graph of F and does nothing.
-  /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
-  /// parameters in an F without graph.
+  /// Errors: as forward(); std::runtime_error when the layers made parameters in an F without graph, or when an output
+  /// needs a gradient but was not sent so.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
   /// those of the parameters to `sums`. Unless `retain_graph`, uses up the graph.
-  /// Errors, also of I and W: what the layers' backwards throw; as StoredInputs::check_before_backward().
+  /// Errors, also of I and W: what the layers' backwards throw; std::runtime_error when an input of the
+  /// recompute was changed in place.
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
   /// I. As backward(), but leaves gradients of parameters to backward_weights(); see SplitBackward.
@@ -57,6 +58,8 @@ class Cell {
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
+  void store_inputs(const std::vector<Parcel>& in);
+  void check_inputs(bool have_changed, const std::string& when);
   void separate_from_state(Parcel& parcel) const;
   torch::autograd::edge_list all_roots() const;
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
@@ -71,7 +74,10 @@ class Cell {
   int layer_ = -1;
 
   // Of a checkpointed cell.
-  std::optional<StoredInputs> inputs_;
+  bool is_checkpointed_ = false;
+  bool stores_copies_ = false;
+  std::vector<Parcel> inputs_;                         // or copies
+  std::vector<VersionWatch> originals_;                // of the inputs, until the first backward
   std::optional<StageState::Saved> state_at_forward_;  // until the last recompute
   std::optional<StageState::Saved> state_now_;         // between R and B or I
   CellMemo memo_;
@@ -79,7 +85,7 @@ class Cell {
   bool keeps_graph_ = false;             // the layers made modules or parameters in F
 
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
-  std::vector<std::vector<NodePtr<GradientSink>>> entry_sinks_;
+  EntrySinks entry_sinks_;
   std::vector<torch::autograd::edge_list> roots_;
   std::optional<SplitBackward> split_;  // between I and W
   std::vector<VersionWatch> versions_;  // of the parameters, at I

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
@@ -77,6 +78,32 @@ void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<Node
     if (leaf == nullptr || edges_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
     if (index_of(leaf->variable, all_) == all_.size()) add_sink(leaf->variable, /*of_its_own=*/true);
   }
+}
+
+void ParameterSinks::run_backward(const RootGradients& roots, bool retain_graph, GradientSums& sums,
+                                  const EntrySinks& entries, std::vector<GradientSums>& entering) {
+  const auto connect = [&](bool runs) {
+    for (std::size_t p = 0; p < entries.size(); ++p) {
+      for (const auto& sink : entries[p]) {
+        if (sink) sink->sums = runs ? &entering[p] : nullptr;
+      }
+    }
+    for (const auto& sink : sinks_) sink->sums = runs ? &sums : nullptr;
+  };
+  const auto take = [&](const c10::TensorImpl* leaf, const at::Tensor& gradient) {
+    auto end = end_of(leaf);
+    const auto lenders = entries.end() - (entries.empty() ? 0 : std::ssize(stage_.borrowed));
+    for (std::size_t k = 0; k < stage_.borrowed.size() && !entries.empty(); ++k) {
+      if (all_[stage_.borrowed[k]].unsafeGetTensorImpl() == leaf) end = {lenders[k].front(), 0};
+    }
+    if (!end.is_valid()) return false;
+    auto& sink = static_cast<GradientSink&>(*end.function);
+    sink.sums->add(sink.indices[end.input_nr], gradient);
+    return true;
+  };
+  connect(true);
+  const absl::Cleanup disconnect = [&] { connect(false); };
+  gpipe::run_backward(roots, retain_graph, take);
 }
 
 bool ParameterSinks::adopt_new() {

@@ -19,10 +19,9 @@ class ParameterSinks {
   /// `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
-  /// The parameters that have a sink, in the order of their sums, and the sinks. Each large parameter has one of its
-  /// own, so that its gradient is freed at once. Small ones share one, because each node costs about a microsecond.
+  /// The parameters that have a sink, in the order of their sums. Each large parameter has one of its own, so that its
+  /// gradient is freed at once. Small ones share one, because each node costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
   /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
@@ -31,8 +30,11 @@ class ParameterSinks {
   /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
-  /// Where the graph's edges to a parameter lead, and its gradients; invalid without a sink.
-  torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
+  /// Runs the part of a redirected graph behind `roots`. Adds the gradients of parameters to `sums`, and those of the
+  /// inputs to `entering`, per parcel; a W has neither entries nor these. Gradients of backwards inside this one, such as
+  /// a reentrant checkpoint's, go there too.
+  void run_backward(const RootGradients& roots, bool retain_graph, GradientSums& sums, const EntrySinks& entries,
+                    std::vector<GradientSums>& entering);
 
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
@@ -59,6 +61,7 @@ class ParameterSinks {
  private:
   std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
   void add_sink(const at::Tensor& parameter, bool of_its_own);
+  torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
 
   Stage& stage_;
   const std::uint64_t caller_;  // the thread that made this

@@ -84,8 +84,12 @@ std::vector<std::int64_t> sizes_of(const Node& node, std::size_t input) {
 // The nodes of a graph, and those of them to defer.
 class Plan {
  public:
-  Plan(const edge_list& roots, const std::vector<const GradientSink*>& inputs) {
-    for (const auto* input : inputs) leads_to_input_[input] = true;
+  Plan(const edge_list& roots, const EntrySinks& inputs) {
+    for (const auto& of_parcel : inputs) {
+      for (const auto& sink : of_parcel) {
+        if (sink) leads_to_input_[sink.get()] = true;
+      }
+    }
     for (const auto& root : roots) {
       if (root.is_valid()) visit(root.function.get());
     }
@@ -225,7 +229,7 @@ struct SplitBackward::Deferred : Node {
   variable_list gradients;
 };
 
-SplitBackward::SplitBackward(const edge_list& roots, const std::vector<const GradientSink*>& inputs) {
+SplitBackward::SplitBackward(const edge_list& roots, const EntrySinks& inputs) {
   const Plan plan(roots, inputs);
   if (!plan.defers_any()) return;
   absl::flat_hash_map<const Node*, NodePtr<Deferred>> in_place_of;

@@ -5,12 +5,6 @@
 
 namespace gpipe {
 
-/// Where a backward begins: nodes' inputs, and a gradient for each.
-struct RootGradients {
-  torch::autograd::edge_list edges;
-  torch::autograd::variable_list gradients;
-};
-
 /// Splits the backward of a graph that ends in GradientSinks into the gradients of the inputs (I), for which other
 /// stages wait, and gradients of parameters (W).
 ///
@@ -25,7 +19,7 @@ struct RootGradients {
 class SplitBackward {
  public:
   /// Makes a backward from `roots` run I. `inputs`: the sinks of the inputs; all others are the parameters'.
-  SplitBackward(const torch::autograd::edge_list& roots, const std::vector<const GradientSink*>& inputs);
+  SplitBackward(const torch::autograd::edge_list& roots, const EntrySinks& inputs);
   ~SplitBackward();
   SplitBackward(SplitBackward&&) = default;
   SplitBackward& operator=(SplitBackward&&) = delete;

@@ -8,7 +8,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/binding.h"
 #include "gpipe/tensors/torch_internals.h"
@@ -40,10 +39,15 @@ struct Stage {
   /// last.
   std::vector<int> receivers;
 
-  /// Whether a forward of this stage, or a later one with its input's memory, writes to it. See StoredInputs.
+  /// Whether a forward of this stage, or a later one with its input's memory, writes to it. The first backward tells.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
-  NeededGradients needed_gradients;
+  /// Which outputs need gradients, which only the graph of a forward shows. For checkpointed forwards.
+  struct NeededGradients {
+    std::vector<bool> sources;              ///< for each parameter and input, whether it wanted a gradient then
+    std::vector<std::vector<bool>> wanted;  ///< per parcel and tensor; empty if it is not known
+    bool vary = false;                      ///< between calls: all floating-point outputs need gradients
+  } needed_gradients;
   StageState state;
   /// Leaves other than parameters that its layers have used, as long as they live.
   absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
@@ -54,6 +58,17 @@ struct Stage {
 
   /// The name of a layer by its index in the stage; "loss" for the index after the last.
   std::string name_of(int layer) const { return layer == std::ssize(layers) ? "loss" : layers[layer]->name(); }
+  /// "layer 'NAME'" of the last layer that has a parameter or buffer; "a layer" if none has it.
+  std::string owner_of(const at::Tensor& tensor) const {
+    std::string owner = "a layer";
+    locked([&] {
+      for (const auto& layer : layers) {
+        const auto has = [&](const auto& tensors) { return index_of(tensor, tensors) < tensors.size(); };
+        if (has(layer->buffers().tensors) || has(layer->parameters())) owner = "layer '" + layer->name() + "'";
+      }
+    });
+    return owner;
+  }
   /// The layers' parameters, each once, in order of first occurrence.
   std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> all;

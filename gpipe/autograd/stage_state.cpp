@@ -13,8 +13,6 @@ namespace {
 
 thread_local StageState* current = nullptr;
 
-bool is_strided(const at::Tensor& tensor) { return tensor.layout() == at::kStrided && !tensor.is_nested(); }
-
 using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // A tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
@@ -25,36 +23,23 @@ Memory memory_of(const at::Tensor& tensor) {
   return has_own ? tensor.storage().getWeakStorageImpl() : Memory(c10::intrusive_ptr<c10::StorageImpl>());
 }
 
-void set_value(const at::Tensor& tensor, const at::Tensor& value) {
-  use_on_current_stream(value);
-  const bool fits = !is_strided(tensor) || (tensor.sizes() == value.sizes() && tensor.strides() == value.strides());
-  fits ? overwrite(tensor, value) : tensor.set_data(copy_of(value));
-}
-
 // Finds what belongs to a tensor, in a list.
-template <typename List, typename Member>
-auto find(const at::Tensor& tensor, List& list, Member member) {
-  const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
-  return std::ranges::find_if(list, is_it, member);
+template <typename List>
+auto find(const at::Tensor& tensor, List& list) {
+  return std::ranges::find_if(list, [&](const auto& each) { return each.tensor.is_same(tensor); });
 }
 
-auto value_of(const at::Tensor& tensor, StageState::Saved& saved) {
-  return find(tensor, saved.values, [](const auto& value) -> const at::Tensor& { return value.first; });
-}
-
-std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
-  std::string owner = "a layer";
-  stage.locked([&] {
-    for (const auto& layer : stage.layers) {
-      const auto has = [&](const auto& tensors) { return index_of(tensor, tensors) < tensors.size(); };
-      if (has(layer->buffers().tensors) || has(layer->parameters())) owner = "layer '" + layer->name() + "'";
-    }
-  });
-  return owner;
+void add_copy(const at::Tensor& tensor, StageState::Saved& saved) {
+  if (find(tensor, saved.copies) == saved.copies.end()) saved.copies.push_back({tensor, copy_of(tensor)});
 }
 
 [[noreturn]] void refuse_write(const std::string& what) {
   throw_error("a layer wrote to ", what, ", which run concurrently; put the layers that share it into one stage");
+}
+
+void restore(const Stage& stage, const StageState::Saved& saved) {
+  for (const auto& [tensor, value] : saved.copies) overwrite(tensor, value);
+  StageState::end_recompute(stage, saved);
 }
 
 }  // namespace
@@ -70,26 +55,32 @@ StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Ten
   const auto buffers = tensors.size();
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   find_change(/*by_layers=*/false);
+  const bool is_first = !std::exchange(has_saved_, true);  // else a layer may have made a new buffer
   if (!std::ranges::equal(tensors, items_, &at::Tensor::is_same, {}, &Item::tensor)) {
     auto known = std::exchange(items_, {});
-    const bool is_first = known.empty();  // else a layer may have made a new buffer
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto& tensor = tensors[i];
-      if (const auto found = find(tensor, known, &Item::tensor); found != known.end()) {
+      if (const auto found = find(tensor, known); found != known.end()) {
         items_.push_back(std::move(*found));
         continue;
       }
-      const auto shared = find(tensor, shared_, [](const auto& each) -> const at::Tensor& { return each.first; });
-      const auto what = shared == shared_.end() ? "" : shared->second;
-      const bool is_copied = i < buffers && is_strided(tensor) && what.empty() && (!is_first || !is_large(tensor));
-      items_.push_back({tensor, i < buffers, is_copied, what, VersionWatch(tensor), memory_of(tensor), !is_first});
+      const bool is_strided = tensor.layout() == at::kStrided && !tensor.is_nested();
+      const bool is_copied = i < buffers && is_strided && (!is_first || !is_large(tensor));
+      items_.push_back({tensor, i < buffers, is_copied, "", VersionWatch(tensor), memory_of(tensor)});
     }
   }
   saved.changes = changes_;
   for (const auto& item : items_) {
-    if (item.is_copied) saved.values.emplace_back(item.tensor, copy_of(item.tensor));
+    if (item.is_copied) saved.copies.push_back({item.tensor, copy_of(item.tensor)});
   }
   return saved;
+}
+
+// REQUIRES: the tensor is not copied.
+void StageState::note_change(Item& item, bool by_layers) {
+  item.is_copied = by_layers && item.is_buffer;
+  ++changes_;
+  changed_ = item.tensor;
 }
 
 // Returns a tensor that has changed since the last time and is not copied, if any.
@@ -101,27 +92,11 @@ const StageState::Item* StageState::find_change(bool by_layers) {
     if (by_layers && !item.shared_by.empty()) refuse_write(item.shared_by);
     item.memory = std::move(memory);
     item.version = VersionWatch(item.tensor);
-    item.has_changed = true;
     if (item.is_copied) continue;
-    item.is_copied = by_layers && item.is_buffer;
-    ++changes_;
-    changed_ = item.tensor;
+    note_change(item, by_layers);
     found = &item;
   }
   return found;
-}
-
-void StageState::rebind(const Stage& stage, const Saved& saved) {
-  stage.locked([&] {
-    for (const auto& buffers : saved.layers) {
-      if (buffers.put_back) buffers.put_back();
-    }
-  });
-}
-
-void StageState::restore(const Stage& stage, const Saved& saved) {
-  for (const auto& [tensor, value] : saved.values) set_value(tensor, value);
-  rebind(stage, saved);
 }
 
 void StageState::restore_after_error(const Stage& stage, const Saved& saved) noexcept try {
@@ -133,20 +108,26 @@ void StageState::restore_after_error(const Stage& stage, const Saved& saved) noe
 } catch (...) {
 }
 
-void StageState::restore_forward(const Stage& stage, const Saved& forward, Saved& now) {
+void StageState::begin_recompute(const Stage& stage, const Saved& forward, Saved& now) {
   if (forward.changes != changes_) {
-    throw_error("a parameter or large buffer of ", owner_of(changed_, stage),
+    throw_error("a parameter or large buffer of ", stage.owner_of(changed_),
                 " was changed between a forward and its recompute; if a layer wrote to the buffer, repeat the call: "
                 "from now on it is copied; else change it after the backward, or use checkpoint='never'");
   }
-  for (const auto& [tensor, value] : forward.values) {
-    if (value_of(tensor, now) == now.values.end()) now.values.emplace_back(tensor, copy_of(tensor));
-  }
+  for (const auto& copy : forward.copies) add_copy(copy.tensor, now);
   restore(stage, forward);
 }
 
-void StageState::restore_after_backward(const Stage& stage, const Saved& now) {
-  for (const auto& [tensor, value] : now.values) set_value(tensor, value);
+void StageState::end_recompute(const Stage& stage, const Saved& now) {
+  stage.locked([&] {
+    for (const auto& buffers : now.layers) {
+      if (buffers.put_back) buffers.put_back();
+    }
+  });
+}
+
+void StageState::end_backward(const Stage& stage, const Saved& now) {
+  for (const auto& [tensor, value] : now.copies) overwrite(tensor, value);
   stage.locked([&] {
     for (std::size_t i = 0; i < stage.layers.size(); ++i) {
       if (are_same(stage.layers[i]->buffers().tensors, now.layers[i].tensors)) continue;
@@ -159,16 +140,20 @@ void StageState::restore_after_backward(const Stage& stage, const Saved& now) {
 void StageState::check(const Stage& stage) {
   const auto* item = find_change(/*by_layers=*/true);
   if (item == nullptr || !is_recomputed()) return;
-  throw_error("a ", item->is_buffer ? "large buffer" : "parameter", " of ", owner_of(item->tensor, stage),
+  throw_error("a ", item->is_buffer ? "large buffer" : "parameter", " of ", stage.owner_of(item->tensor),
               " was changed by code that PyTorch does not see, in a forward that is recomputed; ",
               item->is_buffer
                   ? "set the buffer's value again, which is lost, and repeat the call: from now on it is copied"
                   : "use checkpoint='never'");
 }
 
+void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
+  items_.push_back({buffer, true, false, std::move(what), VersionWatch(buffer), memory_of(buffer)});
+}
+
 bool StageState::may_change(const at::Tensor& buffer) const {
-  const auto found = find(buffer, items_, &Item::tensor);
-  return found == items_.end() || found->is_copied || found->has_changed;
+  const auto found = find(buffer, items_);
+  return found == items_.end() || found->is_copied;
 }
 
 bool StageState::has_memory_of(const at::Tensor& tensor) const {
@@ -177,9 +162,8 @@ bool StageState::has_memory_of(const at::Tensor& tensor) const {
   });
 }
 
-StageState::Scope::Scope(StageState& state, Saved* saved, bool is_backward) : outer_(std::exchange(current, &state)) {
+StageState::Scope::Scope(StageState& state, Saved* saved) : outer_(std::exchange(current, &state)) {
   state.saved_ = saved;
-  state.is_backward_ = is_backward;
 }
 
 StageState::Scope::~Scope() {
@@ -203,23 +187,21 @@ void StageState::before_change(Item& item) {
         "a layer wrote to a parameter in a forward that is recomputed; use checkpoint='never', or make it a "
         "buffer");
   }
-  item.has_changed = true;
   if (!item.is_copied) {
-    item.is_copied = item.is_buffer;
-    ++changes_;
-    changed_ = item.tensor;
-    for (auto* saved : {call, is_backward_ ? nullptr : saved_}) {
-      if (saved == nullptr || value_of(item.tensor, *saved) != saved->values.end()) continue;
-      saved->values.emplace_back(item.tensor, copy_of(item.tensor));
+    note_change(item, /*by_layers=*/true);
+    for (auto* saved : {call, is_recomputed() ? saved_ : nullptr}) {
+      if (saved == nullptr) continue;
+      add_copy(item.tensor, *saved);
       saved->changes = changes_;
     }
-  } else if (is_backward_ && saved_ != nullptr) {
-    const auto found = value_of(item.tensor, *saved_);
-    if (found == saved_->values.end()) return;
-    const auto [present, value] = std::move(*found);
-    saved_->values.erase(found);
-    set_value(present, value);  // which calls this again
+    return;
   }
+  if (saved_ == nullptr || is_recomputed()) return;
+  const auto found = find(item.tensor, saved_->copies);
+  if (found == saved_->copies.end()) return;
+  const auto [present, value] = std::move(*found);
+  saved_->copies.erase(found);
+  overwrite(present, value);  // which calls this again
 }
 
 }  // namespace gpipe

@@ -18,43 +18,46 @@ struct Stage;
 class StageState {
  public:
   struct Saved {
+    struct Copy {
+      at::Tensor tensor;
+      at::Tensor value;
+    };
     std::vector<Layer::Buffers> layers;
-    std::vector<std::pair<at::Tensor, at::Tensor>> values;  ///< copies of tensors
-    int changes = 0;                                        ///< of other tensors, before that time
+    std::vector<Copy> copies;
+    int changes = 0;  ///< of other tensors, before that time
   };
   /// `parameters`: the stage's own.
   Saved save(const Stage& stage, const std::vector<at::Tensor>& parameters);
-  /// Gives modules the buffers, modes and values that they had. Does not advance version counters, so graphs in flight
-  /// stay valid. Errors: Layer::Buffers::put_back().
-  static void restore(const Stage& stage, const Saved& saved);
-  /// The same, except for values.
-  static void rebind(const Stage& stage, const Saved& saved);
-  /// As restore(), while an exception is being handled: ignores its own errors.
+  /// Gives modules the values, buffers and modes that they had, while an exception is being handled: ignores its own
+  /// errors. Does not advance version counters, so graphs in flight stay valid.
   static void restore_after_error(const Stage& stage, const Saved& saved) noexcept;
-  /// Restores what a recompute reads. Adds to `now`, just saved, what will undo this. Errors: std::runtime_error, which
-  /// names the layer, if a tensor that was not copied has changed.
-  void restore_forward(const Stage& stage, const Saved& forward, Saved& now);
-  /// Call after the backward. Errors: std::runtime_error, which names the layer, if that replaced a buffer.
-  static void restore_after_backward(const Stage& stage, const Saved& now);
+  /// Does the same before a recompute. Adds to `now`, just saved, what will undo this. Errors: std::runtime_error, which
+  /// names the layer, if a tensor that was not copied has changed, or as Layer::Buffers::put_back().
+  void begin_recompute(const Stage& stage, const Saved& forward, Saved& now);
+  /// Call after the recompute: gives modules their present buffers and modes. Errors: Layer::Buffers::put_back().
+  static void end_recompute(const Stage& stage, const Saved& now);
+  /// Call after its backward: puts back the values. Errors: std::runtime_error, which names the layer, if the backward
+  /// replaced a buffer.
+  static void end_backward(const Stage& stage, const Saved& now);
 
   /// Call after the layers have run. Errors: std::runtime_error, which names the layer, if code that PyTorch does not see
   /// has changed a tensor that was not copied, in a forward that is recomputed.
   void check(const Stage& stage);
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
-  void forbid_writes(const at::Tensor& buffer, std::string what) { shared_.emplace_back(buffer, std::move(what)); }
-  /// Whether a buffer is small, or has changed since the first save().
+  void forbid_writes(const at::Tensor& buffer, std::string what);
+  /// Whether a buffer is copied, because it is small or layers have written to it. True for one that is not known.
   bool may_change(const at::Tensor& buffer) const;
   /// Whether a tensor shares memory with one of the layers, so that it must be copied when it leaves the stage.
   bool has_memory_of(const at::Tensor& tensor) const;
 
   /// The running call's Saved, which undoes it; null between calls. Gets copies of large buffers before the first write.
   Saved* call = nullptr;
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they write to. In a forward or
-  /// recompute, `saved` gets copies of large buffers before the first write. In the backward of a recompute, buffers get
-  /// their values of `saved`, the present ones, before the first write.
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they write to. In a forward that
+  /// is recomputed, `saved` gets copies of large buffers before the first write. In the backward of a recompute, buffers
+  /// get their values of `saved`, the present ones, before the first write.
   class Scope {
    public:
-    Scope(StageState& state, Saved* saved, bool is_backward);
+    Scope(StageState& state, Saved* saved);
     ~Scope();
     Scope(const Scope&) = delete;
 
@@ -72,17 +75,16 @@ class StageState {
     std::string shared_by;                             // of forbid_writes()
     VersionWatch version;                              // as last seen
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // weak, so that no other memory gets its address
-    bool has_changed = false;
   };
+  void note_change(Item& item, bool by_layers);
   const Item* find_change(bool by_layers);
   void before_change(Item& item);
 
   std::vector<Item> items_;  // of the layers' tensors
-  std::vector<std::pair<at::Tensor, std::string>> shared_;
+  bool has_saved_ = false;
   int changes_ = 0;
   at::Tensor changed_;      // the last one
   Saved* saved_ = nullptr;  // of the Scope
-  bool is_backward_ = false;
 };
 
 }  // namespace gpipe

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -77,6 +78,16 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto status = at::get_overlap_status(a, b);
   if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
   return a.element_size() != b.element_size() || share_an_element(a, b);
+}
+
+std::vector<Parcel> with_copies(std::vector<Parcel> parcels, std::size_t count) {
+  for (std::size_t p = 0; p < count; ++p) {
+    for (auto& tensor : parcels[p].tensors) {
+      if (tensor.defined()) tensor = copy_of(tensor);
+    }
+    parcels[p].renew_versions();
+  }
+  return parcels;
 }
 
 void AliasCheck::enters(const at::Tensor& tensor, const AliasGroup& group) {

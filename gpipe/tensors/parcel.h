@@ -87,6 +87,9 @@ struct Parcel {
   void renew_versions() { versions = std::vector<VersionWatch>(tensors.begin(), tensors.end()); }
 };
 
+/// Replaces the tensors of the first `count` parcels by copies.
+std::vector<Parcel> with_copies(std::vector<Parcel> parcels, std::size_t count);
+
 using Gradients = std::vector<at::Tensor>;
 
 /// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common

@@ -129,7 +129,10 @@ at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.dev
 
 void overwrite(const at::Tensor& to, const at::Tensor& from) {
   at::NoGradGuard no_grad;
-  if (to.is_sparse()) return to.set_data(copy_of(from));  // has no memory that an alias shares
+  use_on_current_stream(from);
+  const bool has_strides = to.layout() == at::kStrided && !to.is_nested();
+  const bool fits = !has_strides || (to.sizes() == from.sizes() && to.strides() == from.strides());
+  if (!fits || to.is_sparse()) return to.set_data(copy_of(from));  // a sparse one has no memory that an alias shares
   const auto data = to.variable_data();
   has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
 }

@@ -68,7 +68,8 @@ at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Te
 at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking = false);
 at::Tensor copy_of(const at::Tensor& tensor);
 
-/// Writes the values of `from`, which has the same sizes and strides, to `to`. Does not advance the version counter.
+/// Gives `to` the values of `from`, and its sizes and strides. Writes in place if these are equal, which does not advance
+/// the version counter.
 void overwrite(const at::Tensor& to, const at::Tensor& from);
 
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after

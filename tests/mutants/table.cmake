@@ -48,15 +48,15 @@ mutant(frees_cells_late gpipe/run/mini_batch.cpp "    cell.reset();" "" Generate
 mutant(shares_random_numbers gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
 mutant(recomputes_at_random gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
-       "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
+       "emplace(!is_checkpointed_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
 mutant(adds_into_shared_gradients gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;" GradientSums*)
 mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())" "if (false)"
        SkipEdges*)
-mutant(recomputes_without_copies gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
-       "? stored_ : stored_" InPlace.*:Generated*)
+mutant(recomputes_without_copies gpipe/autograd/cell.cpp "if (retain_graph && stores_copies_)" "if (false)"
+       InPlace.*:Generated*)
 mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
-       "  if (state_now_) StageState::restore_after_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
-mutant(recomputes_from_a_changed_input gpipe/autograd/checkpointing.cpp "if (!stores_copies_) fail(stage_, when);" ""
+       "  if (state_now_) StageState::end_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
+mutant(recomputes_from_a_changed_input gpipe/autograd/cell.cpp "if (stores_copies_) return;" "if (stage_.index >= 0) return;"
        InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_hash({own_[i]}) != samples_[i];"
        "false;" Recompute.*)
@@ -80,7 +80,7 @@ mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->
 # State.
 mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
        InPlace.*)
-mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "set_value(present, value);" "(void)value;"
+mutant(loses_writes_of_backwards gpipe/autograd/stage_state.cpp "overwrite(present, value);" "(void)value;"
        Recompute.*)
 mutant(sends_views_of_state gpipe/autograd/cell.cpp "!stage_.state.has_memory_of(tensor)" "true" Recompute.*)
 
@@ -91,8 +91,8 @@ mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/parameter_sinks.cpp
        "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
 mutant(drops_gradients_of_lent_parameters gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
        TiedParameters.*:Generated*)
-mutant(writes_to_lent_parameters gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" "" TiedParameters.*)
-mutant(copies_borrowed_parameters gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()" "parcels.size()"
+mutant(writes_to_lent_parameters gpipe/autograd/cell.cpp "check_tied(tied);" "" TiedParameters.*)
+mutant(copies_borrowed_parameters gpipe/autograd/cell.cpp "with_copies(in, 1 + stage_.skips_in.size())" "with_copies(in, in.size())"
        TiedParameters.*:Generated*)
 mutant(borrows_once_per_layer balance/stage_cost.cpp "std::exchange(last, stage)" "last" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe/autograd/cell.cpp "start(static_cast<int>(stage_.layers.size()));"
@@ -100,7 +100,7 @@ mutant(shares_the_scope_of_the_loss gpipe/autograd/cell.cpp "start(static_cast<i
 mutant(runs_the_loss_in_both_passes gpipe/autograd/cell.cpp
        "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {" "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe/autograd/cell.cpp
-       "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
+       "check_inputs(have_changed(in), \"during its recompute\")" "" Step.*)
 mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
        "std::vector<double> weights(sizes.size(), 1);" Step.*)
 mutant(forgets_the_range_of_targets gpipe/run/loss_check.cpp "later.high > high + slack" "false" Step.*)
