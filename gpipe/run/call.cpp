@@ -8,30 +8,31 @@
 namespace gpipe {
 
 Turn::Turn(Pipeline& pipeline) : pipeline_(pipeline) {
-  auto& mutex = pipeline.call_mutex();
-  if (pipeline.caller == std::this_thread::get_id()) return;
-  lock_.emplace(mutex);
-  pipeline.caller = std::this_thread::get_id();
+  pipeline.executor().check_caller();
+  auto& calls = pipeline.calls();
+  if (calls.caller == std::this_thread::get_id()) return;
+  lock_.emplace(calls.turn);
+  calls.caller = std::this_thread::get_id();
 }
 
 Turn::~Turn() {
-  if (lock_) pipeline_.caller = std::thread::id();
+  if (lock_) pipeline_.calls().caller = std::thread::id();
 }
 
 Call::~Call() {
-  if (has_turn_) pipeline_.has_call = false;
+  if (has_turn_) pipeline_.calls().has_call = false;
   for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
 }
 
 void Call::take_turn() {
   if (has_turn_) return;
   if (!turn_) turn_.emplace(pipeline_);
-  if (pipeline_.has_call) {
+  if (pipeline_.calls().has_call) {
     throw_error(
         "this pipeline was called within another call of it on the same thread, such as by a signal handler; make the "
         "call afterwards");
   }
-  pipeline_.has_call = has_turn_ = true;
+  pipeline_.calls().has_call = has_turn_ = true;
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {

@@ -145,7 +145,7 @@ void TeamCalls::withdraw(const std::string& reason) {
   team.withdraw(reason);
 }
 
-void TeamCalls::note_load() { pipeline_.note_load(); }
+void TeamCalls::note_load() { pipeline_.calls().has_loaded = true; }
 
 at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, bool error_if_nonfinite) {
   check_positive(pipe, max_norm, "max_norm");

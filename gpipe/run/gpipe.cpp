@@ -160,20 +160,20 @@ bool GPipeImpl::ties_unchanged() const {
          std::ranges::equal(across, across_ranks_, is_same);
 }
 
-std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
+std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->calls().error(); }
 
-void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timeline(std::move(timeline)); }
+void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->calls().set_timeline(std::move(timeline)); }
 
 std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
   if (micro_batches <= 0) refuse_argument("micro_batches must be positive, but is ", micro_batches);
-  return pipeline_->program(micro_batches, options_.checkpoint(), Pipeline::Use::kStep);
+  return pipeline_->calls().program(*pipeline_, micro_batches, options_.checkpoint(), CallState::Use::kStep);
 }
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   check_kinds(*this, archive, "");
   torch::nn::Module::load(archive);
   move_to_devices(pipeline_->stages());
-  pipeline_->note_load();
+  pipeline_->calls().has_loaded = true;
 }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }

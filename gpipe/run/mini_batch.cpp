@@ -51,9 +51,9 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
     : pipeline_(std::move(pipeline)),
       micro_batches_(static_cast<int>(inputs.size())),
       options_(std::move(options)),
-      grad_(options_.use != Pipeline::Use::kForward),
-      program_(pipeline_->program(micro_batches_, options_.checkpoint, options_.use)),
-      recording_(pipeline_->next_recording(options_.measures)),
+      grad_(options_.use != CallState::Use::kForward),
+      program_(pipeline_->calls().program(*pipeline_, micro_batches_, options_.checkpoint, options_.use)),
+      recording_(pipeline_->calls().next_recording(pipeline_->workers(), options_.measures)),
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
@@ -74,7 +74,7 @@ void MiniBatch::begin(Call& call) {
   const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   Proposal proposal{.key = options_.key};
   if (team.replicas() > 1) note_trained(sinks_, proposal);
-  proposal.has_loaded = pipeline_->has_loaded();
+  proposal.has_loaded = pipeline_->calls().has_loaded;
   proposal.program = program_->hash();
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
@@ -152,7 +152,7 @@ MiniBatch::Run::Run(MiniBatch& of) : edges(*of.pipeline_, *of.program_, of.recor
 void MiniBatch::run_actions(Part part) {
   run_.emplace(*this);
   const absl::Cleanup end = [&] { run_.reset(); };
-  pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
+  pipeline_->calls().set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   auto* timeline = recording_.timeline.get();
   const auto recorded = timeline ? timeline->spans.size() : 0;
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
@@ -238,7 +238,7 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
   if (failure.action) {
     const auto info = describe(*failure.action, failure.error);
     place = to_string(info);
-    pipeline_->set_error(info);
+    pipeline_->calls().set_error(info);
   }
   pipeline_->team().fail(failure.error, failure.action ? "in " + place : "at the end of transfers between devices");
 }

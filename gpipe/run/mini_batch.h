@@ -17,7 +17,7 @@ namespace gpipe {
 class MiniBatch : private ActionRunner {
  public:
   struct Options {
-    Pipeline::Use use = Pipeline::Use::kForward;
+    CallState::Use use = CallState::Use::kForward;
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
     bool training = true;
@@ -82,7 +82,7 @@ class MiniBatch : private ActionRunner {
   const Options options_;
   const bool grad_;  // whether a backward follows
   const std::shared_ptr<const Program> program_;
-  Pipeline::Recording recording_;
+  CallState::Recording recording_;
   const at::ThreadLocalState forward_state_;  // the caller's; every recompute runs with it
   std::vector<ParameterSinks> sinks_;         // per stage
   std::vector<BatchStatistics> statistics_;   // per stage; empty unless batch norm is deferred

@@ -81,6 +81,57 @@ void set_intraop_threads_of_this_thread(int threads) {
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
 }
 
+std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint,
+                                                  Use use) {
+  const Key key{micro_batches, checkpoint, use};
+  ScheduleFunction make;
+  {
+    MutexLock lock(mutex_);
+    const auto found = std::ranges::find(programs_, key, [](const auto& known) { return known.first; });
+    if (found != programs_.end()) {
+      std::rotate(found, found + 1, programs_.end());
+      return programs_.back().second;
+    }
+    make = make_schedule_;
+  }
+  // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
+  Layout layout{pipeline.count(), micro_batches, pipeline.placement()};
+  auto schedule = use == Use::kForward              ? fill(layout)
+                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
+                                                    : make(layout, checkpoint);
+  if (use == Use::kStep) check_for_step(schedule);
+  auto made = std::make_shared<const Program>(Program::make(std::move(layout), pipeline.edges(), std::move(schedule)));
+  MutexLock lock(mutex_);
+  if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
+  programs_.emplace_back(key, made);
+  return made;
+}
+
+void CallState::set_schedule(const std::string& name) {
+  MutexLock lock(mutex_);
+  chosen_schedule_ = name;
+  make_schedule_ = [name](const Layout& layout, Checkpoint checkpoint) {
+    return make_schedule(name, layout, checkpoint);
+  };
+  std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
+}
+
+CallState::Recording CallState::next_recording(int workers, bool needed) {
+  MutexLock lock(mutex_);
+  if (!timeline_ && !needed) return {};
+  const auto counter = std::make_shared<ByteCounter>(workers);
+  if (!timeline_) return {std::make_shared<Timeline>(), 0, counter};
+  return {timeline_, steps_++, counter};
+}
+
+Link CallState::inlet_link(c10::Device from, c10::Device to) {
+  if (from == to) return {};
+  MutexLock lock(mutex_);
+  const auto [found, is_new] = inlet_links_.try_emplace(from.str() + to.str());
+  if (is_new) found->second = new_link(from, to);
+  return found->second;
+}
+
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
                    LanguageBinding binding, std::unique_ptr<Team> team)
     : stages_(std::move(stages)),
@@ -91,7 +142,7 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       binding_(std::move(binding)),
       team_(std::move(team)),
       devices_(1 + std::ranges::max(placement_), c10::kCPU),
-      make_schedule_(std::move(schedules.make)),
+      calls_(std::move(schedules.make)),
       executor_(make_executor(*team_, binding_.poll)) {
   for (const auto& stage : stages_) {
     devices_[worker_of(stage.index)] = stage.device;
@@ -135,21 +186,8 @@ Pipeline::~Pipeline() {
   if (executor_.forked()) static_cast<void>(team_.release());
 }
 
-Link Pipeline::inlet_link(c10::Device from, c10::Device to) {
-  if (from == to) return {};
-  MutexLock lock(mutex_);
-  const auto [found, is_new] = inlet_links_.try_emplace(from.str() + to.str());
-  if (is_new) found->second = new_link(from, to);
-  return found->second;
-}
-
-Mutex& Pipeline::call_mutex() {
-  executor_.check_caller();
-  return call_mutex_;
-}
-
 void Pipeline::take_state_of_first_replica() {
-  has_loaded_ = false;
+  calls_.has_loaded = false;
   if (team_->replicas() == 1) return;
   std::vector<at::Tensor> tensors;
   for (const auto& stage : stages_) {
@@ -164,7 +202,7 @@ void Pipeline::take_state_of_first_replica() {
 }
 
 void Pipeline::take_buffers_of_first_replica(bool trains) {
-  if (team_->replicas() == 1 || !std::exchange(buffers_differ_, trains)) return;
+  if (team_->replicas() == 1 || !std::exchange(calls_.buffers_differ, trains)) return;
   std::vector<at::Tensor> buffers;
   std::vector<at::Tensor> sent;
   for (const auto& stage : stages_) {
@@ -174,48 +212,6 @@ void Pipeline::take_buffers_of_first_replica(bool trains) {
     }
   }
   take_values(buffers, sent, *team_);
-}
-
-std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
-  const Key key{micro_batches, checkpoint, use};
-  ScheduleFunction make;
-  {
-    MutexLock lock(mutex_);
-    const auto found = std::ranges::find(programs_, key, [](const auto& known) { return known.first; });
-    if (found != programs_.end()) {
-      std::rotate(found, found + 1, programs_.end());
-      return programs_.back().second;
-    }
-    make = make_schedule_;
-  }
-  // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
-  Layout layout{count(), micro_batches, placement_};
-  auto schedule = use == Use::kForward              ? fill(layout)
-                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
-                                                    : make(layout, checkpoint);
-  if (use == Use::kStep) check_for_step(schedule);
-  auto made = std::make_shared<const Program>(Program::make(std::move(layout), edges_, std::move(schedule)));
-  MutexLock lock(mutex_);
-  if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
-  programs_.emplace_back(key, made);
-  return made;
-}
-
-void Pipeline::set_schedule(const std::string& name) {
-  MutexLock lock(mutex_);
-  chosen_schedule_ = name;
-  make_schedule_ = [name](const Layout& layout, Checkpoint checkpoint) {
-    return make_schedule(name, layout, checkpoint);
-  };
-  std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
-}
-
-Pipeline::Recording Pipeline::next_recording(bool needed) {
-  MutexLock lock(mutex_);
-  if (!timeline_ && !needed) return {};
-  const auto counter = std::make_shared<ByteCounter>(workers());
-  if (!timeline_) return {std::make_shared<Timeline>(), 0, counter};
-  return {timeline_, steps_++, counter};
 }
 
 }  // namespace gpipe

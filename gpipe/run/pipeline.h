@@ -19,7 +19,76 @@
 
 namespace gpipe {
 
-/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it.
+class Pipeline;
+
+/// What the calls of a pipeline share and change.
+///
+/// Thread safety: `has_call` and `buffers_differ` belong to the thread that has a Turn. The others: any thread.
+class CallState {
+ public:
+  explicit CallState(ScheduleFunction make_schedule) : make_schedule_(std::move(make_schedule)) {}
+
+  Mutex turn;                                ///< for Turn
+  std::atomic<std::thread::id> caller = {};  ///< who has it
+  bool has_call = false;                     ///< whether a Call runs in this turn
+  bool buffers_differ = false;               ///< a call has trained since the replicas' buffers were made equal
+  std::atomic<bool> has_loaded = false;      ///< this rank, since the replicas' states were made equal
+
+  /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
+  enum class Use { kForward, kForwardAndBackward, kStep };
+
+  /// Returns the verified program of `pipeline`, whose state this is. Caches the 16 last used ones. Errors:
+  /// std::invalid_argument for a schedule that cannot run.
+  std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint, Use use);
+  /// Sets the schedule of later steps, by its name.
+  void set_schedule(const std::string& name);
+  /// Empty before set_schedule().
+  std::string chosen_schedule() const {
+    MutexLock lock(mutex_);
+    return chosen_schedule_;
+  }
+
+  /// The copy streams for inputs and targets, the same for the same devices.
+  Link inlet_link(c10::Device from, c10::Device to);
+
+  void set_error(std::optional<ErrorInfo> error) {
+    MutexLock lock(mutex_);
+    error_ = std::move(error);
+  }
+  std::optional<ErrorInfo> error() const {
+    MutexLock lock(mutex_);
+    return error_;
+  }
+
+  /// Later mini-batches append to the timeline; nullptr ends this.
+  void set_timeline(std::shared_ptr<Timeline> timeline) {
+    MutexLock lock(mutex_);
+    timeline_ = std::move(timeline);
+    steps_ = 0;
+  }
+  struct Recording {
+    std::shared_ptr<Timeline> timeline = nullptr;
+    int step = 0;
+    std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
+  };
+  /// Returns where the next mini-batch records, and its step there. If that is nowhere and `needed`, a new timeline.
+  Recording next_recording(int workers, bool needed);
+
+ private:
+  using Key = std::tuple<int, Checkpoint, Use>;  // number of micro-batches
+
+  mutable Mutex mutex_;
+  std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);
+  ScheduleFunction make_schedule_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
+  std::map<std::string, Link> inlet_links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
+  std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
+  int steps_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+/// A model cut into stages, with the threads that run them. Does not change, except for the stages and calls(). GPipe and
+/// every mini-batch in flight share it.
 ///
 /// Thread safety: stages() belong to the thread that has a Turn and its workers. The other functions: any thread.
 class Pipeline {
@@ -39,6 +108,7 @@ class Pipeline {
   Team& team() const { return *team_; }
   bool is_here(int stage) const { return team_->is_here(worker_of(stage)); }
   int rank_of(int stage) const { return team_->of_workers()[worker_of(stage)]; }
+  CallState& calls() { return calls_; }
   /// Keeps freed memory as long as this lives; see KeptMemory.
   void keep_memory() { memory_.emplace(); }
   /// On all ranks.
@@ -65,13 +135,6 @@ class Pipeline {
   /// This rank's end of the wire between the devices of two workers, one of them on this rank; null if what they
   /// exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
-  /// The copy streams for inputs and targets, the same for the same devices.
-  Link inlet_link(c10::Device from, c10::Device to);
-
-  /// For Turn. Errors: as Executor::check_caller().
-  Mutex& call_mutex();
-  std::atomic<std::thread::id> caller = {};  ///< who has the mutex
-  bool has_call = false;                     ///< whether a Call runs in this turn
 
   /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made,
   /// and in the next call after one of them has loaded a state.
@@ -79,50 +142,8 @@ class Pipeline {
   /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
   /// since the last time. `trains`: whether this one does. Does not advance version counters.
   void take_buffers_of_first_replica(bool trains);
-  /// Call when this rank has loaded a state. Any thread.
-  void note_load() { has_loaded_ = true; }
-  /// Whether this rank has loaded a state since take_state_of_first_replica().
-  bool has_loaded() const { return has_loaded_; }
-
-  /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
-  enum class Use { kForward, kForwardAndBackward, kStep };
-
-  /// Returns the verified program. Caches the 16 last used ones. Errors: std::invalid_argument for a schedule that
-  /// cannot run.
-  std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
-  /// Sets the schedule of later steps, by its name.
-  void set_schedule(const std::string& name);
-  /// Empty before set_schedule().
-  std::string chosen_schedule() const {
-    MutexLock lock(mutex_);
-    return chosen_schedule_;
-  }
-
-  void set_error(std::optional<ErrorInfo> error) {
-    MutexLock lock(mutex_);
-    error_ = std::move(error);
-  }
-  std::optional<ErrorInfo> error() const {
-    MutexLock lock(mutex_);
-    return error_;
-  }
-
-  /// Later mini-batches append to the timeline; nullptr ends this.
-  void set_timeline(std::shared_ptr<Timeline> timeline) {
-    MutexLock lock(mutex_);
-    timeline_ = std::move(timeline);
-    steps_ = 0;
-  }
-  struct Recording {
-    std::shared_ptr<Timeline> timeline = nullptr;
-    int step = 0;
-    std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
-  };
-  /// Returns where the next mini-batch records, and its step there. If that is nowhere and `needed`, a new timeline.
-  Recording next_recording(bool needed);
 
  private:
-  using Key = std::tuple<int, Checkpoint, Use>;
   void connect_devices();
 
   std::optional<KeptMemory> memory_;
@@ -130,8 +151,6 @@ class Pipeline {
   const std::vector<int> placement_;
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
-  std::atomic<bool> has_loaded_ = false;
-  bool buffers_differ_ = false;  // a call has trained since they were made equal
   const int intraop_threads_;
   const LanguageBinding binding_;
   std::unique_ptr<Team> team_;
@@ -140,16 +159,7 @@ class Pipeline {
   std::vector<Ends> ends_;                           // per edge
   std::map<std::pair<int, int>, DeviceLink> device_links_;
 
-  Mutex call_mutex_;
-  mutable Mutex mutex_;
-  std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);
-  ScheduleFunction make_schedule_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
-  std::map<std::string, Link> inlet_links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
-  std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
-  int steps_ ABSL_GUARDED_BY(mutex_) = 0;
-
+  CallState calls_;
   Executor executor_;
 };
 

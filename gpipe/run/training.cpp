@@ -143,7 +143,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
         fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
   if (team.size() > 1) name = bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(name)));
-  if (!name.empty()) pipeline.set_schedule(name);
+  if (!name.empty()) pipeline.calls().set_schedule(name);
 }
 
 std::vector<torch::Device> devices_of(const Value& value) {
@@ -184,7 +184,7 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
           entered = std::vector<VersionWatch>(tensors.begin(), tensors.end())](std::vector<at::Tensor> gradients,
                                                                                bool retain_graph) {
     auto result = in_call(*pipeline, [&](Call& call) {
-      pipeline->set_error(std::nullopt);
+      pipeline->calls().set_error(std::nullopt);
       // Micro-batches have version counters of their own.
       if (std::ranges::any_of(entered, &VersionWatch::changed)) {
         throw_error("an input was changed in place between the forward and its backward; change a clone instead");
@@ -222,7 +222,7 @@ BackwardFunction hand_out(std::vector<at::Tensor> gradients, std::shared_ptr<Pip
 }  // namespace
 
 std::string GPipeImpl::schedule() const {
-  auto chosen = pipeline_->chosen_schedule();
+  auto chosen = pipeline_->calls().chosen_schedule();
   return chosen.empty() ? options_.schedule() : chosen;
 }
 
@@ -252,10 +252,10 @@ std::int64_t GPipeImpl::least_samples() const { return has_batch_norm_ && is_tra
 
 Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
   const bool grad = at::GradMode::is_enabled();
-  const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
+  const auto use = grad ? CallState::Use::kForwardAndBackward : CallState::Use::kForward;
   Sizes sizes;
   auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
-    pipeline_->set_error(std::nullopt);
+    pipeline_->calls().set_error(std::nullopt);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
     MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
@@ -295,7 +295,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   Sizes sizes;
   std::vector<at::Tensor> sources;
   auto outcome = in_call(*pipeline_, [&](Call& call) {
-    pipeline_->set_error(std::nullopt);
+    pipeline_->calls().set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
       throw_error(
           "step() trains, so it needs training mode and grad mode; call it after train() and outside no_grad, or "
@@ -312,7 +312,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
-    MiniBatch::Options made{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm()};
+    MiniBatch::Options made{CallState::Use::kStep, checkpoint, options_.deferred_batch_norm()};
     made.sizes = sizes;
     made.measures = measures;
     made.accumulates = unit != nullptr;
