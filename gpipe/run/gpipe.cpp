@@ -166,7 +166,7 @@ void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->calls().s
 
 std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
   if (micro_batches <= 0) refuse_argument("micro_batches must be positive, but is ", micro_batches);
-  return pipeline_->calls().program(*pipeline_, micro_batches, options_.checkpoint(), CallState::Use::kStep);
+  return pipeline_->calls().program(*pipeline_, micro_batches, options_.checkpoint(), StepKey::kStep);
 }
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {

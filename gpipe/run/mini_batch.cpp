@@ -51,13 +51,13 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
     : pipeline_(std::move(pipeline)),
       micro_batches_(static_cast<int>(inputs.size())),
       options_(std::move(options)),
-      grad_(options_.use != CallState::Use::kForward),
-      program_(pipeline_->calls().program(*pipeline_, micro_batches_, options_.checkpoint, options_.use)),
-      recording_(pipeline_->calls().next_recording(pipeline_->workers(), options_.measures)),
+      grad_(options_.key.call != StepKey::kForward),
+      program_(pipeline_->calls().program(*pipeline_, micro_batches_, options_.key.checkpoint, options_.key.call)),
+      recording_(pipeline_->calls().next_recording(pipeline_->workers(), options_.key.measures)),
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
-      outputs_(options_.sizes, pipeline_->stages().back()),
+      outputs_(options_.key.sizes, pipeline_->stages().back()),
       loss_(loss) {}
 
 // Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
@@ -71,7 +71,7 @@ void MiniBatch::begin(Call& call) {
     call.save(sinks_);
   }
   auto& team = pipeline_->team();
-  const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
+  const auto samples = std::accumulate(options_.key.sizes.begin(), options_.key.sizes.end(), std::int64_t{0});
   Proposal proposal{.key = options_.key};
   if (team.replicas() > 1) note_trained(sinks_, proposal);
   proposal.has_loaded = pipeline_->calls().has_loaded;
@@ -88,7 +88,8 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  has_loaded ? pipeline_->take_state_of_first_replica() : pipeline_->take_buffers_of_first_replica(options_.training);
+  has_loaded ? pipeline_->take_state_of_first_replica()
+             : pipeline_->take_buffers_of_first_replica(options_.key.training);
 }
 
 Results MiniBatch::start(Call& call) {

@@ -17,14 +17,9 @@ namespace gpipe {
 class MiniBatch : private ActionRunner {
  public:
   struct Options {
-    CallState::Use use = CallState::Use::kForward;
-    Checkpoint checkpoint = Checkpoint::kNever;
-    bool deferred_batch_norm = false;
-    bool training = true;
-    StepKey key = {};                      ///< what the call is
-    std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
-    bool measures = false;                 ///< whether to record the actions in any case
-    bool accumulates = false;              ///< see BackwardGradients
+    StepKey key;  ///< what the call is; if it measures, the actions are recorded in any case
+    bool deferred_batch_norm;
+    bool accumulates = false;  ///< see BackwardGradients
   };
   /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves a step.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);

@@ -82,8 +82,8 @@ void set_intraop_threads_of_this_thread(int threads) {
 }
 
 std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint,
-                                                  Use use) {
-  const Key key{micro_batches, checkpoint, use};
+                                                  StepKey::Call call) {
+  const Key key{micro_batches, checkpoint, call};
   ScheduleFunction make;
   {
     MutexLock lock(mutex_);
@@ -96,10 +96,10 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
   }
   // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
   Layout layout{pipeline.count(), micro_batches, pipeline.placement()};
-  auto schedule = use == Use::kForward              ? fill(layout)
-                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
-                                                    : make(layout, checkpoint);
-  if (use == Use::kStep) check_for_step(schedule);
+  auto schedule = call == StepKey::kForward                ? fill(layout)
+                  : call == StepKey::kForwardWithGradients ? fill_drain(layout, checkpoint)
+                                                           : make(layout, checkpoint);
+  if (call == StepKey::kStep) check_for_step(schedule);
   auto made = std::make_shared<const Program>(Program::make(std::move(layout), pipeline.edges(), std::move(schedule)));
   MutexLock lock(mutex_);
   if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
@@ -113,7 +113,7 @@ void CallState::set_schedule(const std::string& name) {
   make_schedule_ = [name](const Layout& layout, Checkpoint checkpoint) {
     return make_schedule(name, layout, checkpoint);
   };
-  std::erase_if(programs_, [](const auto& known) { return std::get<Use>(known.first) == Use::kStep; });
+  std::erase_if(programs_, [](const auto& known) { return std::get<StepKey::Call>(known.first) == StepKey::kStep; });
 }
 
 CallState::Recording CallState::next_recording(int workers, bool needed) {

@@ -34,12 +34,11 @@ class CallState {
   bool buffers_differ = false;               ///< a call has trained since the replicas' buffers were made equal
   std::atomic<bool> has_loaded = false;      ///< this rank, since the replicas' states were made equal
 
-  /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
-  enum class Use { kForward, kForwardAndBackward, kStep };
-
-  /// Returns the verified program of `pipeline`, whose state this is. Caches the 16 last used ones. Errors:
-  /// std::invalid_argument for a schedule that cannot run.
-  std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint, Use use);
+  /// Returns the verified program of a forward or step of `pipeline`, whose state this is. That of a forward with
+  /// gradients has its backward, as a second part. Caches the 16 last used ones. Errors: std::invalid_argument for a
+  /// schedule that cannot run.
+  std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint,
+                                         StepKey::Call call);
   /// Sets the schedule of later steps, by its name.
   void set_schedule(const std::string& name);
   /// Empty before set_schedule().
@@ -75,7 +74,7 @@ class CallState {
   Recording next_recording(int workers, bool needed);
 
  private:
-  using Key = std::tuple<int, Checkpoint, Use>;  // number of micro-batches
+  using Key = std::tuple<int, Checkpoint, StepKey::Call>;  // number of micro-batches
 
   mutable Mutex mutex_;
   std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);

@@ -92,16 +92,12 @@ void note_writes(const Value& input, const std::vector<std::vector<VersionWatch>
   }
 }
 
-// Makes a mini-batch and starts it. `key` has what the options and the thread's state do not tell.
+// Makes a mini-batch and starts it.
 std::pair<std::shared_ptr<MiniBatch>, Results> start(Call& call, const std::shared_ptr<Pipeline>& pipeline,
-                                                     const Value& input, MiniBatch::Options options, StepKey key,
+                                                     const Value& input, MiniBatch::Options options,
                                                      StepLoss* loss = nullptr) {
-  key.checkpoint = options.checkpoint;
-  key.training = options.training;
-  key.autocast = autocast_types();
-  key.sizes = options.sizes;
-  options.key = std::move(key);
-  auto parts = scatter(input, options.sizes);
+  options.key.autocast = autocast_types();
+  auto parts = scatter(input, options.key.sizes);
   std::vector<std::vector<VersionWatch>> versions;
   for (const auto& part : parts) versions.push_back(part.versions);
   const absl::Cleanup writes = [&] { note_writes(input, versions); };
@@ -252,16 +248,16 @@ std::int64_t GPipeImpl::least_samples() const { return has_batch_norm_ && is_tra
 
 Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
   const bool grad = at::GradMode::is_enabled();
-  const auto use = grad ? CallState::Use::kForwardAndBackward : CallState::Use::kForward;
   Sizes sizes;
   auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
     pipeline_->calls().set_error(std::nullopt);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
-    MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
-    made.sizes = sizes;
-    return start(call, pipeline_, input, std::move(made),
-                 {.call = grad ? StepKey::kForwardWithGradients : StepKey::kForward});
+    StepKey key{.call = grad ? StepKey::kForwardWithGradients : StepKey::kForward,
+                .checkpoint = checkpoint,
+                .training = is_training(),
+                .sizes = sizes};
+    return start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm()});
   });
   auto& output = results.outputs;
   const auto& wanted = output.wants_gradient;
@@ -312,17 +308,16 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
-    MiniBatch::Options made{CallState::Use::kStep, checkpoint, options_.deferred_batch_norm()};
-    made.sizes = sizes;
-    made.measures = measures;
-    made.accumulates = unit != nullptr;
-    const StepKey key{.call = StepKey::kStep,
-                      .measures = measures,
-                      .returns_output = completed.return_output(),
-                      .sums_losses = completed.reduction() == Reduction::kSum,
-                      .counts = completed.count() != nullptr,
-                      .scale = completed.scale()};
-    auto [mini_batch, results] = start(call, pipeline_, input, std::move(made), key, &step_loss);
+    StepKey key{.call = StepKey::kStep,
+                .measures = measures,
+                .returns_output = completed.return_output(),
+                .sums_losses = completed.reduction() == Reduction::kSum,
+                .counts = completed.count() != nullptr,
+                .scale = completed.scale(),
+                .checkpoint = checkpoint,
+                .sizes = sizes};
+    auto [mini_batch, results] =
+        start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm(), unit != nullptr}, &step_loss);
     if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoint);
     sources = sources_of(*mini_batch, *pipeline_, input);
     return std::move(results);
