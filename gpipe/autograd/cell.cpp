@@ -122,7 +122,8 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   }
   if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
-    const PassScope plain(PassScope::Pass::kPlain);  // it runs once
+    const PassScope plain(PassScope::Pass::kPlain);  // it runs once, so what it writes to buffers stays
+    const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr);
     std::vector<NodePtr<torch::autograd::Node>> ends;
     for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
     value = loss_.layer(value);
