@@ -9,17 +9,14 @@
 
 namespace gpipe {
 
-/// A tensor's version counter; 0 for undefined and inference tensors, which have none.
-inline std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
-}
-
 /// Notes a tensor's version counter without keeping its memory.
 class VersionWatch {
  public:
   VersionWatch() = default;
-  explicit VersionWatch(const at::Tensor& tensor) : noted_(version_of(tensor)) {
-    if (tensor.defined() && !tensor.is_inference()) counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+  explicit VersionWatch(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.is_inference()) return;
+    counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+    noted_ = counter_.current_version();
   }
   /// Whether the tensor, or another one with the same counter, has been changed in place since.
   bool changed() const { return counter_.enabled() && counter_.current_version() != noted_; }
