@@ -24,14 +24,16 @@ double Network::reduction(int worker, std::int64_t bytes) const {
 }
 
 void check(const Network& network) {
-  require(network.replicas >= 1, "[balance] replicas must be positive, but is %d", network.replicas);
-  require(network.devices_per_host >= 0, "[balance] devices_per_host must not be negative, but is %d",
-          network.devices_per_host);
+  if (network.replicas < 1) refuse_argument("replicas must be positive, but is ", network.replicas);
+  if (network.devices_per_host < 0) {
+    refuse_argument("devices_per_host must not be negative, but is ", network.devices_per_host);
+  }
   for (const auto& [link, where] :
        {std::pair(network.inside, "inside a host"), std::pair(network.between, "between hosts")}) {
-    require(link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency),
-            "[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where,
-            link.bandwidth, link.latency);
+    if (!(link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency))) {
+      refuse_argument("bandwidth and latency ", where, " must not be negative, but are ", link.bandwidth,
+                      " bytes/s and ", link.latency, " s");
+    }
   }
 }
 
@@ -93,19 +95,22 @@ std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers,
 
 void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, const ClusterPlanOptions& options) {
   const auto& [hosts, per_host, memory, inside, between] = cluster;
-  require(hosts >= 1 && per_host >= 1 && hosts <= kMostDevices / per_host,
-          "[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices", kMostDevices, hosts, per_host);
+  if (hosts < 1 || per_host < 1 || hosts > kMostDevices / per_host) {
+    refuse_argument("a cluster has 1 to ", kMostDevices, " devices, but got ", hosts, " hosts of ", per_host,
+                    " devices");
+  }
   check(cluster.network(1));
-  require(memory >= 0, "[suggest] memory must not be negative, but is %d", memory);
-  require(!profiles.empty(), "[suggest] give at least one profile");
-  require(!options.checkpoints.empty(), "[suggest] give at least one checkpoint mode");
-  require(options.samples >= 1, "[suggest] samples must be positive, but is %d", options.samples);
+  if (memory < 0) refuse_argument("memory must not be negative, but is ", memory);
+  if (profiles.empty()) refuse_argument("give at least one profile");
+  if (options.checkpoints.empty()) refuse_argument("give at least one checkpoint mode");
+  if (options.samples < 1) refuse_argument("samples must be positive, but is ", options.samples);
   if (!options.schedule.empty() && options.schedule != kAnySchedule) schedule_rule(options.schedule);
   for (const auto& profile : profiles) {
-    require(profile.samples >= 1, "[suggest] a profile must have at least one sample, but has %d", profile.samples);
-    require(profile.layers.size() == profiles.front().layers.size(),
-            "[suggest] profiles have %d and %d layers; give profiles of one model", profiles.front().layers.size(),
-            profile.layers.size());
+    if (profile.samples < 1) refuse_argument("a profile must have at least one sample, but has ", profile.samples);
+    if (profile.layers.size() != profiles.front().layers.size()) {
+      refuse_argument("profiles have ", profiles.front().layers.size(), " and ", profile.layers.size(),
+                      " layers; give profiles of one model");
+    }
   }
 }
 
@@ -173,11 +178,11 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
   }
   if (cases.empty()) {
     const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
-    throw invalid(
-        "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
-        "devices per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d "
-        "cells (devices x micro-batches); change the samples or the profiles",
-        devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells);
+    refuse_argument("no number of replicas suits ", devices, " devices and ", options.samples,
+                    " samples: it must divide both, leave at most ", most_stages,
+                    " devices per replica, one for each stage, and give each replica whole micro-batches of ",
+                    absl::StrJoin(profiles, " or ", append), " samples, at most ", kMostPlannedCells,
+                    " cells (devices x micro-batches); change the samples or the profiles");
   }
   std::vector<std::pair<Candidate, std::string>> plans;
   for (auto& [profile, search_options, best] : cases) {

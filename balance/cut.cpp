@@ -10,9 +10,8 @@
 namespace gpipe {
 
 std::vector<std::int64_t> best_partition(int count, int parts, const std::function<double(int, int)>& cost) {
-  require(parts >= 1, "[best_partition] parts must be positive, but is %d", parts);
-  require(count >= parts, "[best_partition] %d layers cannot be cut into %d parts; each needs at least one", count,
-          parts);
+  if (parts < 1) refuse_argument("parts must be positive, but is ", parts);
+  if (count < parts) refuse_argument(count, " layers cannot be cut into ", parts, " parts; each needs at least one");
   // of_part[end][first]: cost of the part first..end-1; infinite for all first < earliest[end].
   // worst[end]: cost of the most expensive part in the best cut of 0..end-1 into the parts so far.
   const double infinity = std::numeric_limits<double>::infinity();
@@ -21,7 +20,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, const std::functi
   for (int end = 1; end <= count; ++end) {
     for (int first = 0; first < end; ++first) {
       const double value = of_part[end].emplace_back(cost(first, end));
-      require(!std::isnan(value), "[best_partition] the cost of layers %d to %d is not a number", first, end - 1);
+      if (std::isnan(value)) refuse_argument("the cost of layers ", first, " to ", end - 1, " is not a number");
       if (value == infinity && earliest[end] == first) earliest[end] = first + 1;
     }
   }
@@ -54,8 +53,9 @@ std::vector<std::int64_t> best_partition(int count, int parts, const std::functi
 std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts) {
   std::vector<double> sum_to = {0};
   for (std::size_t i = 0; i < costs.size(); ++i) {
-    require(costs[i] >= 0 && std::isfinite(costs[i]),
-            "[best_partition] cost %d is %f; costs must be finite and not negative", i, costs[i]);
+    if (!(costs[i] >= 0 && std::isfinite(costs[i]))) {
+      refuse_argument("cost ", i, " is ", costs[i], "; costs must be finite and not negative");
+    }
     sum_to.push_back(sum_to.back() + costs[i]);
   }
   return best_partition(static_cast<int>(costs.size()), parts,
@@ -101,17 +101,17 @@ double load(const StageCost& stage, const std::vector<int>& ends, const RunOptio
 }
 
 [[noreturn]] void refuse(int partitions) {
-  throw invalid(
-      "[balance] %d stages would separate layers that share a buffer or parameter; use fewer stages, or give each "
-      "layer its own",
-      partitions);
+  refuse_argument(
+      partitions,
+      " stages would separate layers that share a buffer or parameter; use fewer stages, or give each layer its own");
 }
 
 }  // namespace
 
 void check_stages(int stages, int layers) {
-  require(stages >= 1 && stages <= layers,
-          "[balance] the number of stages must be between 1 and the number of layers, %d, but is %d", layers, stages);
+  if (stages < 1 || stages > layers) {
+    refuse_argument("the number of stages must be between 1 and the number of layers, ", layers, ", but is ", stages);
+  }
 }
 
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {

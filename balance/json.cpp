@@ -2,6 +2,7 @@
 #include <set>
 #include <type_traits>
 
+#include "absl/strings/str_format.h"
 #include "balance/cluster.h"
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
@@ -54,7 +55,7 @@ class Reader {
       return parse_json(text);
     } catch (const std::exception& error) {
       // Drop the text read last: it may be long and contain any bytes.
-      const std::string reason = error.what();
+      const auto reason = reason_of(error.what());
       refuse(reason.substr(0, reason.find("; last read: ")));
     }
   }
@@ -86,9 +87,7 @@ class Reader {
     refuse(absl::StrCat(path, " is ", value, ", but must be from ", least, " to ", most));
   }
 
-  [[noreturn]] void refuse(const std::string& reason) const {
-    throw invalid("[%s] not a %s: %s", what_, what_, reason);
-  }
+  [[noreturn]] void refuse(const std::string& reason) const { refuse_argument("not a ", what_, ": ", reason); }
 
  private:
   [[noreturn]] void refuse_value(const Json& json, const std::string& path, const std::string& wanted) const {

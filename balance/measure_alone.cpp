@@ -5,6 +5,7 @@
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/run/step_input.h"
 
 namespace gpipe {
@@ -60,8 +61,7 @@ class LoneContext : public SkipContext {
   at::Tensor peek(const SkipKey& key) override {
     if (const auto own = own_.find(key); own != own_.end()) return own->second;
     const auto found = entering_.find(key);
-    if (found == entering_.end())
-      throw std::runtime_error("[profile] skip " + to_string(key) + " is read but no earlier layer stashed it");
+    if (found == entering_.end()) throw_error("skip ", to_string(key), " is read but no earlier layer stashed it");
     if (!found->second.defined()) return {};
     auto tensor = found->second.clone();
     if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {

@@ -50,16 +50,18 @@ namespace {
 constexpr double kMostParamScale = 1000;
 
 void check(const Model& model, const Value& sample, const ProfileOptions& options) {
-  require(!model.named_layers().empty(), "[profile] the model has no layers");
-  require(options.workers() >= 1, "[profile] workers must be positive, but is %d", options.workers());
-  require(options.repeats() >= 1, "[profile] repeats must be positive, but is %d", options.repeats());
-  require(options.intraop_threads() >= 0,
-          "[profile] intraop_threads must not be negative (0 is an equal share), but is %d", options.intraop_threads());
-  require(options.seconds() >= 0, "[profile] seconds must not be negative, but is %g", options.seconds());
-  require(options.param_scale() >= 2 && options.param_scale() <= kMostParamScale,
-          "[profile] param_scale must be from 2 (parameter and gradient) to %g, but is %g", kMostParamScale,
-          options.param_scale());
-  require(batch_size(sample) >= 1, "[profile] the sample is empty; give one micro-batch");
+  if (model.named_layers().empty()) refuse_argument("the model has no layers");
+  if (options.workers() < 1) refuse_argument("workers must be positive, but is ", options.workers());
+  if (options.repeats() < 1) refuse_argument("repeats must be positive, but is ", options.repeats());
+  if (options.intraop_threads() < 0) {
+    refuse_argument("intraop_threads must not be negative (0 is an equal share), but is ", options.intraop_threads());
+  }
+  if (!(options.seconds() >= 0)) refuse_argument("seconds must not be negative, but is ", options.seconds());
+  if (!(options.param_scale() >= 2 && options.param_scale() <= kMostParamScale)) {
+    refuse_argument("param_scale must be from 2 (parameter and gradient) to ", kMostParamScale, ", but is ",
+                    options.param_scale());
+  }
+  if (batch_size(sample) < 1) refuse_argument("the sample is empty; give one micro-batch");
 }
 
 }  // namespace

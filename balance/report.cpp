@@ -4,6 +4,7 @@
 #include <cmath>
 #include <set>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
 #include "balance/cut.h"
@@ -117,9 +118,10 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
   const auto& placement = prediction.placement;
-  require(prediction.stages.size() == ends.size() && placement.size() == ends.size(),
-          "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, placement %d",
-          ends.size(), prediction.stages.size(), placement.size());
+  if (prediction.stages.size() != ends.size() || placement.size() != ends.size()) {
+    refuse_argument("the prediction's fields have different numbers of stages: balance ", ends.size(), ", seconds ",
+                    prediction.stages.size(), ", placement ", placement.size());
+  }
   const bool shared = prediction.bytes.size() < ends.size();  // workers with several stages
   Table table(shared ? std::vector<std::string>{"stage", "layers", "worker", "micro-batch", "memory"}
                      : std::vector<std::string>{"stage", "layers", "micro-batch", "memory"});

@@ -4,6 +4,7 @@
 #include <memory>
 #include <tuple>
 
+#include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/predictor.h"
 #include "balance/report.h"
@@ -16,8 +17,9 @@ namespace {
 using absl::StrFormat;
 
 void check_devices(const SearchOptions& options, std::size_t workers) {
-  require(options.devices.empty() || options.devices.size() == workers,
-          "[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers);
+  if (!options.devices.empty() && options.devices.size() != workers) {
+    refuse_argument(options.devices.size(), " devices for ", workers, " workers; give one device per worker");
+  }
 }
 
 /// The device with the most bytes, and their number.
@@ -130,7 +132,7 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
   for (const auto& [chunks, profile] : profiles) {
     if (chunks == candidate.chunks) return profile;
   }
-  throw invalid("[suggest] no profile was made for %d chunks", candidate.chunks);
+  refuse_argument("no profile was made for ", candidate.chunks, " chunks");
 }
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
@@ -165,10 +167,10 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
 }
 
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
-  require(!profiles.empty(), "[suggest] give at least one profile");
-  require(!options.schedulings.empty(), "[suggest] give at least one schedule");
-  require(!options.checkpoints.empty(), "[suggest] give at least one checkpoint mode");
-  require(options.memory_limit >= 0, "[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
+  if (profiles.empty()) refuse_argument("give at least one profile");
+  if (options.schedulings.empty()) refuse_argument("give at least one schedule");
+  if (options.checkpoints.empty()) refuse_argument("give at least one checkpoint mode");
+  if (options.memory_limit < 0) refuse_argument("memory_limit must not be negative, but is ", options.memory_limit);
   std::vector<Contender> contenders;
   for (const auto& [chunks, profile] : profiles) {
     const int most_stages = StageCost(profile).most_stages();
@@ -191,9 +193,10 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
       }
     }
   }
-  require(!contenders.empty(),
-          "[suggest] every schedule has more stages than the %d that the model allows; use fewer devices",
-          StageCost(profiles.front().profile).most_stages());
+  if (contenders.empty()) {
+    refuse_argument("every schedule has more stages than the ", StageCost(profiles.front().profile).most_stages(),
+                    " that the model allows; use fewer devices");
+  }
   const auto before = [&](const Contender& a, const Contender& b) { return is_better(a.best, b.best, options); };
   std::stable_sort(contenders.begin(), contenders.end(), before);
   auto budget = options.most_actions;

@@ -64,10 +64,11 @@ int stage_of(int layer, const std::vector<int>& ends) {
 }
 
 void StageCost::check(const RunOptions& options) const {
-  require(options.chunks >= 1, "[balance] chunks must be positive, but is %d", options.chunks);
-  require(options.chunks * all_bytes_ <= kMaxBytes,
-          "[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks", options.chunks,
-          all_bytes_);
+  if (options.chunks < 1) refuse_argument("chunks must be positive, but is ", options.chunks);
+  if (!(options.chunks * all_bytes_ <= kMaxBytes)) {
+    refuse_argument("the bytes of ", options.chunks, " chunks of a profile of ", all_bytes_,
+                    " bytes overflow; use fewer chunks");
+  }
   gpipe::check(options.network);
 }
 
@@ -80,7 +81,7 @@ StageCost::StageCost(const Profile& profile)
       saved_by_(layers_ + 1),
       saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
-  if (all_bytes_ > kMaxBytes) throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
+  if (all_bytes_ > kMaxBytes) refuse_argument("the sum of the profile's bytes, ", all_bytes_, ", overflows");
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
     sums_[i + 1] = sums_[i];

@@ -1,4 +1,5 @@
 #include "balance/suggest.h"
+#include "absl/strings/str_format.h"
 
 #include "balance/measurement.h"
 #include "balance/trial.h"
@@ -26,7 +27,7 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
 }
 
 void check_devices(const std::vector<torch::Device>& devices) {
-  if (devices.empty()) throw invalid("[suggest] give at least one device");
+  if (devices.empty()) refuse_argument("give at least one device");
 }
 
 /// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist or fit.
@@ -40,10 +41,10 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
     const bool fits = too_few_stages(name, workers, workers).empty() && schedule_rule(name).misfit(one_each).empty();
     per_worker = fits ? 1 : 2;
   }
-  if (per_worker < 1) throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
+  if (per_worker < 1) refuse_argument("stages_per_worker must be positive, but is ", per_worker);
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
   const auto layers = model.named_layers().size();
-  require(stages <= layers, "[suggest] %d stages need as many layers, but the model has %d", stages, layers);
+  if (stages > layers) refuse_argument(stages, " stages need as many layers, but the model has ", layers);
   const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
   for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
   return {scheduling.schedule, 1, source.placement};
@@ -60,8 +61,10 @@ std::vector<Scheduling> schedulings(const Scheduling& wanted, const Model& model
     const auto per_worker = static_cast<int>(it.placement.size()) / workers;
     return wanted.stages_per_worker != 1 && per_worker != wanted.stages_per_worker;
   });
-  require(!found.empty(), "[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
-          model.named_layers().size());
+  if (found.empty()) {
+    refuse_argument("no schedule fits ", workers, " devices, ", model.named_layers().size(),
+                    " layers and the wanted placement");
+  }
   return found;
 }
 
@@ -218,8 +221,9 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
                              const std::function<void(double)>& progress) {
   check_devices(wanted);
   const auto devices = with_index(wanted);
-  require(candidates >= 1 && repeats >= 1, "[refine] candidates and repeats must be positive, but are %d and %d",
-          candidates, repeats);
+  if (candidates < 1 || repeats < 1) {
+    refuse_argument("candidates and repeats must be positive, but are ", candidates, " and ", repeats);
+  }
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());

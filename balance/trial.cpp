@@ -5,6 +5,7 @@
 #include <array>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/run/step_input.h"
 #include "gpipe/snapshot.h"
 #include "gpipe/tensors/parcel.h"
@@ -209,9 +210,9 @@ std::vector<std::unique_ptr<Layer>> RestoreModule::wrap(std::vector<std::unique_
 void RestoreModule::check() const {
   for (const auto& saved : state_->saved) {
     if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory) || !saved.version.changed()) continue;
-    throw std::runtime_error("[profile] parameter '" + saved.name +
-                             "' was changed after its layer's first forwards, so it cannot be restored; profile a "
-                             "copy of the model");
+    throw_error("parameter '", saved.name,
+                "' was changed after its layer's first forwards, so it cannot be restored; "
+                "profile a copy of the model");
   }
 }
 

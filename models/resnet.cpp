@@ -145,7 +145,7 @@ class ResNetBuilder {
 
 nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNetOptions& options) {
   const auto require_positive = [](const char* option, std::int64_t value) {
-    require(value >= 1, "resnet: %s is %d, but must be at least 1", option, value);
+    if (value < 1) refuse_argument("resnet: ", option, " is ", value, ", but must be at least 1");
   };
   require_positive("num_classes", options.num_classes());
   require_positive("in_channels", options.in_channels());
@@ -179,18 +179,22 @@ void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tens
   for (const auto& [key, value] : state) {
     const auto ours = from_torchvision(key);
     const auto* found = missing.find(ours);
-    require(found != nullptr,
-            "load_torchvision: unexpected key '%s': the model has no '%s'; use the state of a ResNet of the same depth",
-            key, ours);
-    require(shape(value) == shape(*found), "load_torchvision: '%s' has the shape %s, but the model's '%s' has %s", key,
-            shape(value), ours, shape(*found));
+    if (found == nullptr) {
+      refuse_argument("load_torchvision: unexpected key '", key, "': the model has no '", ours,
+                      "'; use the state of a ResNet of the same depth");
+    }
+    if (shape(value) != shape(*found)) {
+      refuse_argument("load_torchvision: '", key, "' has the shape ", shape(value), ", but the model's '", ours,
+                      "' has ", shape(*found));
+    }
     copies.emplace_back(*found, value);
     missing.erase(ours);
   }
   for (const auto& target : missing) {
-    require(target.key().ends_with(".num_batches_tracked"),
-            "load_torchvision: the state has no key for the model's '%s'; use the state of a ResNet of the same depth",
-            target.key());
+    if (!target.key().ends_with(".num_batches_tracked")) {
+      refuse_argument("load_torchvision: the state has no key for the model's '", target.key(),
+                      "'; use the state of a ResNet of the same depth");
+    }
     copies.emplace_back(target.value(), torch::zeros_like(target.value()));
   }
   const torch::NoGradGuard no_grad;

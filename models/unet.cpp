@@ -126,16 +126,18 @@ class UNetBuilder {
 
 nn::Sequential unet(const UNetOptions& options) {
   const auto require_positive = [](const char* option, std::int64_t value) {
-    require(value >= 1, "unet: %s is %d, but must be at least 1", option, value);
+    if (value < 1) refuse_argument("unet: ", option, " is ", value, ", but must be at least 1");
   };
   require_positive("in_channels", options.in_channels());
   require_positive("out_channels", options.out_channels());
   require_positive("base_channels", options.base_channels());
   require_positive("convolutions", options.convolutions());
   const auto [depth, dropout, dims] = std::tuple(options.depth(), options.dropout(), options.dims());
-  require(depth >= 1 && depth <= 16, "unet: depth is %d, but must be from 1 to 16", depth);
-  require(dropout >= 0 && dropout < 1, "unet: dropout is %f, but must be at least 0 and below 1", dropout);
-  require(dims == 2 || dims == 3, "unet: dims is %d, but must be 2 or 3", dims);
+  if (depth < 1 || depth > 16) refuse_argument("unet: depth is ", depth, ", but must be from 1 to 16");
+  if (!(dropout >= 0 && dropout < 1)) {
+    refuse_argument("unet: dropout is ", dropout, ", but must be at least 0 and below 1");
+  }
+  if (dims != 2 && dims != 3) refuse_argument("unet: dims is ", dims, ", but must be 2 or 3");
   return options.dims() == 2 ? UNetBuilder<2>(options).build() : UNetBuilder<3>(options).build();
 }
 

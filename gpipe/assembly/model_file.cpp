@@ -25,10 +25,10 @@ std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::ma
   for (const auto& each : layer.at("tensors")) {
     const auto name = each.at(0).get<std::string>();
     const auto kind = each.at(1).get<std::string>();
-    require(kind == "parameter" || kind == "frozen" || kind == "buffer", "'%s' is a '%s'", name, kind);
+    if (kind != "parameter" && kind != "frozen" && kind != "buffer") refuse_argument("'", name, "' is a '", kind, "'");
     const auto& source = each.at(2).is_null() ? file : earlier;
     const auto found = source.find(each.at(2).is_null() ? name : each.at(2).get<std::string>());
-    require(found != source.end(), "the tensor of '%s' is missing", name);
+    if (found == source.end()) refuse_argument("the tensor of '", name, "' is missing");
     auto tensor = found->second;
     if (kind == "parameter") tensor.set_requires_grad(true);
     earlier.emplace(name, tensor);
@@ -43,22 +43,27 @@ void check_operators(const Json& graph, const std::vector<std::string>& namespac
     if (!call.contains("operator")) continue;
     const auto name = call["operator"].get<std::string>();
     const auto of = name.substr(0, name.find("::"));
-    require(name.substr(0, name.find('.')) != "aten::from_file", "it calls aten::from_file, which reads other files");
-    require(of == "aten" || of == "prims" || std::ranges::find(namespaces, of) != namespaces.end(),
-            "it calls %s; if you trust it, give load_model() the namespace '%s'", name, of);
+    if (name.substr(0, name.find('.')) == "aten::from_file") {
+      refuse_argument("it calls aten::from_file, which reads other files");
+    }
+    if (of != "aten" && of != "prims" && std::ranges::find(namespaces, of) == namespaces.end()) {
+      refuse_argument("it calls ", name, "; if you trust it, give load_model() the namespace '", of, "'");
+    }
   }
 }
 
 torch::nn::Sequential read_model(Safetensors file, const std::vector<std::string>& namespaces) {
-  require(!file.model.empty(), "it is not a model; python -m gpipe export writes one");
+  if (file.model.empty()) refuse_argument("it is not a model; python -m gpipe export writes one");
   auto model = parse_json(file.model);
   const auto version = model.at("version").get<std::int64_t>();
-  require(version == kModelVersion, "it has version %d, but this library reads version %d", version, kModelVersion);
+  if (version != kModelVersion) {
+    refuse_argument("it has version ", version, ", but this library reads version ", kModelVersion);
+  }
   torch::nn::Sequential layers;
   std::map<std::string, at::Tensor> earlier;
   const Namespace of_model;
   const auto count = model.at("layers").size();
-  require(count > 0, "it has no layers");
+  if (count == 0) refuse_argument("it has no layers");
   for (auto& each : model["layers"]) {
     check_operators(each.at("graph"), namespaces);
     each["place"] = {layers->size(), count};
@@ -77,8 +82,7 @@ torch::nn::Sequential load_model(const std::filesystem::path& path, const std::v
   try {
     return read_model(read_safetensors(path), namespaces);
   } catch (const std::exception&) {
-    throw std::runtime_error("[gpipe] cannot load the model '" + path.string() +
-                             "': " + message_of(std::current_exception()));
+    throw_error("cannot load the model '", path.string(), "': ", reason_of(message_of(std::current_exception())));
   }
 }
 

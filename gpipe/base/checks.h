@@ -4,7 +4,6 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 
 namespace gpipe {
 
@@ -20,16 +19,7 @@ template <typename... Parts>
   throw std::runtime_error(absl::StrCat("[gpipe] ", parts...));
 }
 
-/// Returns the error with the text of absl::StrFormat().
-template <typename... Args>
-std::invalid_argument invalid(const absl::FormatSpec<Args...>& format, const Args&... args) {
-  return std::invalid_argument(absl::StrFormat(format, args...));
-}
-
-/// Throws that error unless `holds`.
-template <typename... Args>
-void require(bool holds, const absl::FormatSpec<Args...>& format, const Args&... args) {
-  if (!holds) throw invalid(format, args...);
-}
+/// Returns an error's text as a part of another one's.
+inline std::string reason_of(const std::string& what) { return what.starts_with("[gpipe] ") ? what.substr(8) : what; }
 
 }  // namespace gpipe

@@ -12,7 +12,7 @@ inline constexpr int kMostJsonLevels = 100;
 /// std::invalid_argument.
 inline nlohmann::json parse_json(const std::string& text) {
   return nlohmann::json::parse(text, [](int depth, auto, auto&) {
-    require(depth <= kMostJsonLevels, "[gpipe] JSON has more than %d levels", kMostJsonLevels);
+    if (depth > kMostJsonLevels) refuse_argument("JSON has more than ", kMostJsonLevels, " levels");
     return true;
   });
 }

@@ -113,21 +113,22 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
     if (!call.target && call.name != kItem && call.name != kCheckModes) python_functions.push_back(call.name);
   }
   for (const auto& each : list("outputs")) outputs.emplace_back(each, nullptr);
-  require(values <= kMostValues && shapes.size() <= inputs.size(),
-          "[gpipe] the model's description has %d values, %d shapes of %d inputs", values, shapes.size(),
-          inputs.size());
+  if (values > kMostValues || shapes.size() > inputs.size()) {
+    refuse_argument("the model's description has ", values, " values, ", shapes.size(), " shapes of ", inputs.size(),
+                    " inputs");
+  }
   find_last_uses();
 }
 
 template <typename T>
 std::vector<std::size_t> Graph::Description::values_of(const T& from) const {
   if constexpr (std::is_same_v<T, Argument>) {
-    require(from.places() <= places.size(), "[gpipe] the model uses a place that it does not list");
+    if (from.places() > places.size()) refuse_argument("the model uses a place that it does not list");
   }
   std::vector<std::size_t> used;
   from.add_values(used);
   for (const auto value : used) {
-    require(value < values, "[gpipe] the model uses value %d, but has %d", value, values);
+    if (value >= values) refuse_argument("the model uses value ", value, ", but has ", values);
   }
   return used;
 }
@@ -141,7 +142,7 @@ void Graph::Description::find_last_uses() {
   }
   for (const auto& guard : guards) values_of(guard.holds);
   const auto check_value = [&](std::size_t value) {
-    require(value < values, "[gpipe] the model sets value %d, but has %d", value, values);
+    if (value >= values) refuse_argument("the model sets value ", value, ", but has ", values);
   };
   for (auto call = calls.rbegin(); call != calls.rend(); ++call) {
     std::vector<std::size_t> of_call;
@@ -153,7 +154,9 @@ void Graph::Description::find_last_uses() {
       check_value(*call->result);
       of_call.push_back(*call->result);
     }
-    if (call->mode) require(call->mode->first < places.size(), "[gpipe] the model uses a place that it does not list");
+    if (call->mode && call->mode->first >= places.size()) {
+      refuse_argument("the model uses a place that it does not list");
+    }
     for (const auto value : of_call) {
       if (!is_used[value]) call->last_uses.push_back(value);
       is_used[value] = true;

@@ -88,7 +88,7 @@ void check_modes(const std::vector<c10::IValue>& arguments) {
 c10::IValue item(const c10::IValue& list, std::int64_t index) {
   const auto items = list.isTuple() ? list.toTupleRef().elements().asArrayRef() : list.toListRef();
   const auto size = static_cast<std::int64_t>(items.size());
-  require(-size <= index && index < size, "[gpipe] the model takes item %d of %d", index, size);
+  if (-size > index || index >= size) refuse_argument("the model takes item ", index, " of ", size);
   return items[static_cast<std::size_t>(index < 0 ? index + size : index)];
 }
 
@@ -142,16 +142,17 @@ c10::IValue to_value(at::Tensor tensor) { return tensor.defined() ? c10::IValue(
 
 void check_shape(std::size_t number, const at::Tensor& input, const Description::Shape& shape) {
   if (!shape) {
-    require(!input.defined(), "[gpipe] input %d was a constant when the model was converted; give None", number);
+    if (input.defined()) refuse_argument("input ", number, " was a constant when the model was converted; give None");
     return;
   }
   const auto sizes = input.defined() ? input.sizes() : at::IntArrayRef();
   bool fits = input.defined() && sizes.size() == shape->size();
   for (std::size_t i = 0; fits && i < sizes.size(); ++i) fits = (*shape)[i] < 0 || (*shape)[i] == sizes[i];
-  require(fits,
-          "[gpipe] input %d has the shape %s, but the model was converted for %s; convert it for this shape, or pad or "
-          "resize the input",
-          number, input.defined() ? text(sizes) : "of None", text(*shape));
+  if (!fits) {
+    refuse_argument("input ", number, " has the shape ", input.defined() ? text(sizes) : "of None",
+                    ", but the model was converted for ", text(*shape),
+                    "; convert it for this shape, or pad or resize the input");
+  }
 }
 
 }  // namespace
@@ -195,14 +196,16 @@ std::vector<bool> Graph::has_outputs(const std::vector<bool>& training) const {
 
 std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& state) const {
   const auto& of = *description_;
-  require(inputs.size() == of.inputs.size(), "[gpipe] the model takes %d tensors, but got %d", of.inputs.size(),
-          inputs.size());
+  if (inputs.size() != of.inputs.size()) {
+    refuse_argument("the model takes ", of.inputs.size(), " tensors, but got ", inputs.size());
+  }
   std::optional<std::int64_t> samples;
   for (std::size_t i = 0; i < of.shapes.size(); ++i) {
     check_shape(i, inputs[i], of.shapes[i]);
     if (!inputs[i].defined() || inputs[i].dim() == 0) continue;
-    require(inputs[i].size(0) == samples.value_or(inputs[i].size(0)),
-            "[gpipe] input %d has %d samples, but another has %d", i, inputs[i].size(0), samples.value_or(0));
+    if (inputs[i].size(0) != samples.value_or(inputs[i].size(0))) {
+      refuse_argument("input ", i, " has ", inputs[i].size(0), " samples, but another has ", samples.value_or(0));
+    }
     samples = inputs[i].size(0);
   }
   Frame frame{std::vector<c10::IValue>(of.values), state.training, at::kCPU};
@@ -219,11 +222,12 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
   }
   inputs.clear();
   for (const auto& guard : of.guards) {
-    require(
-        guard.holds.evaluate(frame.values).toBool(),
-        "[gpipe] the model was converted for inputs with %s, but a micro-batch has the shape %s: its code depends on "
-        "that; give other sizes or another number of chunks, or keep the module whole by opaque",
-        guard.text, shapes_of(frame.values, of.inputs));
+    if (!guard.holds.evaluate(frame.values).toBool()) {
+      refuse_argument("the model was converted for inputs with ", guard.text, ", but a micro-batch has the shape ",
+                      shapes_of(frame.values, of.inputs),
+                      ": its code depends on that; give other sizes or another number of chunks, or keep the module "
+                      "whole by opaque");
+    }
   }
   for (const auto value : of.unused) frame.values[value] = {};
 

@@ -34,7 +34,7 @@ GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTens
   }
   for (const auto& name : graph_->tensors()) {
     const auto found = std::ranges::find(tensors_, name, &NamedTensor::name);
-    require(found != tensors_.end(), "[gpipe] the model lacks the tensor '%s'", name);
+    if (found == tensors_.end()) refuse_argument("the model lacks the tensor '", name, "'");
     used_.push_back(found->tensor);
   }
   for (const auto& path : graph_->places()) places_.push_back(&place(path));
@@ -45,9 +45,10 @@ std::shared_ptr<torch::nn::Module> GraphLayer::clone(const std::optional<at::Dev
   std::set<std::string> own;
   for (const auto& each : source["tensors"]) {
     own.insert(each[0]);
-    require(each[2].is_null() || own.contains(each[2]),
-            "[gpipe] cannot clone a layer whose '%s' is tied to '%s' of another layer; load the model again",
-            each[0].get<std::string>(), each[2].is_null() ? "" : each[2].get<std::string>());
+    if (!each[2].is_null() && !own.contains(each[2])) {
+      refuse_argument("cannot clone a layer whose '", each[0].get<std::string>(), "' is tied to '",
+                      each[2].get<std::string>(), "' of another layer; load the model again");
+    }
   }
   std::map<const at::TensorImpl*, at::Tensor> copies;
   auto tensors = tensors_;
@@ -71,8 +72,9 @@ std::shared_ptr<torch::nn::Module> GraphLayer::clone(const std::optional<at::Dev
 
 torch::nn::Module& GraphLayer::place(const std::string& path) {
   constexpr auto kMostLevels = 100;  // because modules recurse
-  require(std::count(path.begin(), path.end(), '.') < kMostLevels, "[gpipe] a module's path has more than %d levels",
-          kMostLevels);
+  if (std::count(path.begin(), path.end(), '.') >= kMostLevels) {
+    refuse_argument("a module's path has more than ", kMostLevels, " levels");
+  }
   torch::nn::Module* module = this;
   for (const auto& name : absl::StrSplit(path, '.', absl::SkipEmpty())) {
     const auto children = module->named_children();

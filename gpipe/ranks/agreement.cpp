@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"

@@ -53,9 +53,10 @@ void GradientReduction::send(int stage, Gradients gradients) {
     for (std::int64_t k = 0; k < count; ++k) {
       const auto gradient = std::move(gradients[bucket.parameters[k]]);
       const auto own = next_view(bucket.values, begin, parameters_[stage][bucket.parameters[k]]);
-      require(!gradient.defined() || gradient.layout() == at::kStrided,
-              "[gpipe] a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse "
-              "gradients");
+      if (gradient.defined() && gradient.layout() != at::kStrided) {
+        refuse_argument(
+            "a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
+      }
       gradient.defined() ? own.copy_(gradient) : flags[k].zero_();
       bucket.lacks_some = bucket.lacks_some || !gradient.defined();
     }

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"

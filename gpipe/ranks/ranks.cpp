@@ -22,10 +22,10 @@ int number_in(const char* name, int least, int most) {
   const auto text = variable(name);
   int number = 0;
   const bool is_number = absl::SimpleAtoi(text, &number) && absl::StrCat(number) == text;
-  require(is_number && number >= least && number <= most,
-          "[gpipe] the environment variable %s is '%s', but must be a number from %d to %d; start the program with "
-          "torchrun",
-          name, text, least, most);
+  if (!is_number || number < least || number > most) {
+    refuse_argument("the environment variable ", name, " is '", text, "', but must be a number from ", least, " to ",
+                    most, "; start the program with torchrun");
+  }
   return number;
 }
 
@@ -37,8 +37,9 @@ std::optional<int> local_rank_in(int size) {
 }
 
 Mesh divide(int size, int replicas) {
-  require(replicas >= 1 && size % replicas == 0,
-          "[gpipe] the number of replicas is %d, but must divide the number of ranks, %d", replicas, size);
+  if (replicas < 1 || size % replicas != 0) {
+    refuse_argument("the number of replicas is ", replicas, ", but must divide the number of ranks, ", size);
+  }
   return {size / replicas, replicas};
 }
 
@@ -114,8 +115,9 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   if (rank < 0 || rank >= size) refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
   const auto timeout = options_.timeout().count();
   const auto join_timeout = options_.join_timeout().count();
-  require(timeout > 0 && join_timeout > 0,
-          "[gpipe] the time-outs of the ranks must be positive, but are %d ms and %d ms", timeout, join_timeout);
+  if (timeout <= 0 || join_timeout <= 0) {
+    refuse_argument("the time-outs of the ranks must be positive, but are ", timeout, " ms and ", join_timeout, " ms");
+  }
   // A store can serve several jobs, one after the other.
   const auto key = "jobs of rank " + std::to_string(rank);
   const auto number =

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/runtime/exit.h"
 
@@ -230,7 +231,7 @@ void Executor::wait_for(Worker& worker, Run& run) {
   while (!worker.wait_for(kPollPeriod)) {
     try {
       if (poll_) poll_();
-      if (process_exits()) throw std::runtime_error("[gpipe] the process exits");
+      if (process_exits()) throw_error("the process exits");
     } catch (...) {
       run.fail({std::current_exception()});
     }

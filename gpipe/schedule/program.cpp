@@ -5,6 +5,7 @@
 #include <numeric>
 #include <set>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/hash.h"
@@ -40,11 +41,11 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
   int first = 0;
   for (const auto layers : balance) {
     if (layers < 1) {
-      throw invalid("[gpipe] balance is [%s], but every stage needs at least one layer", absl::StrJoin(balance, ", "));
+      refuse_argument("balance is [", absl::StrJoin(balance, ", "), "], but every stage needs at least one layer");
     }
     if (layers > kMost - first) {
-      throw invalid("[gpipe] balance [%s] sums to more than %d, the largest number of layers",
-                    absl::StrJoin(balance, ", "), kMost);
+      refuse_argument("balance [", absl::StrJoin(balance, ", "), "] sums to more than ", kMost,
+                      ", the largest number of layers");
     }
     ends.push_back(first += static_cast<int>(layers));
   }

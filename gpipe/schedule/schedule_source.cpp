@@ -34,17 +34,20 @@ std::optional<Action> parse_action(std::string_view word) {
 
 ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
-  require(parsed.layout.stages == stages, "[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
-          parsed.layout.stages, stages);
+  if (parsed.layout.stages != stages) {
+    refuse_argument("the schedule '", path, "' has ", parsed.layout.stages, " stages, but balance has ", stages);
+  }
   auto placement = parsed.layout.placement;
-  require(wanted.empty() || wanted == placement,
-          "[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out", path,
-          absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
+  if (!wanted.empty() && wanted != placement) {
+    refuse_argument("the schedule '", path, "' has its stages on workers ", absl::StrJoin(placement, ", "),
+                    ", but placement is ", absl::StrJoin(wanted, ", "), "; leave placement out");
+  }
   auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
-    require(
-        layout.micro_batches == parsed.layout.micro_batches,
-        "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change chunks or the file",
-        path, parsed.layout.micro_batches, layout.micro_batches);
+    if (layout.micro_batches != parsed.layout.micro_batches) {
+      refuse_argument("the schedule '", path, "' has ", parsed.layout.micro_batches,
+                      " micro-batches, but the mini-batch is cut into ", layout.micro_batches,
+                      "; change chunks or the file");
+    }
     const auto recomputes = [](const auto& list) {
       return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
     };
@@ -79,31 +82,37 @@ ParsedSchedule parse_schedule(std::string_view text) {
     for (std::size_t at = 0; (at = content.find_first_not_of(kSeparators, at)) != content.npos;) {
       const auto word = content.substr(at, content.find_first_of(kSeparators, at) - at);
       const auto action = parse_action(word);
-      require(
-          action.has_value(),
-          "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as 2F0",
-          line, at + 1, std::string(word.substr(0, 20)));
+      if (!action.has_value()) {
+        refuse_argument("line ", line, ", column ", at + 1, ": '", std::string(word.substr(0, 20)),
+                        "' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as 2F0");
+      }
       const int owner = workers.emplace(action->stage, worker).first->second;
-      require(owner == worker, "line %d, column %d: stage %d is on worker %d already: keep all its actions in one line",
-              line, at + 1, action->stage, owner);
+      if (owner != worker) {
+        refuse_argument("line ", line, ", column ", at + 1, ": stage ", action->stage, " is on worker ", owner,
+                        " already: keep all its actions in one line");
+      }
       list.push_back(*action);
       ++actions;
       result.layout.micro_batches = std::max(result.layout.micro_batches, action->micro_batch + 1);
       at += word.size();
     }
   }
-  require(!workers.empty(), "the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
+  if (workers.empty()) refuse_argument("the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
   result.layout.stages = workers.rbegin()->first + 1;
   for (const auto& [stage, worker] : workers) {
     const auto next = static_cast<int>(result.layout.placement.size());
-    require(stage == next, "stage %d has no action, but stage %d has: number the stages without gaps", next,
-            result.layout.stages - 1);
+    if (stage != next) {
+      refuse_argument("stage ", next, " has no action, but stage ", result.layout.stages - 1,
+                      " has: number the stages without gaps");
+    }
     result.layout.placement.push_back(worker);
   }
   // Before a verifier allocates memory for all cells.
   const auto cells = static_cast<std::int64_t>(result.layout.stages) * result.layout.micro_batches;
-  require(actions >= cells, "there are %d actions for %d stages x %d micro-batches: give each at least an F", actions,
-          result.layout.stages, result.layout.micro_batches);
+  if (actions < cells) {
+    refuse_argument("there are ", actions, " actions for ", result.layout.stages, " stages x ",
+                    result.layout.micro_batches, " micro-batches: give each at least an F");
+  }
   return result;
 }
 
@@ -116,12 +125,13 @@ ParsedSchedule read_schedule(const std::string& path) {
     text.append(chunk.data(), file.gcount());
   }
   const bool is_large = text.size() > kLargest;
-  require(file.eof() && !is_large, "[gpipe] cannot read the schedule '%s'%s", path,
-          is_large ? ": it is larger than 64 MiB" : "");
+  if (!file.eof() || is_large) {
+    refuse_argument("cannot read the schedule '", path, "'", is_large ? ": it is larger than 64 MiB" : "");
+  }
   try {
     return parse_schedule(text);
   } catch (const std::invalid_argument& error) {
-    throw invalid("[gpipe] %s: %s", path, error.what());
+    refuse_argument(path, ": ", reason_of(error.what()));
   }
 }
 
@@ -129,14 +139,14 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
                                std::vector<int> placement) {
   if (schedule.starts_with('@')) {
     if (stages_per_worker == 1) return from_file(schedule.substr(1), stages, placement);
-    throw invalid("[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
-                  schedule.substr(1), stages_per_worker);
+    refuse_argument("the schedule '", schedule.substr(1), "' places its stages itself, but stages_per_worker is ",
+                    stages_per_worker, "; leave it at 1");
   }
   if (placement.empty()) {
     placement = schedule_rule(schedule).place(stages, stages_per_worker);
   } else if (stages_per_worker != 1) {
-    throw invalid("[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them",
-                  stages_per_worker);
+    refuse_argument("placement and stages_per_worker (", stages_per_worker,
+                    ") exclude each other; set only one of them");
   }
   ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
                           return make_schedule(schedule, layout, checkpoint);

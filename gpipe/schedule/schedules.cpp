@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/v_schedules.h"
@@ -16,15 +17,18 @@ bool is_looped(const Layout& layout) {
 }
 
 std::vector<int> loops(int stages, int stages_per_worker) {
-  require(stages_per_worker >= 1, "[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
-  require(stages % stages_per_worker == 0,
-          "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker);
+  if (stages_per_worker < 1) refuse_argument("stages_per_worker must be positive, but is ", stages_per_worker);
+  if (stages % stages_per_worker != 0) {
+    refuse_argument("balance has ", stages, " stages, which stages_per_worker = ", stages_per_worker,
+                    " does not divide");
+  }
   return looped_placement(stages / stages_per_worker, stages);
 }
 
 std::vector<int> v(int stages, int stages_per_worker) {
-  require(stages_per_worker == 1 || stages_per_worker == 2,
-          "[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
+  if (stages_per_worker != 1 && stages_per_worker != 2) {
+    refuse_argument("a V placement has two stages per worker, but stages_per_worker is ", stages_per_worker);
+  }
   return v_placement(stages);
 }
 
@@ -179,15 +183,16 @@ std::string too_few_stages(std::string_view name, int workers, int stages) {
 }
 
 std::vector<int> looped_placement(int workers, int stages) {
-  require(workers >= 1 && stages >= 0, "cannot place %d stages on %d workers", stages, workers);
+  if (workers < 1 || stages < 0) refuse_argument("cannot place ", stages, " stages on ", workers, " workers");
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
   return placement;
 }
 
 std::vector<int> v_placement(int stages) {
-  require(stages >= 0 && stages % 2 == 0, "[gpipe] a V placement has two stages per worker, but there are %d stages",
-          stages);
+  if (stages < 0 || stages % 2 != 0) {
+    refuse_argument("a V placement has two stages per worker, but there are ", stages, " stages");
+  }
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = std::min(s, stages - 1 - s);
   return placement;
@@ -200,15 +205,15 @@ const ScheduleRule& schedule_rule(std::string_view name) {
     return *found;
   }
   const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
-  throw invalid("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names);
+  refuse_argument("unknown schedule '", std::string(name), "'; choose one of ", names);
 }
 
 Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint) {
   const auto& rule = schedule_rule(name);
   verify(layout);
   if (const auto needed = rule.misfit(layout); !needed.empty()) {
-    throw invalid("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers %s", std::string(name),
-                  needed, layout.stages, absl::StrJoin(layout.placement, ", "));
+    refuse_argument("schedule '", std::string(name), "' needs ", needed, ", but the layout has ", layout.stages,
+                    " stages on workers ", absl::StrJoin(layout.placement, ", "));
   }
   return with_recomputes(rule.generate(layout), checkpoint, layout.micro_batches);
 }

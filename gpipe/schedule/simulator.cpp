@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "absl/strings/str_format.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
 
@@ -14,13 +15,13 @@ using absl::StrFormat;
 
 void check_size(const char* what, std::size_t size, std::size_t wanted, const char* of, bool optional) {
   if (size == wanted || (optional && size == 0)) return;
-  throw invalid("simulate: got %s for %d %ss, but the program has %d %ss: give one per %s%s", what, size, of, wanted,
-                of, of, optional ? ", or none" : "");
+  refuse_argument("simulate: got ", what, " for ", size, " ", of, "s, but the program has ", wanted, " ", of,
+                  "s: give one per ", of, optional ? ", or none" : "");
 }
 
 void check_duration(double seconds, absl::FunctionRef<std::string()> what) {
   if (std::isfinite(seconds) && seconds >= 0) return;
-  throw invalid("simulate: %s costs %g s: give a finite time of at least 0", what(), seconds);
+  refuse_argument("simulate: ", what(), " costs ", seconds, " s: give a finite time of at least 0");
 }
 
 void check(const Program& program, const Costs& costs) {
@@ -42,8 +43,8 @@ void check(const Program& program, const Costs& costs) {
     const auto edge = [&] { return StrFormat("edge %d ('%s')", e, edges[e].name); };
     check_duration(costs.edges[e], edge);
     if (costs.sending.empty() || (costs.sending[e] >= 0 && costs.sending[e] <= costs.edges[e])) continue;
-    throw invalid("simulate: %s sends for %g s: give a time from 0 to its cost, %g s", edge(), costs.sending[e],
-                  costs.edges[e]);
+    refuse_argument("simulate: ", edge(), " sends for ", costs.sending[e], " s: give a time from 0 to its cost, ",
+                    costs.edges[e], " s");
   }
 }
 
@@ -177,16 +178,19 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   for (const CellBytes& it : stages) {
     for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
       for (const HeldBytes& held : action->held) {
-        require(held.stage >= 0 && held.stage < std::ssize(stages),
-                "bytes are held until an action of stage %d, but there are %d stages", held.stage, stages.size());
+        if (held.stage < 0 || held.stage >= std::ssize(stages)) {
+          refuse_argument("bytes are held until an action of stage ", held.stage, ", but there are ", stages.size(),
+                          " stages");
+        }
       }
     }
   }
   std::map<int, Step> steps;
   for (Span& span : timeline.spans) {
-    require(span.action.stage >= 0 && span.action.stage < std::ssize(stages),
-            "the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
-            span.action.stage, stages.size());
+    if (span.action.stage < 0 || span.action.stage >= std::ssize(stages)) {
+      refuse_argument("the timeline has stage ", span.action.stage, ", but bytes are given for ", stages.size(),
+                      " stages: give bytes for each stage");
+    }
     steps.try_emplace(span.step, stages).first->second.add(span);
   }
   for (auto& [number, step] : steps) step.account();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 
@@ -36,36 +37,37 @@ void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     const Edge& edge = edges[e];
     if (edge.from < 0 || edge.to >= layout.stages || edge.from >= edge.to) {
-      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d",
-                    label(edges, static_cast<int>(e)), edge.from, edge.to, layout.stages - 1);
+      refuse_argument(label(edges, static_cast<int>(e)), " goes from stage ", edge.from, " to stage ", edge.to,
+                      ": it must go to a later stage, within 0..", layout.stages - 1);
     }
   }
 }
 
 /// Finds the actions of every cell. Refuses actions outside the layout, on the wrong worker, or repeated.
 std::vector<CellActions> locate(const Layout& layout, const Schedule& schedule) {
-  require(std::ssize(schedule) == layout.workers(),
-          "the schedule has %d lists, but the placement has %d workers: give one list per worker", schedule.size(),
-          layout.workers());
+  if (std::ssize(schedule) != layout.workers()) {
+    refuse_argument("the schedule has ", schedule.size(), " lists, but the placement has ", layout.workers(),
+                    " workers: give one list per worker");
+  }
   std::vector<CellActions> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
   for (int worker = 0; worker < layout.workers(); ++worker) {
     for (std::size_t i = 0; i < schedule[worker].size(); ++i) {
       const Action& action = schedule[worker][i];
       const auto [kind, stage, m] = action;
-      const auto fail = [&](const std::string& why) {
-        return invalid("worker %d has %s%s", worker, to_string(action), why);
+      const auto fail = [&](const auto&... why) {
+        refuse_argument("worker ", worker, " has ", to_string(action), why...);
       };
       if (stage < 0 || stage >= layout.stages) {
-        throw fail(StrFormat(", but stage %d does not exist: use 0..%d", stage, layout.stages - 1));
+        fail(", but stage ", stage, " does not exist: use 0..", layout.stages - 1);
       }
       if (m < 0 || m >= layout.micro_batches) {
-        throw fail(StrFormat(", but micro-batch %d does not exist: use 0..%d", m, layout.micro_batches - 1));
+        fail(", but micro-batch ", m, " does not exist: use 0..", layout.micro_batches - 1);
       }
       if (const int owner = layout.placement[stage]; owner != worker) {
-        throw fail(StrFormat(", but stage %d is placed on worker %d: move it there", stage, owner));
+        fail(", but stage ", stage, " is placed on worker ", owner, ": move it there");
       }
       int& index = cells[static_cast<std::size_t>(stage) * layout.micro_batches + m][kind];
-      if (index != kMissing) throw fail(" twice: remove one");
+      if (index != kMissing) fail(" twice: remove one");
       index = static_cast<int>(i);
     }
   }
@@ -76,18 +78,18 @@ std::vector<CellActions> locate(const Layout& layout, const Schedule& schedule) 
 void verify_cell(int stage, int micro_batch, const CellActions& cell, bool has_backward) {
   const auto name = [&](Kind kind) { return to_string(Action{kind, stage, micro_batch}); };
   const auto need = [&](Kind kind, const std::string& why) {
-    if (!cell.has(kind)) throw invalid("the schedule lacks %s: %s", name(kind), why);
+    if (!cell.has(kind)) refuse_argument("the schedule lacks ", name(kind), ": ", why);
   };
   need(Kind::F, "every cell needs one forward");
   if (!has_backward) {
-    if (cell.has(Kind::R)) throw invalid("the schedule has %s but no backward: remove it", name(Kind::R));
+    if (cell.has(Kind::R)) refuse_argument("the schedule has ", name(Kind::R), " but no backward: remove it");
     return;
   }
   if (!cell.has_backward()) need(Kind::B, "other cells have a backward, so this one needs B, or I and W");
   for (const Kind split : {Kind::I, Kind::W}) {
     if (!cell.has(split)) continue;
     if (cell.has(Kind::B)) {
-      throw invalid("the schedule has both %s and %s: keep either B, or I and W", name(Kind::B), name(split));
+      refuse_argument("the schedule has both ", name(Kind::B), " and ", name(split), ": keep either B, or I and W");
     }
     need(split == Kind::I ? Kind::W : Kind::I, name(split) + " needs it");
   }
@@ -95,8 +97,8 @@ void verify_cell(int stage, int micro_batch, const CellActions& cell, bool has_b
   for (const Kind kind : kKinds) {
     if (!cell.has(kind)) continue;
     if (cell[kind] < cell[before]) {
-      throw invalid("%s stands before %s: move it after; the order in a cell is F, R, B or F, R, I, W", name(kind),
-                    name(before));
+      refuse_argument(name(kind), " stands before ", name(before),
+                      ": move it after; the order in a cell is F, R, B or F, R, I, W");
     }
     before = kind;
   }
@@ -228,7 +230,7 @@ void verify_progress(const Layout& layout, const std::vector<Edge>& edges, const
                           it.action.kind == Kind::F ? "" : "the gradient of ", label(edges, it.edge),
                           to_string(it.action));
   };
-  throw invalid("the schedule deadlocks: %s. Reorder the lists", absl::StrJoin(waiting, "; ", describe));
+  refuse_argument("the schedule deadlocks: ", absl::StrJoin(waiting, "; ", describe), ". Reorder the lists");
 }
 
 bool ends_cell(const Action& action) { return action.kind == Kind::B || action.kind == Kind::W; }
@@ -259,24 +261,32 @@ Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring
 
 void verify(const Layout& layout) {
   const int stages = layout.stages;
-  require(stages >= 1, "the layout has %d stages: give it at least 1", stages);
-  require(layout.micro_batches >= 1, "the layout has %d micro-batches: give it at least 1", layout.micro_batches);
-  require(static_cast<std::int64_t>(stages) * layout.micro_batches <= kMostCells,
-          "the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)", stages,
-          layout.micro_batches, kMostCells);
-  require(std::ssize(layout.placement) == stages,
-          "the placement has %d entries, but the layout has %d stages: give one worker per stage",
-          layout.placement.size(), stages);
+  if (stages < 1) refuse_argument("the layout has ", stages, " stages: give it at least 1");
+  if (layout.micro_batches < 1) {
+    refuse_argument("the layout has ", layout.micro_batches, " micro-batches: give it at least 1");
+  }
+  if (static_cast<std::int64_t>(stages) * layout.micro_batches > kMostCells) {
+    refuse_argument("the layout has ", stages, " stages and ", layout.micro_batches, " micro-batches: use at most ",
+                    kMostCells, " cells (stages times micro-batches)");
+  }
+  if (std::ssize(layout.placement) != stages) {
+    refuse_argument("the placement has ", layout.placement.size(), " entries, but the layout has ", stages,
+                    " stages: give one worker per stage");
+  }
   std::vector<bool> used(stages, false);
   for (int stage = 0; stage < stages; ++stage) {
     const int worker = layout.placement[stage];
-    require(worker >= 0 && worker < stages, "stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage,
-            worker, stages, stages - 1);
+    if (worker < 0 || worker >= stages) {
+      refuse_argument("stage ", stage, " is placed on worker ", worker, ": with ", stages, " stages, use workers 0..",
+                      stages - 1);
+    }
     used[worker] = true;
   }
   const int last = layout.workers() - 1;
   for (int worker = 0; worker < last; ++worker) {
-    require(used[worker], "worker %d has no stage, but worker %d has: number the workers without gaps", worker, last);
+    if (!used[worker]) {
+      refuse_argument("worker ", worker, " has no stage, but worker ", last, " has: number the workers without gaps");
+    }
   }
 }
 

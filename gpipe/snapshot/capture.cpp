@@ -44,15 +44,19 @@ NamedTensors tensors_of(const torch::nn::Module& model) {
 }
 
 void check_writable(const std::string& name, const at::Tensor& tensor) {
-  require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-          "cannot restore '%s' of this model: some of its elements share memory; clone it first", name);
-  require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
-          "cannot restore '%s' of this model: it was made in inference mode; clone it first", name);
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    refuse_argument("cannot restore '", name, "' of this model: some of its elements share memory; clone it first");
+  }
+  if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
+    refuse_argument("cannot restore '", name, "' of this model: it was made in inference mode; clone it first");
+  }
 }
 
 void check_same_kind(const std::string& name, const std::string& saved, const std::string& own) {
-  require(saved == own, "the snapshot is of another model: '%s' is %s in the snapshot and %s in this model", name,
-          saved, own);
+  if (saved != own) {
+    refuse_argument("the snapshot is of another model: '", name, "' is ", saved, " in the snapshot and ", own,
+                    " in this model");
+  }
 }
 
 // The members of the classes of options and states, for both capture and restore. Members of one name are alike.
@@ -96,7 +100,7 @@ void each_state(auto& of, const auto& with, auto field) {
 
 template <class... Parts>
 [[noreturn]] void refuse_optimizer(const Parts&... what) {
-  throw std::invalid_argument(absl::StrCat("the snapshot is of another optimizer: ", what...));
+  refuse_argument("the snapshot is of another optimizer: ", what...);
 }
 
 /// Copies the fields of an object of one of these classes to `to`.
@@ -176,9 +180,8 @@ auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
   if (type == typeid(AdamW)) return call.template operator()<AdamWOptions, AdamWParamState>("AdamW");
   if (type == typeid(RMSprop)) return call.template operator()<RMSpropOptions, RMSpropParamState>("RMSprop");
   if (type == typeid(SGD)) return call.template operator()<SGDOptions, SGDParamState>("SGD");
-  throw invalid(
-      "cannot capture or restore an optimizer of the class %s: use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD",
-      type.name());
+  refuse_argument("cannot capture or restore an optimizer of the class ", type.name(),
+                  ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
 }
 
 std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
@@ -189,10 +192,11 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
     auto& group = groups.emplace_back();
     for (const auto& parameter : optimizer.param_groups()[g].params()) {
       const auto found = names.find(parameter.unsafeGetTensorImpl());
-      require(found != names.end(),
-              "parameter %d in group %d of the optimizer does not belong to the model: make the optimizer from the "
-              "model's parameters, after moving the model to its device",
-              group.size(), g);
+      if (found == names.end()) {
+        refuse_argument("parameter ", group.size(), " in group ", g,
+                        " of the optimizer does not belong to the model: make the optimizer from the model's "
+                        "parameters, after moving the model to its device");
+      }
       group.push_back(found->second);
     }
   }

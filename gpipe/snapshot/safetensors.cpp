@@ -18,6 +18,8 @@
 #include <sstream>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_format.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"
 
 namespace gpipe {
@@ -51,7 +53,7 @@ constexpr char kNoChecksum[] = "00000000";
 constexpr std::size_t kChecksumSize = sizeof kNoChecksum - 1;
 constexpr std::uint64_t kMaxHeader = 100'000'000;  // the limit of the format's first implementation
 
-[[noreturn]] void refuse(const std::string& what) { throw std::runtime_error(what); }
+[[noreturn]] void refuse(const std::string& what) { throw_error(what); }
 
 /// A CRC-32 of bytes in order.
 class Checksum {

@@ -7,8 +7,8 @@
 #include <limits>
 #include <mutex>
 #include <sstream>
-#include <stdexcept>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"
 #include "gpipe/snapshot/safetensors.h"
 
@@ -23,7 +23,7 @@ constexpr std::string_view kOptimizer = ".optimizer.";  // and the field's name,
 constexpr std::string_view kHistory = ".history.";
 constexpr char kRandom[] = ".random";
 
-[[noreturn]] void refuse_content(const std::string& what) { throw std::runtime_error("not a snapshot: " + what); }
+[[noreturn]] void refuse_content(const std::string& what) { throw_error("not a snapshot: ", what); }
 
 json to_json(const std::string& name, const c10::IValue& value) {
   if (value.isNone()) return nullptr;
@@ -36,8 +36,7 @@ json to_json(const std::string& name, const c10::IValue& value) {
     for (const auto& item : value.toTupleRef().elements()) items.push_back(to_json(name, item));
     return items;
   }
-  throw std::runtime_error(
-      "'" + name + "' of the optimizer cannot be saved: it is not a finite number, a string, or a " + "tuple of them");
+  throw_error("'", name, "' of the optimizer cannot be saved: it is not a finite number, a string, or a tuple of them");
 }
 
 template <class Value>
@@ -123,9 +122,9 @@ auto reading(const std::filesystem::path& path, Read read) {
   } catch (const std::system_error& error) {
     reason = error.code().message();
   } catch (const std::exception& error) {
-    reason = error.what();
+    reason = reason_of(error.what());
   }
-  throw std::runtime_error("cannot read '" + path.string() + "': " + reason);
+  throw_error("cannot read '", path.string(), "': ", reason);
 }
 
 }  // namespace
@@ -133,8 +132,7 @@ auto reading(const std::filesystem::path& path, Read read) {
 Safetensors to_safetensors(const Snapshot& snapshot) {
   Safetensors file;
   for (const auto& item : snapshot.model) {
-    if (item.key().starts_with('.'))
-      throw std::runtime_error("the model's tensor '" + item.key() + "' begins with a dot");
+    if (item.key().starts_with('.')) throw_error("the model's tensor '", item.key(), "' begins with a dot");
     file.tensors.emplace(item.key(), item.value());
   }
   if (snapshot.random.defined()) file.tensors.emplace(kRandom, snapshot.random);
@@ -146,7 +144,7 @@ Safetensors to_safetensors(const Snapshot& snapshot) {
     auto& numbers = state[parameter] = json::object();
     for (const auto& [name, value] : fields) {
       if (value.isTensor()) {
-        if (name.find('.') != name.npos) throw std::runtime_error("the optimizer's field '" + name + "' has a dot");
+        if (name.find('.') != name.npos) throw_error("the optimizer's field '", name, "' has a dot");
         file.tensors.emplace(std::string(kOptimizer) + name + "." + parameter, value.toTensor());
       } else {
         numbers[name] = to_json(name, value);
@@ -169,7 +167,7 @@ Safetensors to_safetensors(const Snapshot& snapshot) {
   try {
     file.training = training.dump();
   } catch (const json::type_error&) {
-    throw std::runtime_error("a name or text is not UTF-8");
+    throw_error("a name or text is not UTF-8");
   }
   return file;
 }
@@ -180,9 +178,8 @@ Snapshot from_safetensors(Safetensors file) {
   if (!training.is_object()) refuse_content("its 'training' is not a JSON object of at most 100 levels");
   const auto version = get<std::int64_t>(training.value("version", json()), "version");
   if (version > kVersion) {
-    throw std::runtime_error("the file has version " + std::to_string(version) +
-                             ", but this program reads versions up to " + std::to_string(kVersion) +
-                             ": use a newer version of the program");
+    throw_error("the file has version ", version, ", but this program reads versions up to ", kVersion,
+                ": use a newer version of the program");
   }
   Snapshot snapshot;
   snapshot.epoch = get<std::int64_t>(training.value("epoch", json()), "epoch");
@@ -205,8 +202,7 @@ void restore_random(const at::Tensor& saved) {
   try {
     generator.set_state(saved);
   } catch (const c10::Error& error) {
-    throw std::invalid_argument("not a state of the CPU's random number generator: " +
-                                std::string(error.what_without_backtrace()));
+    refuse_argument("not a state of the CPU's random number generator: ", error.what_without_backtrace());
   }
 }
 
@@ -216,7 +212,7 @@ void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot)
   } catch (const std::system_error&) {
     throw;  // names the path
   } catch (const std::runtime_error& error) {
-    throw std::runtime_error("cannot write the snapshot '" + path.string() + "': " + error.what());
+    throw_error("cannot write the snapshot '", path.string(), "': ", reason_of(error.what()));
   }
 }
 

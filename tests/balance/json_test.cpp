@@ -43,7 +43,7 @@ class ProfileJson : public ::testing::Test {
   }
   void expect_refused(const std::string& place, const std::vector<Json>& values) const {
     for (const auto& value : values) {
-      EXPECT_THAT(refusal(place, value), StartsWith("[profile] not a profile: " + place + " is ")) << value;
+      EXPECT_THAT(refusal(place, value), StartsWith("[gpipe] not a profile: " + place + " is ")) << value;
     }
   }
 
@@ -185,7 +185,7 @@ TEST(ClusterJson, RefusesNumbersOutOfRange) {
   for (const auto& [place, values] : wrong) {
     for (const auto& value : values) {
       EXPECT_THAT(refusal_of_cluster(with(kCluster, place, value)),
-                  StartsWith("[cluster] not a cluster: " + place + " is "))
+                  StartsWith("[gpipe] not a cluster: " + place + " is "))
           << value;
     }
   }
