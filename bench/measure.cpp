@@ -84,8 +84,8 @@ Subject subject_on_cpu(const std::string& name, int chunks, bool large) {
   // The mini-batch is the same for every number of chunks.
   const auto split = [&](std::int64_t samples) {
     if (samples % chunks == 0) return samples / chunks;
-    throw invalid("the mini-batch of %s has %d samples, which cannot be split into %d equal micro-batches", name,
-                  samples, chunks);
+    refuse_argument("the mini-batch of ", name, " has ", samples, " samples, which cannot be split into ", chunks,
+                    " equal micro-batches");
   };
   if (name == "mlp") {
     const std::int64_t width = large ? 4096 : 1024;
