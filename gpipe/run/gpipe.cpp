@@ -117,7 +117,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
                                          threads, std::move(binding), std::move(team));
   const auto is_on_cpu = [&](const Stage& stage) { return is_here(stage.index) && stage.device.is_cpu(); };
   if (options_.keep_memory() && std::ranges::any_of(pipeline_->stages(), is_on_cpu)) pipeline_->keep_memory();
-  pipeline_->take_state_of_first_replica();
+  pipeline_->take_state_of_first_replica(/*all=*/true, /*trains=*/false);
   std::move(tell_counterparts).Cancel();
 }
 

@@ -88,8 +88,7 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  has_loaded ? pipeline_->take_state_of_first_replica()
-             : pipeline_->take_buffers_of_first_replica(options_.key.training);
+  pipeline_->take_state_of_first_replica(/*all=*/has_loaded, options_.key.training);
 }
 
 Results MiniBatch::start(Call& call) {

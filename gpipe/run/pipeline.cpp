@@ -186,32 +186,26 @@ Pipeline::~Pipeline() {
   if (executor_.forked()) static_cast<void>(team_.release());
 }
 
-void Pipeline::take_state_of_first_replica() {
-  calls_.has_loaded = false;
-  if (team_->replicas() == 1) return;
+void Pipeline::take_state_of_first_replica(bool all, bool trains) {
+  if (all) calls_.has_loaded = false;
+  const bool buffers_differ = std::exchange(calls_.buffers_differ, trains);
+  if (team_->replicas() == 1 || !(all || buffers_differ)) return;
   std::vector<at::Tensor> tensors;
-  for (const auto& stage : stages_) {
-    for (const auto& list : {stage.parameters(), stage.buffers()}) {
-      tensors.insert(tensors.end(), list.begin(), list.end());
-    }
-  }
-  take_values(tensors, tensors, *team_);
-  for (const auto& tensor : tensors) {
-    if (tensor.defined() && !tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
-  }
-}
-
-void Pipeline::take_buffers_of_first_replica(bool trains) {
-  if (team_->replicas() == 1 || !std::exchange(calls_.buffers_differ, trains)) return;
-  std::vector<at::Tensor> buffers;
   std::vector<at::Tensor> sent;
   for (const auto& stage : stages_) {
+    for (const auto& parameter : all ? stage.parameters() : std::vector<at::Tensor>()) {
+      tensors.push_back(parameter);
+      sent.push_back(parameter);
+    }
     for (const auto& buffer : stage.buffers()) {
-      buffers.push_back(buffer);
-      sent.push_back(stage.state.may_change(buffer) ? buffer : at::Tensor());
+      tensors.push_back(buffer);
+      sent.push_back(all || stage.state.may_change(buffer) ? buffer : at::Tensor());
     }
   }
-  take_values(buffers, sent, *team_);
+  take_values(tensors, sent, *team_);
+  for (const auto& tensor : tensors) {
+    if (all && tensor.defined() && !tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+  }
 }
 
 }  // namespace gpipe

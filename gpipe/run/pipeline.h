@@ -135,12 +135,10 @@ class Pipeline {
   /// exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
 
-  /// Gives this rank's parameters and buffers the first replica's values. All ranks call it when a pipeline is made,
-  /// and in the next call after one of them has loaded a state.
-  void take_state_of_first_replica();
-  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained
-  /// since the last time. `trains`: whether this one does. Does not advance version counters.
-  void take_buffers_of_first_replica(bool trains);
+  /// Gives this rank's parameters and buffers the first replica's values if `all`: when a pipeline is made, and in the
+  /// next call after a rank has loaded a state. Else only buffers that may have changed, if a call has trained since the
+  /// last time, without new versions. `trains`: whether this call does. All ranks call it.
+  void take_state_of_first_replica(bool all, bool trains);
 
  private:
   void connect_devices();

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/rank_state.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "python/src/interpreter.h"
@@ -55,7 +56,7 @@ auto with_file(const std::filesystem::path& path, F f) {
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
     throw py::error_already_set();
   } catch (const std::runtime_error& error) {
-    throw py::value_error("'" + path.string() + "': " + error.what());
+    throw py::value_error("'" + path.string() + "': " + reason_of(error.what()));
   }
 }
 

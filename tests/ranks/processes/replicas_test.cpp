@@ -308,16 +308,19 @@ RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2
 
 RANKS_TEST(RanksReplicas, TakeTheFirstOnesBuffers, 2, {.ranks = patient().replicas(2)}) {
   const auto model = [] { return in_double(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6))); };
-  Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
-  torch::manual_seed(3);
-  GPipe first(model(), {3}, GPipeOptions().chunks(1));
-  pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kMse);
-  first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kMse);
-  pair.over->eval(), first->eval();
-  const torch::NoGradGuard no_grad;
-  EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
-  EXPECT_TRUE(same(pair.over->named_buffers()["1.running_mean"], first->named_buffers()["1.running_mean"]));
-  expect_equal_replicas(ranks, pair.over);
+  for (const bool loads : {false, true}) {
+    Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
+    torch::manual_seed(3);
+    GPipe first(model(), {3}, GPipeOptions().chunks(1));
+    if (loads) pair.over->team().note_load();
+    pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kMse);
+    first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kMse);
+    pair.over->eval(), first->eval();
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
+    EXPECT_TRUE(same(pair.over->named_buffers()["1.running_mean"], first->named_buffers()["1.running_mean"]));
+    expect_equal_replicas(ranks, pair.over);
+  }
 }
 
 RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().replicas(2)}) {
