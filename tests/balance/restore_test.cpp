@@ -221,9 +221,7 @@ TEST(Profiler, EveryMeasurementRestoresTheModelAndTheSample) {
   balance_by_size(2, model, x, /*chunks=*/2);
   expect_same("balance_by_size");
   const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
-  // refine() could not recompute a layer that writes to a parameter.
-  const auto options = SuggestOptions().chunks({1, 2}).checkpoints({Checkpoint::kNever}).profile(brief);
-  const auto suggestion = suggest(model, x, devices, options);
+  const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks({1, 2}).profile(brief));
   expect_same("suggest");
   std::vector<double> progress;
   refine(model, x, devices, suggestion, /*candidates=*/6, /*repeats=*/1, /*intraop_threads=*/0,

@@ -75,6 +75,28 @@ TEST(Recompute, ReadsTheBuffersThatItsForwardRead) {
   }
 }
 
+/// Has a buffer that it does not use.
+struct MarkedImpl : nn::Module {
+  Tensor forward(Tensor x) { return x * weight; }
+  Tensor weight = register_parameter("weight", torch::ones({6}));
+  Tensor marks = register_buffer("marks", torch::zeros({}));
+};
+
+// A loss runs within the recompute, but only once per micro-batch.
+TEST(Recompute, KeepsWhatALossWritesToABufferOfTheModel) {
+  for (const auto checkpoint : kModes) {
+    const auto layer = std::make_shared<MarkedImpl>();
+    GPipe pipe(Sequential(layer), {1}, in_chunks(4, checkpoint));
+    const auto loss = [&layer](const Tensor& out, const Tensor& target) {
+      layer->marks.add_(1);
+      return torch::mse_loss(out, target);
+    };
+    const auto x = torch::randn({8, 6});
+    pipe->step(x, x, tensor_loss(loss), StepOptions().check(false));
+    EXPECT_EQ(layer->marks.item<float>(), 4) << to_string(checkpoint);
+  }
+}
+
 TEST(Recompute, IsRefusedIfALayerWritesToAParameter) {
   const auto x = torch::randn({8, 6});
   for (const auto& [name, write] : kWrites) {
@@ -114,28 +136,6 @@ TEST(Recompute, IsRefusedIfALayerDrawsFromAGeneratorOfItsOwn) {
               AllOf(HasSubstr("layer '1'"), HasSubstr("generator of its own"), HasSubstr("checkpoint='never'")));
   GPipe never(Sequential(Linear(6, 6), Functional(draw)), {1, 1}, in_chunks(2, Checkpoint::kNever));
   never->forward(x).sum().backward();
-}
-
-/// Has a buffer that it does not use.
-struct MarkedImpl : nn::Module {
-  Tensor forward(Tensor x) { return x * weight; }
-  Tensor weight = register_parameter("weight", torch::ones({6}));
-  Tensor marks = register_buffer("marks", torch::zeros({}));
-};
-
-// A loss runs within the recompute, but only once per micro-batch.
-TEST(Recompute, KeepsWhatALossWritesToABufferOfTheModel) {
-  for (const auto checkpoint : kModes) {
-    const auto layer = std::make_shared<MarkedImpl>();
-    GPipe pipe(Sequential(layer), {1}, in_chunks(4, checkpoint));
-    const auto loss = [&layer](const Tensor& out, const Tensor& target) {
-      layer->marks.add_(1);
-      return torch::mse_loss(out, target);
-    };
-    const auto x = torch::randn({8, 6});
-    pipe->step(x, x, tensor_loss(loss), StepOptions().check(false));
-    EXPECT_EQ(layer->marks.item<float>(), 4) << to_string(checkpoint);
-  }
 }
 
 /// Scales by an expanded buffer, and by sparse and nested ones that it changes, small and large.
