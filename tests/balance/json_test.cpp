@@ -52,40 +52,27 @@ class ProfileJson : public ::testing::Test {
 
 TEST_F(ProfileJson, RoundTrips) { EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers()); }
 
-TEST_F(ProfileJson, NamesMayContainAnyBytes) {
+TEST_F(ProfileJson, NamesMayContainAnyBytesAndSecondsMayBeIntegers) {
   auto profile = two_layers();
   profile.layers[0].name = "caf\xe9";
   EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
-}
-
-TEST_F(ProfileJson, SecondsMayBeIntegers) {
   EXPECT_EQ(profile_from_json(with(good_, "/layers/0/forward", 3).dump()).layers[0].forward, 3);
 }
 
-TEST_F(ProfileJson, RefusesTextThatIsNotJson) {
-  const auto good = good_.dump();
-  EXPECT_THAT(refusal(good.substr(0, good.size() / 2)),
-              AllOf(HasSubstr("not a profile: "), HasSubstr("parse error at")));
-  EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
-  EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
-  EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
-}
-
-TEST_F(ProfileJson, ErrorsDoNotRepeatLongText) {
-  EXPECT_THAT(refusal("{\"" + std::string(10000, 'x') + "\xff\":1}"), SizeIs(::testing::Lt(300)));
-  EXPECT_THAT(refusal("/layers/0/forward", std::string(10000, 'x')), SizeIs(::testing::Lt(300)));
-}
-
-TEST_F(ProfileJson, NamesAMissingField) {
-  auto json = good_;
-  json["layers"][1].erase("forward");
-  EXPECT_THAT(refusal(json.dump()), HasSubstr("/layers/1/forward is missing"));
-  json.erase("version");
-  EXPECT_THAT(refusal(json.dump()), HasSubstr("/version is missing"));
-}
-
-TEST_F(ProfileJson, RefusesOtherVersions) {
-  EXPECT_THAT(refusal("/version", 1), HasSubstr("/version is 1, but only version 5 is supported"));
+TEST_F(ProfileJson, RefusesTextsThatAreNoProfile) {
+  auto lacking = good_;
+  lacking["layers"][1].erase("forward");
+  const std::pair<std::string, std::string> cases[] = {
+      {good_.dump().substr(0, 500), "parse error at"},
+      {"", "not a profile: "},
+      {"[]", "the text is a list, but must be an object"},
+      {lacking.dump(), "/layers/1/forward is missing"},
+      {with(good_, "/version", 1).dump(), "/version is 1, but only version 5 is supported"},
+      {"{\"" + std::string(10000, 'x') + "\xff\":1}", "not a profile: "},
+      {with(good_, "/layers/0/forward", std::string(10000, 'x')).dump(), "/layers/0/forward is "},
+      {std::string(1000000, '['), "JSON has more than 100 levels"},
+      {std::string(kMaxProfileJson + 1, ' '), "16777217 bytes, but the limit is 16777216"}};
+  for (const auto& [text, why] : cases) EXPECT_THAT(refusal(text), AllOf(HasSubstr(why), SizeIs(testing::Lt(300))));
   expect_refused("/version", {4.5, "4", nullptr, std::uint64_t{1} << 32 | 4});
 }
 
@@ -146,11 +133,6 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
               HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
 }
 
-TEST_F(ProfileJson, RefusesDeepAndLongTexts) {
-  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("JSON has more than 100 levels"));
-  EXPECT_THAT(refusal(std::string(kMaxProfileJson + 1, ' ')), HasSubstr("16777217 bytes, but the limit is 16777216"));
-}
-
 const Json kCluster = {{"hosts", 128},
                        {"devices_per_host", 8},
                        {"memory", 80'000'000'000},
@@ -163,9 +145,8 @@ std::string refusal_of_cluster(const Json& json) {
 
 TEST(ClusterJson, ReadsACluster) {
   const auto cluster = cluster_from_json(kCluster.dump());
-  EXPECT_EQ(cluster.hosts, 128);
-  EXPECT_EQ(cluster.devices_per_host, 8);
   EXPECT_EQ(cluster.devices(), 1024);
+  EXPECT_EQ(cluster.devices_per_host, 8);
   EXPECT_EQ(cluster.memory, 80'000'000'000);
   EXPECT_EQ(cluster.inside.bandwidth, 3e11);
   EXPECT_EQ(cluster.inside.latency, 5e-6);
@@ -173,7 +154,7 @@ TEST(ClusterJson, ReadsACluster) {
   EXPECT_EQ(cluster.between.latency, 0);
 }
 
-TEST(ClusterJson, RefusesNumbersOutOfRange) {
+TEST(ClusterJson, RefusesNumbersOutOfRangeAndOtherFields) {
   const std::map<std::string, std::vector<Json>> wrong = {
       {"/hosts", {0, -1}},
       {"/devices_per_host", {0, -1, kMostDevices / 128 + 1}},
@@ -189,20 +170,11 @@ TEST(ClusterJson, RefusesNumbersOutOfRange) {
           << value;
     }
   }
-}
-
-TEST(ClusterJson, NamesWhatIsMissingOrUnknown) {
   auto json = kCluster;
   json["between"].erase("latency");
   EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/latency is missing"));
   json["between"]["delay"] = json["between"]["latency"] = 1;
   EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/delay is unknown"));
-  json = kCluster;
-  json["host"] = 1;
-  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/host is unknown"));
-}
-
-TEST(ClusterJson, RefusesLongTexts) {
   EXPECT_THAT([] { cluster_from_json(std::string(kMaxClusterJson + 1, ' ')); },
               refused("65537 bytes, but the limit is 65536"));
 }

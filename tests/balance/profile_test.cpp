@@ -6,6 +6,7 @@
 #include "balance/balance.h"
 #include "balance/measurement.h"
 #include "balance/predict.h"
+#include "balance/stage_cost.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "gpipe/nested.h"
@@ -250,22 +251,6 @@ TEST(Profiler, NamesALayerThatIsTooLarge) {
               HasSubstr("layer '1' alone does not fit its device for 4 samples"));
 }
 
-TEST(Profiler, ProgressNeverFallsBack) {
-  int calls = 0;
-  const auto runs_out_once = [&](torch::Tensor x) {
-    if (++calls == 7) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");  // in the first measured run
-    return x * 2;
-  };
-  nn::Sequential model(nn::Linear(6, 6), nn::Functional(runs_out_once));
-  std::vector<double> progress;
-  const auto options = ProfileOptions().repeats(1).progress([&](double part) { progress.push_back(part); });
-  profile(model, rows(), options);
-  EXPECT_GT(calls, 7);
-  EXPECT_LT(progress.front(), 0.5);
-  EXPECT_EQ(progress.back(), 1);
-  EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
-}
-
 TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
   const auto x = torch::arange(10.).view({5, 2}).requires_grad_();
   const auto first = first_micro_batch(Value(std::vector<torch::Tensor>{x, torch::arange(5)}), {3, 2});
@@ -278,22 +263,19 @@ TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
 TEST(Suggest, ComparesWithTheUnpartitionedModel) {
   const auto model = four_layers();
   const auto x = rows(8);
+  const RunOptions run{.chunks = 1, .checkpoint = Checkpoint::kNever};
   for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
-    for (const auto& devices : {std::vector<torch::Device>{torch::kCPU}, kTwoCpus}) {
-      std::vector<double> progress;
-      const auto profiling = brief().progress([&](double part) { progress.push_back(part); });
-      const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks(chunks).profile(profiling));
-      EXPECT_EQ(suggestion.profiles.size(), chunks.size());
-      ASSERT_TRUE(suggestion.unpartitioned);
-      EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{4});
-      EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
-      EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
-      const RunOptions run{.chunks = 1, .checkpoint = Checkpoint::kNever};
-      EXPECT_EQ(suggestion.unpartitioned->bytes, predict(profile(model, x, brief()), {4}, run).bytes);
-      EXPECT_GT(suggestion.unpartitioned->seconds, 0);
-      EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
-      EXPECT_EQ(progress.back(), 1);
-    }
+    std::vector<double> progress;
+    const auto profiling = brief().progress([&](double part) { progress.push_back(part); });
+    const auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks(chunks).profile(profiling));
+    EXPECT_EQ(suggestion.profiles.size(), chunks.size());
+    ASSERT_TRUE(suggestion.unpartitioned);
+    EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{4});
+    EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
+    EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
+    EXPECT_EQ(suggestion.unpartitioned->bytes, predict(profile(model, x, brief()), {4}, run).bytes);
+    EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
+    EXPECT_EQ(progress.back(), 1);
   }
 }
 
@@ -306,13 +288,6 @@ TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
   const auto suggestion = suggest(model, rows(8), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
   EXPECT_TRUE(suggestion.fits());
   EXPECT_FALSE(suggestion.unpartitioned);
-}
-
-TEST(Suggest, MeasuresOneNumberOfChunksWithoutTime) {
-  const auto suggestion = suggest(four_layers(), rows(8), kTwoCpus, SuggestOptions().profile(brief()));
-  ASSERT_EQ(suggestion.profiles.size(), 1U);
-  EXPECT_EQ(suggestion.profiles.front().chunks, 4);
-  EXPECT_TRUE(suggestion.unpartitioned);
 }
 
 TEST(Suggest, TriesEverySchedule) {
@@ -329,26 +304,10 @@ TEST(Suggest, TriesEverySchedule) {
   for (const auto& candidate : suggestion.candidates) EXPECT_EQ(candidate.placement, v_placement(4));
   const auto looped = SuggestOptions().scheduling({kAnySchedule, 3});
   EXPECT_THAT([&] { suggest(model, x, kTwoCpus, looped); }, refused("no schedule fits 2 devices, 4 layers"));
-}
-
-TEST(Suggest, KeepsTheSchedule) {
-  const auto suggested = [](const char* schedule, int stages_per_worker) {
-    const auto options = SuggestOptions().chunks({4}).scheduling({schedule, stages_per_worker}).profile(brief());
-    return suggest(four_layers(), rows(8), kTwoCpus, options).best().schedule;
-  };
-  EXPECT_EQ(suggested("1f1b", 1), "1f1b");
-  EXPECT_EQ(suggested("interleaved_1f1b", 2), "interleaved_1f1b");
-  EXPECT_THAT([&] { suggested("gpipe", 0); }, refused("stages_per_worker must be positive, but is 0"));
-}
-
-TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
-  for (const double last : {0.0, 0.3, 0.9}) {  // in the first profile, in a later one, in the unpartitioned model's
-    const auto profiling = brief().progress([&](double part) {
-      if (part >= last) throw std::runtime_error("enough");
-    });
-    EXPECT_EQ(error_of([&] { suggest(four_layers(), rows(8), kTwoCpus, SuggestOptions().profile(profiling)); }),
-              "enough");
-  }
+  const auto one = SuggestOptions().scheduling({"interleaved_1f1b", 2}).profile(brief());
+  suggestion = suggest(model, x, kTwoCpus, one);
+  EXPECT_EQ(suggestion.best().schedule, "interleaved_1f1b");
+  EXPECT_EQ(suggestion.profiles.size(), 1U) << "without time, one number of chunks is measured";
 }
 
 /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
@@ -398,15 +357,10 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
 }
 
 TEST(BytesOfSchedules, UNet) {
-  const auto model = models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1));
+  const auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe", "1f1b"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v", "dualpipe_v"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {44}, {"gpipe", "zb_h1"});
-}
-
-TEST(BytesOfSchedules, ResNet) {
-  expect_close_bytes(models::resnet18(models::ResNetOptions().num_classes(10)), torch::rand({2, 3, 32, 32}), {46, 25},
-                     {"zb_h2"});
 }
 
 TEST(BytesOfSchedules, TokensThenLinearLayers) {
@@ -450,19 +404,16 @@ TEST(Profiler, AcceptsLossesOfAnyOutput) {
   profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), rows(), brief());
 }
 
-// W's of layers before the first parameters, and of layers without large ones, take no time.
-TEST(Profiler, MeasuresBothPartsOfABackward) {
+// A part of a backward in the first stage does everything.
+TEST(Profiler, DividesTheBackwardsOfLaterStages) {
   nn::Sequential model(nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, 4));
-  const auto of = profile(model, torch::randn({256, 512}), ProfileOptions().repeats(5).seconds(10));
+  const auto of = profile(model, torch::randn({256, 512}), brief());
   EXPECT_FALSE(of.input_requires_grad);
-  EXPECT_GT(of.layers[2].input_gradient, 0);
-  EXPECT_GT(of.layers[2].weight_gradient, 0);
-  EXPECT_EQ(profile(model, torch::randn({2, 512}).requires_grad_(), brief()).input_requires_grad, true);
-  // A part of a backward in the first stage does everything.
   const auto costs = StageCost(of).costs({2, 3}, {});
   EXPECT_EQ(costs.actions[0][static_cast<std::size_t>(Kind::I)], costs.actions[0][static_cast<std::size_t>(Kind::B)]);
   EXPECT_FALSE(costs.bytes[0].splits);
   EXPECT_TRUE(costs.bytes[1].splits);
+  EXPECT_TRUE(profile(model, torch::randn({2, 512}).requires_grad_(), brief()).input_requires_grad);
 }
 
 }  // namespace

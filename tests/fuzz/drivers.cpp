@@ -7,8 +7,6 @@
 #include <sys/resource.h>
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -20,11 +18,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "balance/cut.h"
-#include "balance/predict.h"
-#include "balance/profile.h"
-#include "examples/common/files.h"
-#include "examples/resnet18_mnist/digits.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "tests/support/support.h"
@@ -60,40 +53,6 @@ void safetensors(const std::string& bytes) {
   });
 }
 
-/// One byte with the length of the image file, then the image file, then the label file.
-void idx(const std::string& bytes) {
-  if (bytes.empty()) return;
-  static const TemporaryDirectory folder;
-  const auto files = examples::mnist::files_of(examples::mnist::Part::kTraining, folder.path());
-  const auto length = std::min<std::size_t>(static_cast<std::uint8_t>(bytes[0]), bytes.size() - 1);
-  examples::write_file(files.images, bytes.substr(1, length));
-  examples::write_file(files.labels, bytes.substr(1 + length));
-  read<std::runtime_error>("", [&] {
-    const auto set = examples::mnist::read_idx(files);
-    require(set.images.dim() == 3 && set.images.size(0) == set.labels.size(0),
-            "the labels are not those of the images");
-  });
-}
-
-/// A profile in JSON. An accepted one can be written, cut and used for predictions.
-void profile(const std::string& bytes) {
-  read<std::invalid_argument>("", [&] {
-    const auto accepted = profile_from_json(bytes);
-    require(profile_from_json(profile_to_json(accepted)) == accepted, "another profile is written");
-    const auto layers = accepted.layers.size();
-    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-      if (layers > 6) return;
-      const RunOptions run{.chunks = 2, .checkpoint = checkpoint};
-      read<std::invalid_argument>("", [&] {
-        const auto balance = balance_by_time(accepted, static_cast<int>(std::min<std::size_t>(layers, 2)), run);
-        balance_by_size(accepted, static_cast<int>(balance.size()), run);
-        const auto seconds = predict(accepted, balance, run).seconds;
-        require(std::isfinite(seconds) && seconds >= 0, "the predicted time is no time");
-      });
-    }
-  });
-}
-
 /// Gives tensors little memory, because a model may ask for any.
 class LittleMemory : public c10::Allocator {
  public:
@@ -122,7 +81,7 @@ void model(const std::string& json) {
   std::string file;
   const auto append = [&](const void* data, std::size_t size) { file.append(static_cast<const char*>(data), size); };
   read<std::runtime_error>("", [&] { write_safetensors(content, append); });  // refuses text that is not UTF-8
-  examples::write_file(path, file);
+  std::ofstream(path, std::ios::binary) << file;
   read<std::runtime_error>("[gpipe] cannot load the model", [&] {
     auto layers = load_model(path);
     for (const bool training : {true, false}) {
@@ -173,8 +132,8 @@ std::string unescaped(const std::string& text) {
 
 /// fuzz_corpus FILE: runs each line's driver once.
 int main(int, char** argv) {
-  const std::map<std::string, void (*)(const std::string&)> drivers = {
-      {"safetensors", gpipe::safetensors}, {"idx", gpipe::idx}, {"profile", gpipe::profile}, {"model", gpipe::model}};
+  const std::map<std::string, void (*)(const std::string&)> drivers = {{"safetensors", gpipe::safetensors},
+                                                                       {"model", gpipe::model}};
   std::ifstream corpus(argv[1]);
   int inputs = 0;
   std::string driver, name, text;

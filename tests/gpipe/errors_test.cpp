@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "absl/functional/function_ref.h"
+#include "gpipe/autograd/layer.h"
 #include "gpipe/binding.h"
 #include "gpipe/ranks.h"
 #include "gpipe/schedules.h"
@@ -70,13 +72,11 @@ void expect_place_in_what() {
   auto plan = std::make_shared<FaultPlan>();
   GPipe pipe(Sequential(Linear(6, 6), Faulty(plan)), {1, 1}, in_chunks(3, Checkpoint::kAlways));
   const auto x = torch::randn({6, 6});
-  const auto fault = [] { throw E("injected"); };
-  plan->arm(FaultPlan::kForward, fault);
+  plan->arm(FaultPlan::kForward, [] { throw E("injected"); });
   EXPECT_THAT([&] { pipe->forward(x); }, throws<E>("injected (in 1F0 (stage 1, micro-batch 0, layer '1'))"));
   EXPECT_EQ(pipe->last_error()->message, "injected");
-  plan->disarm();
+  plan->where = FaultPlan::kRecompute;
   const auto loss = pipe->forward(x).sum();
-  plan->arm(FaultPlan::kRecompute, fault);
   EXPECT_THAT([&] { loss.backward(); }, throws<E>("injected (in 1R2 (stage 1, micro-batch 2, layer '1'))"));
 }
 
@@ -84,7 +84,6 @@ TEST(Errors, OfTheStandardLibraryKeepTheirTypeAndGetThePlace) {
   expect_place_in_what<std::runtime_error>();
   expect_place_in_what<std::invalid_argument>();
   expect_place_in_what<std::out_of_range>();
-  expect_place_in_what<std::domain_error>();
 }
 
 TEST(Errors, OfTorchNameTheLayerUntilTheNextCall) {

@@ -65,7 +65,8 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
   CaseResults results;
   for (int number = 0; number < spec.calls; ++number) {
     const auto add = [&](const std::string& name, const Tensor& tensor) {
-      results[std::to_string(number) + ": " + name] = tensor.defined() ? tensor.detach().to_dense().clone() : tensor;
+      const auto dense = [&] { return tensor.is_nested() ? torch::cat(tensor.unbind()) : tensor.to_dense(); };
+      results[std::to_string(number) + ": " + name] = tensor.defined() ? dense().detach().clone() : tensor;
     };
     Call call(spec, number, devices);
     torch::manual_seed(spec.seed + number + 1);
@@ -89,7 +90,9 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       if (is_here(parameter.value())) add(parameter.key(), parameter.value());
     }
     for (const auto& buffer : model->named_buffers()) {
-      if (is_here(buffer.value())) add(buffer.key(), buffer.value());
+      const auto& key = buffer.key();  // deferred running statistics are of the whole mini-batch
+      const bool deferred = spec.deferred && (key.find(".running_") != key.npos || key.ends_with("batches_tracked"));
+      if (!deferred && is_here(buffer.value())) add(key, buffer.value());
     }
   }
   return results;
@@ -190,6 +193,7 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
   auto model = build(spec);
   auto options = in_chunks(spec.chunks, spec.checkpoint).intraop_threads(1).ranks(ranks).placement(spec.placement);
   if (!spec.schedule.empty()) options.schedule(spec.schedule);
+  options.deferred_batch_norm(spec.deferred);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
   GPipe pipe(model, balance_of(spec, model), options);
   const auto is_here_worker = [&](int worker) {

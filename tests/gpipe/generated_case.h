@@ -27,6 +27,7 @@ struct Spec {
   std::vector<int> placement = {0};
   std::string schedule = {};  // of step(); empty: forward() and backward
   Checkpoint checkpoint = Checkpoint::kNever;
+  bool deferred = false;  // batch norm
   // The calls.
   int batch = 1;
   int chunks = 1;

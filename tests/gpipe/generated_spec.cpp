@@ -70,7 +70,8 @@ std::string to_string(const Spec& spec) {
        << spec.calls << " calls" << (spec.single ? ", single" : "")
        << (spec.input_gradient ? "" : ", no input gradient") << (spec.several_inputs ? ", several inputs" : "")
        << (spec.several_outputs ? ", several outputs" : "") << (spec.backward_twice ? ", backward twice" : "")
-       << (spec.eval ? ", eval" : "") << (spec.accumulates ? ", accumulates" : "") << ":";
+       << (spec.eval ? ", eval" : "") << (spec.deferred ? ", deferred" : "")
+       << (spec.accumulates ? ", accumulates" : "") << ":";
   for (const auto& use : spec.uses) text << " [" << use.unit->name << " " << use.variant << " " << use.pair << "]";
   return text.str();
 }
@@ -82,7 +83,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   const auto one_in = [&](int count) { return draw(random, 0, count - 1) == 0; };
   if (spec.splits() && one_in(2)) spec.width = kWide;
   spec.single = !portable && one_in(3);
-  const int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
+  int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
   // The checked device takes the micro-batches of an input for one tensor. So a linear layer comes before units that
   // may write to it.
   if (portable) spec.uses.push_back({&units().front()});
@@ -103,7 +104,8 @@ Spec generate(std::uint64_t seed, bool portable) {
     }
   }
   if (one_in(4)) insert_pair(Unit::kStashOdd, Unit::kPopOdd, 4);
-  if (!portable && one_in(4)) {
+  if (!portable && one_in(4) && !spec.has(Unit::kGrows)) {
+    left_out |= Unit::kGrows;
     insert_pair(Unit::kOwnMatrix, Unit::kShareMatrix, 5);
     if (one_in(2)) spec.uses.push_back(draw_use(random, Unit::kShareMatrix, left_out, 5));
   }
@@ -118,6 +120,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.backward_twice = forward && one_in(4);
   spec.eval = forward && one_in(4);
   spec.accumulates = !spec.backward_twice && one_in(4);
+  spec.deferred = !spec.eval && one_in(4);
   // Each stage has a layer.
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
@@ -156,8 +159,8 @@ std::vector<Spec> smaller(const Spec& spec) {
   for (auto number : {&Spec::batch, &Spec::chunks, &Spec::calls}) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
-  for (auto feature :
-       {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval, &Spec::accumulates}) {
+  for (auto feature : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval,
+                       &Spec::accumulates, &Spec::deferred}) {
     if (spec.*feature) change(feature, false);
   }
   if (!spec.schedule.empty()) change(&Spec::schedule, std::string());

@@ -20,8 +20,8 @@ Tensor Builder::parameter(torch::IntArrayRef shape, bool requires_grad) {
 
 Tensor Builder::shared_matrix() {
   auto& matrix = shared_[pair];
-  if (matrix.defined()) return own_->register_parameter(new_name(), matrix);
-  return matrix = parameter({width, width});
+  if (matrix.defined()) return own_->register_parameter(new_name(), matrix, matrix.requires_grad());
+  return matrix = parameter({width, width}, /*requires_grad=*/variant != 3);
 }
 
 namespace {
@@ -220,6 +220,39 @@ void written_buffers(Builder& b) {
   });
 }
 
+/// Writes to buffers of every layout, small and large.
+void tables(Builder& b) {
+  const std::int64_t length = b.variant < 2 ? 3 : 30000;
+  const auto values = torch::ones({length});
+  const auto expanded = b.buffer(torch::ones({1, b.width}).expand({length, b.width}));
+  const auto sparse = b.buffer(torch::sparse_coo_tensor(torch::arange(length).remainder(b.width).unsqueeze(0), values));
+  const auto rows = b.buffer(torch::eye(b.width).repeat({length / b.width + 1, 1}).to_sparse_csr());
+  const auto nested = b.buffer(at::_nested_tensor_from_tensor_list({torch::ones({b.width}), values}));
+  b.add([=](Tensor x) {
+    for (const auto& table : {sparse, rows, nested}) table.detach().mul_(0.9);
+    return x * (expanded[0] + sparse.to_dense()[0] + rows.to_dense()[0] + nested.unbind()[0]);
+  });
+}
+
+/// Makes its parameter in its first forward.
+struct GrowingImpl : nn::Module {
+  Tensor forward(Tensor x) {
+    if (!scale.defined()) scale = register_parameter("scale", torch::rand({x.size(1)}));
+    return torch::dropout(x * scale, 0.5, is_training());
+  }
+  Tensor scale;
+};
+TORCH_MODULE(Growing);
+
+void own_thread(Builder& b) {
+  auto linear = b.module(nn::Linear(b.width, b.width));
+  b.add([linear](Tensor x) mutable {
+    Tensor y;
+    std::thread([&] { y = linear(x).tanh(); }).join();
+    return x + y;
+  });
+}
+
 void own_generator(Builder& b) {
   auto generator = b.variant < 2 ? at::make_generator<at::CPUGeneratorImpl>(7) : at::detail::getDefaultCPUGenerator();
   b.add([generator](Tensor x) { return x * torch::rand({x.size(1)}, generator, x.options().requires_grad(false)); });
@@ -360,6 +393,9 @@ std::vector<Unit> other_units() {
       {"moving average", moving_average},
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
+      {"tables", tables, Unit::kHost},
+      {"growing", [](Builder& b) { b.push(Growing()); }, Unit::kHost | Unit::kDrops | Unit::kGrows},
+      {"own thread", own_thread, Unit::kHost},
       {"own generator", own_generator, Unit::kHost | Unit::kOnce},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
@@ -429,8 +465,13 @@ std::vector<Unit> other_units() {
       {"pop odd", [](Builder& b) { b.push(PopOdd()); }, 0, Unit::kPopOdd},
       {"matrix", [](Builder& b) { b.add([w = b.shared_matrix()](Tensor x) { return x.mm(w).tanh(); }); }, 0,
        Unit::kOwnMatrix},
-      {"matrix shared", [](Builder& b) { b.add([w = b.shared_matrix()](Tensor x) { return x + x.mm(w.t()); }); }, 0,
-       Unit::kShareMatrix},
+      {"matrix shared",
+       [](Builder& b) {
+         b.add([w = b.shared_matrix(), unused = b.variant == 0](Tensor x) {
+           return unused && x.detach().sum().item<double>() > 0 ? x.sin() : x + x.mm(w.t());
+         });
+       },
+       0, Unit::kShareMatrix},
   };
 }
 

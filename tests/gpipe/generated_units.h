@@ -18,7 +18,7 @@ class Builder {
     own_->register_module(new_name(), holder);
     return holder;
   }
-  /// The next layer will share a matrix with the other layer of the pair.
+  /// The next layer will share a matrix, which may be frozen, with the other layer of the pair.
   Tensor shared_matrix();
 
   /// Adds a layer that calls a function of one tensor, tuple or vector.
@@ -58,6 +58,7 @@ struct Unit {
     kDouble = 4,   ///< needs double precision: PyTorch has another kernel for a forward without a graph
     kHost = 8,     ///< runs on the CPU only
     kOnce = 32,    ///< cannot be recomputed
+    kGrows = 64,   ///< makes a parameter, which moves the places of those that its stage shares with others
     kDrops = 16,   ///< its output may not depend on its input, whose graph is freed then before a backward
   };
 

@@ -6,23 +6,22 @@ namespace gpipe {
 namespace {
 
 TEST(Gradients, AreNotNeededByAMaskThatIsPassedOn) {
-  struct MaskedImpl : torch::nn::Module {
-    std::tuple<Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
-      if (torch::GradMode::is_enabled()) mask_required_grad = mask_required_grad || std::get<1>(in).requires_grad();
-      return {linear(std::get<0>(in)) * std::get<1>(in), std::get<1>(in)};
-    }
-    Linear linear = register_module("linear", Linear(6, 6));
-    std::atomic<bool> mask_required_grad = false;
+  using Pair = std::tuple<Tensor, Tensor>;
+  std::atomic<bool> mask_required_grad = false;
+  const auto masked = [&] {
+    return function_layer([&](Pair in) {
+      const auto& [x, mask] = in;
+      if (torch::GradMode::is_enabled() && mask.requires_grad()) mask_required_grad = true;
+      return Pair(x * mask * 2, mask);
+    });
   };
   for (const auto checkpoint : kModes) {
-    auto first = std::make_shared<MaskedImpl>();
-    auto second = std::make_shared<MaskedImpl>();
-    GPipe pipe(Sequential(first, second), {1, 1}, in_chunks(2, checkpoint));
-    const auto out = pipe->forward(Value(std::make_tuple(torch::randn({4, 6}), torch::ones({4, 6}))));
-    EXPECT_TRUE(out.tensors()[0].requires_grad());
-    EXPECT_FALSE(out.tensors()[1].requires_grad());
-    out.tensors()[0].sum().backward();
-    EXPECT_FALSE(first->mask_required_grad || second->mask_required_grad);
+    GPipe pipe(Sequential(masked(), masked()), {1, 1}, in_chunks(2, checkpoint));
+    const auto out = pipe->forward(Value(Pair(torch::randn({4, 6}).requires_grad_(), torch::ones({4, 6})))).tensors();
+    EXPECT_TRUE(out[0].requires_grad());
+    EXPECT_FALSE(out[1].requires_grad());
+    out[0].sum().backward();
+    EXPECT_FALSE(mask_required_grad);
   }
 }
 
@@ -48,37 +47,32 @@ TEST(Gradients, RefuseATensorKeptFromAnotherMicroBatch) {
                      return y;
                    }));
   GPipe pipe(model, {1, 1}, in_chunks(2, Checkpoint::kNever));
-  const auto x = torch::randn({4, 6});
-  EXPECT_THAT([&] { pipe->forward(x); }, refused("detach tensors that a layer keeps between calls"));
+  EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, refused("detach tensors that a layer keeps between calls"));
 }
-
-// A sum is changed in place only if no other tensor shares its memory.
 
 Tensor full(double value) { return torch::full({2, 3}, value); }
 
-TEST(GradientSums, StayApartIfTheyBeganWithOneTensor) {
-  for (const bool viewed : {false, true}) {
-    GradientSums sums(2);
-    const auto shared = full(1);
-    sums.add(0, shared);
-    sums.add(1, viewed ? shared.view({3, 2}) : shared);
-    sums.add(0, full(10));
-    sums.add(1, viewed ? full(100).view({3, 2}) : full(100));
-    EXPECT_TRUE(same(shared, full(1))) << "the caller's gradient must not change";
-    const auto taken = sums.take();
-    EXPECT_TRUE(same(taken[0], full(11)));
-    EXPECT_TRUE(same(taken[1].view({2, 3}), full(101)));
+TEST(GradientSums, ChangeOnlyTheirOwnMemory) {
+  const auto shared = full(1);
+  struct Case {
+    const char* name;
+    Tensor first, second, sum;
+  };
+  for (const auto& [name, first, second, sum] : std::vector<Case>{
+           {"of another sum", shared, full(10), full(11)},
+           {"a view", shared.view({3, 2}), full(10).view({3, 2}), full(11).view({3, 2})},
+           {"expanded", torch::ones({1, 3}).expand({2, 3}), full(1), full(2)},
+           {"undefined", Tensor(), Tensor(), Tensor()},
+           {"undefined first", Tensor(), full(1), full(1)},
+           {"sparse and dense", full(2).to_sparse(), full(3), full(5)},
+           {"dense and sparse", full(3), full(2).to_sparse(), full(5)},
+       }) {
+    GradientSums sums(1);
+    sums.add(0, first);
+    sums.add(0, second);
+    EXPECT_TRUE(same(sums.take()[0], sum)) << name;
+    EXPECT_TRUE(same(shared, full(1))) << name;
   }
-}
-
-TEST(GradientSums, AreNotAddedInPlaceToAnExpandedGradient) {
-  GradientSums sums(1);
-  sums.add(0, torch::ones({1, 3}).expand({2, 3}));
-  sums.add(0, full(1));
-  EXPECT_TRUE(same(sums.take()[0], full(2)));
-}
-
-TEST(GradientSums, ReuseTheirOwnMemory) {
   GradientSums sums(1);
   auto first = full(1);
   const auto* memory = first.data_ptr();
@@ -87,19 +81,6 @@ TEST(GradientSums, ReuseTheirOwnMemory) {
   const auto sum = sums.take()[0];
   EXPECT_TRUE(same(sum, full(3)));
   EXPECT_EQ(sum.data_ptr(), memory);
-}
-
-TEST(GradientSums, TakeUndefinedSparseAndDenseGradients) {
-  GradientSums sums(3);
-  sums.add(0, Tensor());
-  sums.add(1, full(2).to_sparse());
-  sums.add(1, full(3));
-  sums.add(2, full(3));
-  sums.add(2, full(2).to_sparse());
-  const auto taken = sums.take();
-  EXPECT_FALSE(taken[0].defined());
-  EXPECT_TRUE(same(taken[1], full(5)));
-  EXPECT_TRUE(same(taken[2], full(5)));
 }
 
 }  // namespace

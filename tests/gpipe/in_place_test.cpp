@@ -61,67 +61,20 @@ TEST(InPlace, AStageThatBeginsToChangeItsInputFailsOnceAndThenWorks) {
 
 using Pair = std::tuple<Tensor, Tensor>;
 
-/// A linear layer, one that makes a pair of tensors, one that maps the pair, and one that joins it.
-Sequential model_of(std::function<Pair(Tensor)> split, std::function<Pair(Pair)> map) {
-  return Sequential(
-      Linear(6, 6), function_layer(std::move(split)), function_layer(std::move(map)),
-      function_layer([](Pair in) { return std::get<0>(in).exp().sum(1) + std::get<1>(in).sin().sum(1); }));
-}
-
-template <int kIndex>
-Pair change(Pair in) {
-  std::get<kIndex>(in).mul_(2);
-  return in;
-}
-
-/// Expects the gradient of the first layer's weight by the unpartitioned model and by a pipeline to be equal.
-void expect_same_gradients(Sequential model, Balance balance, Checkpoint checkpoint) {
-  const auto weight = model->at<torch::nn::LinearImpl>(0).weight;
-  const auto x = torch::randn({4, 6});
-  const auto expected = gradient_of(model->forward(x).sum(), weight);
-  GPipe pipe(model, std::move(balance), in_chunks(2, checkpoint));
-  const auto got = gradient_of(pipe->forward(x).sum(), weight);
-  EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
-}
-
-TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
-  const std::pair<const char*, std::function<Pair(Tensor)>> splits[] = {
-      {"the same", [](Tensor x) { return Pair(x, x); }},
-      {"overlapping", [](Tensor x) { return Pair(x.slice(1, 0, 4), x.slice(1, 3, 6)); }},
-  };
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (const auto& [name, split] : splits) {
-      for (const bool second : {false, true}) {
-        SCOPED_TRACE(std::string(name) + (second ? ", second, " : ", first, ") + to_string(checkpoint));
-        const auto cut_at = [&, &split = split](std::int64_t layer) {
-          expect_same_gradients(model_of(split, second ? change<1> : change<0>), {layer, 4 - layer}, checkpoint);
-        };
-        EXPECT_THAT([&] { cut_at(2); }, throws<std::runtime_error>("a tensor was changed in place by layer '2'"));
-        cut_at(3);  // autograd sees a change inside a stage
-      }
-    }
-  }
-}
-
+// The generated cases change tensors that overlap.
 TEST(AliasCheck, MayBeChangedWhereTensorsDoNotOverlap) {
-  const auto split = [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); };
+  const auto x = torch::randn({4, 6});
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    expect_same_gradients(model_of(split, change<0>), {2, 2}, checkpoint);
-  }
-}
-
-TEST(AliasCheck, OfASkipAndTheActivationMayNotBeChanged) {
-  const auto run = [](PopImpl::Join join, const Balance& balance) {
-    expect_same_gradients(Sequential(Linear(6, 6), Stash("same", 1), Pop("same", join)), balance, Checkpoint::kNever);
-  };
-  run([](Tensor x, Tensor same) { return x.exp() + same; }, {2, 1});
-  const PopImpl::Join changes[] = {
-      [](Tensor x, Tensor same) { return x.mul_(2) + same.sin(); },
-      [](Tensor x, Tensor same) { return same.mul_(2) + x.sin(); },
-  };
-  for (const auto& change : changes) {
-    EXPECT_THAT([&] { run(change, {2, 1}); }, throws<std::runtime_error>("changed in place by layer '2'"));
-    run(change, {1, 2});
+    const auto halves = [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); };
+    const auto change = [](Pair in) {
+      std::get<0>(in).mul_(2);
+      return std::get<0>(in).exp().sum(1) + std::get<1>(in).sin().sum(1);
+    };
+    Linear first(6, 6);
+    Sequential model(first, function_layer(halves), function_layer(change));
+    const auto expected = gradient_of(model->forward(x).sum(), first->weight);
+    GPipe pipe(model, {2, 1}, in_chunks(2, checkpoint));
+    EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), first->weight), expected, 1e-4, 1e-5));
   }
 }
 

@@ -4,22 +4,6 @@
 namespace gpipe {
 namespace {
 
-TEST(SkipEdges, OfAValueWithManyReadersCrossOncePerWorker) {
-  auto model = Sequential(Linear(6, 6), Stash("s"), Peek("s"), Peek("s"), Linear(6, 6), Peek("s"), Pop("s"));
-  model->to(torch::kFloat64);
-  const auto x = torch::randn({4, 6}, torch::kFloat64).requires_grad_();
-  const auto expected = gradient_of(model->forward(x).sum(), x);
-  for (const auto& placement : {std::vector{0, 1, 0, 1}, std::vector{0, 1, 1, 0}, std::vector{0, 1, 2, 3}}) {
-    GPipe pipe(model, {2, 1, 2, 2}, in_chunks(2).placement(placement));
-    int crossing = 0;
-    for (const auto& edge : pipe->program(1)->edges()) {
-      if (edge.name == "skip s") crossing += placement[edge.from] != placement[edge.to];
-    }
-    EXPECT_EQ(crossing, std::ranges::max(placement));
-    EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), x), expected));
-  }
-}
-
 TEST(SkipEdges, SumGradientsAsWithoutStagesIfEachWorkerHasOneStage) {
   torch::manual_seed(0);
   auto model = Sequential(Linear(6, 6), Stash("s"), Linear(6, 6));

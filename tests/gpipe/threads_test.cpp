@@ -6,17 +6,6 @@
 namespace gpipe {
 namespace {
 
-TEST(Threads, RunAForwardAndItsBackward) {
-  GPipe first(mlp(), {2, 2}, in_chunks(2));
-  GPipe second(mlp(), {1, 3}, in_chunks(2));
-  const auto x = torch::randn({4, 6}).requires_grad_();
-  const auto expected = gradient_of(second->forward(first->forward(x)).sum(), x);
-  Tensor loss;
-  std::thread([&] { loss = second->forward(first->forward(x)).sum(); }).join();
-  std::thread([&] { loss.backward(); }).join();
-  EXPECT_TRUE(same(x.grad(), expected));
-}
-
 TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
   GPipe pipe(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 2},
              in_chunks(3, Checkpoint::kAlways));
@@ -34,7 +23,7 @@ TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
 
 // All sums are exact, so that their order does not matter.
 TEST(Threads, StepOnePipelineWhileAnotherRunsABackwardOfItsModel) {
-  constexpr int kTimes = 100;
+  constexpr int kTimes = 30;
   Sequential model(Linear(4, 4), Linear(4, 4), Linear(4, 4));
   model->to(torch::kDouble);
   torch::NoGradGuard no_grad;
@@ -92,28 +81,6 @@ TEST(Threads, BeginAndEndWithThePipeline) {
   EXPECT_EQ(thread_count(), threads);
 }
 
-TEST(Threads, MayBeALayersOwn) {
-  struct ParallelImpl : torch::nn::Module {
-    Tensor forward(Tensor x) {
-      Tensor first;
-      std::thread([&] { first = one(x).tanh(); }).join();
-      return first + other(x);
-    }
-    Linear one = register_module("one", Linear(6, 6));
-    Linear other = register_module("other", Linear(6, 6));
-  };
-  const auto x = torch::randn({6, 6});
-  for (const auto checkpoint : kModes) {
-    Sequential model(Linear(6, 6), std::make_shared<ParallelImpl>());
-    for (int call = 0; call < 2; ++call) model->forward(x).sum().backward();
-    const auto expected = take_gradients(*model);
-    GPipe pipe(model, {1, 1}, in_chunks(3, checkpoint));
-    for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
-    SCOPED_TRACE(to_string(checkpoint));
-    expect_close(take_gradients(*model), expected, 1e-4, 1e-5);
-  }
-}
-
 TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
   Tensor kept;
   const Sharer keeping(torch::ones({6}).requires_grad_(), [&kept](const Tensor& x, const Tensor& weight) {
@@ -122,17 +89,6 @@ TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
   });
   GPipe pipe(Sequential(keeping), {1}, in_chunks(2, Checkpoint::kNever));
   EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, refused("was built outside"));
-}
-
-TEST(Threads, LastUntilTheBackwardOfADestroyedPipeline) {
-  auto model = mlp();
-  Tensor loss;
-  {
-    GPipe pipe(model, {2, 2}, in_chunks(2));
-    loss = pipe->forward(torch::randn({4, 6})).sum();
-  }
-  loss.backward();
-  EXPECT_TRUE(model->parameters()[0].grad().defined());
 }
 
 TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
@@ -166,18 +122,14 @@ TEST(Threads, OfAPipelineMayNotCallIt) {
 }
 
 TEST(Threads, OfAPipelineMayCallAnother) {
-  torch::manual_seed(6);
-  auto inner_model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
   struct HolderImpl : torch::nn::Module {
     explicit HolderImpl(GPipe inner) : pipe(register_module("pipe", inner)) {}
     Tensor forward(Tensor x) { return pipe->forward(x); }
     GPipe pipe;
   };
   for (const auto checkpoint : kModes) {
-    GPipe inner(inner_model, {1, 1, 1}, in_chunks(2, checkpoint));
-    Sequential unregistered(Linear(6, 6), Functional([inner](Tensor x) mutable { return inner->forward(x); }),
-                            Linear(6, 6));
-    GPipe refusing(unregistered, {1, 2}, in_chunks(2, Checkpoint::kNever));
+    GPipe inner(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 1, 1}, in_chunks(2, checkpoint));
+    GPipe refusing(Sequential(Functional([inner](Tensor x) mutable { return inner->forward(x); })), {1}, in_chunks(2));
     EXPECT_THROW(refusing->forward(torch::randn({4, 6})), std::invalid_argument)
         << "the inner pipeline's parameters belong to no layer";
 
@@ -185,12 +137,14 @@ TEST(Threads, OfAPipelineMayCallAnother) {
     GPipe outer(model, {1, 1}, in_chunks(2, checkpoint));
     outer->trace(std::make_shared<Timeline>());  // the inner workers' bytes must not be counted for the outer's two
     const auto x = torch::randn({8, 6}).requires_grad_();
-    torch::manual_seed(8);
-    const auto first = gradient_of(outer->forward(x).pow(2).sum(), x);
-    torch::manual_seed(8);
-    EXPECT_TRUE(same(gradient_of(outer->forward(x).pow(2).sum(), x), first));
-    outer->forward(x).sum().backward();
-    for (const auto& parameter : inner_model->parameters()) EXPECT_TRUE(parameter.grad().defined());
+    std::vector<Tensor> gradients[2];
+    for (auto& each : gradients) {
+      torch::manual_seed(8);
+      outer->forward(x).pow(2).sum().backward();
+      each = take_gradients(*model);
+      for (const auto& gradient : each) EXPECT_TRUE(gradient.defined());
+    }
+    EXPECT_TRUE(same(gradients[0], gradients[1]));
   }
 }
 

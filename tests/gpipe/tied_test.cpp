@@ -11,16 +11,12 @@ TEST(TiedParameters, HaveTheBitsOfWholeBackwardsAndOfOneStage) {
   const auto run = [](const Balance& balance, const std::string& schedule) {
     GPipe pipe(tied_model(torch::kFloat32, 128), balance,
                in_chunks(4, Checkpoint::kNever).schedule(schedule).intraop_threads(1));
-    torch::optim::SGD optimizer(pipe->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
     std::vector<Tensor> results;
-    for (int i = 0; i < 4; ++i) {
-      optimizer.zero_grad();
+    for (int i = 0; i < 2; ++i) {
       const auto x = words_of(8).roll(i);
       results.push_back(pipe->step(x, next_words(x), kCrossEntropy).loss);
-      for (const auto& parameter : pipe->parameters()) results.push_back(parameter.grad().clone());
-      optimizer.step();
     }
-    for (const auto& parameter : pipe->parameters()) results.push_back(parameter.detach());
+    for (const auto& parameter : pipe->parameters()) results.push_back(parameter.grad());
     return results;
   };
   const auto expected = run({7}, "1f1b");
@@ -52,56 +48,13 @@ TEST(TiedParameters, HaveOneGradientAndRunTheirHooksOnce) {
   const auto expected = gradient_of(whole->forward(x).square().sum(), whole->parameters()[0]);
   auto model = tied_model();
   GPipe pipe(model, {1, 3, 3}, in_chunks(3));
-  const auto weight = model->parameters()[0];
-  const auto loss = pipe->forward(x).square().sum();
-  EXPECT_TRUE(torch::allclose(gradient_of(loss, weight, /*retain_graph=*/true), expected));
   int calls = 0;
-  weight.register_hook([&](const Tensor& gradient) {
+  model->parameters()[0].register_hook([&](const Tensor& gradient) {
     ++calls;
     EXPECT_TRUE(torch::allclose(gradient, expected));
   });
-  loss.backward({}, /*retain_graph=*/true);
-  loss.backward();
-  EXPECT_EQ(calls, 2);
-  EXPECT_TRUE(torch::allclose(weight.grad(), 2 * expected));
-}
-
-TEST(TiedParameters, CanBeFrozen) {
-  const auto freeze = [](Sequential model) {
-    model->parameters()[0].set_requires_grad(false);
-    return model;
-  };
-  const auto x = words_of(8);
-  auto whole = freeze(tied_model());
-  whole->forward(x).square().sum().backward();
-  for (const auto checkpoint : kModes) {
-    auto model = freeze(tied_model());
-    GPipe pipe(model, {1, 3, 3}, in_chunks(3, checkpoint));
-    for (int i = 0; i < 2; ++i) {  // the second forward uses what the first has learned
-      model->zero_grad();
-      pipe->forward(x).square().sum().backward();
-      EXPECT_FALSE(model->parameters()[0].grad().defined());
-      EXPECT_TRUE(torch::allclose(model->parameters()[1].grad(), whole->parameters()[1].grad()));
-    }
-    model->parameters()[0].set_requires_grad(true);
-    pipe->forward(x).square().sum().backward();
-    EXPECT_TRUE(model->parameters()[0].grad().defined());
-  }
-}
-
-TEST(TiedParameters, MayLieUnusedInAMicroBatch) {
-  auto whole = tied_model();
-  const auto x = words_of(9);
-  whole->forward(x.slice(0, 0, 6)).square().sum().backward();
-  auto model = tied_model();
-  int runs = 0;
-  // The last of three micro-batches is cut off from the shared parameter.
-  model->at<SharerImpl>(6).function = [&](const Tensor& h, const Tensor& weight) {
-    return runs++ % 3 == 2 ? torch::zeros({h.size(0), kWords}, h.options()) : project(h, weight);
-  };
-  GPipe pipe(model, {1, 3, 3}, in_chunks(3, Checkpoint::kNever));
   pipe->forward(x).square().sum().backward();
-  expect_close(take_gradients(*model), take_gradients(*whole));
+  EXPECT_EQ(calls, 1);
 }
 
 TEST(TiedParameters, MayNotBeWrittenToByALayer) {
@@ -124,34 +77,24 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
 }
 
 TEST(TiedParameters, StayTiedInTheStateOfTheModelAtAnyBalance) {
-  const auto build = [] {
-    auto model = tied_model();
-    model->push_back("norm", nn::BatchNorm1d(kWords));
-    model->to(torch::kFloat64);
-    return model;
-  };
-  const auto copy_state = [](const auto& from, auto to) {
+  const auto load = [](const auto& from, auto to) {
     for (auto& parameter : to->parameters()) parameter.detach().zero_();
     std::stringstream file;
     torch::save(from, file);
     torch::load(to, file);
   };
-  auto trained = build();
-  trained->forward(words_of(8));
-  for (const auto& balance : {Balance{8}, Balance{1, 3, 4}}) {
-    GPipe pipe(build(), balance);
+  const auto trained = tied_model();
+  for (const auto& balance : {Balance{7}, Balance{1, 3, 3}}) {
+    GPipe pipe(tied_model(), balance);
     const nn::Module& state = *pipe;
-    copy_state(trained, pipe);
+    load(trained, pipe);
     EXPECT_EQ(state.named_parameters().keys(), trained->named_parameters().keys());
-    EXPECT_EQ(state.named_buffers().keys(), trained->named_buffers().keys());
     EXPECT_TRUE(same(state.parameters(), trained->parameters()));
-    EXPECT_TRUE(same(state.buffers(), trained->buffers()));
     EXPECT_EQ(pipe->parameters().size(), distinct_parameters(*trained).size());
     EXPECT_TRUE(state.named_parameters()["0.weight"].is_same(state.named_parameters()["6.weight"]));
-    auto loaded = build();
-    copy_state(pipe, loaded);
+    auto loaded = tied_model();
+    load(pipe, loaded);
     EXPECT_TRUE(same(loaded->parameters(), trained->parameters()));
-    EXPECT_TRUE(same(loaded->buffers(), trained->buffers()));
   }
 }
 

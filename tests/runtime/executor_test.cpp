@@ -14,17 +14,6 @@ namespace {
 
 using ::testing::Pair;
 
-TEST(Executor, RunsEveryProgramThatTheVerifierAccepts) {
-  std::mt19937 random(5);
-  for (unsigned i = 0; i < 600; ++i) {
-    const auto [layout, edges, schedule] = random_parts(random);
-    if (!refusal(layout, edges, schedule).empty()) continue;
-    const auto program = Program::make(layout, edges, schedule);
-    Executor executor(program.workers());
-    expect_runs(executor, program, i % 3 == 0 ? i + 1 : 0);
-  }
-}
-
 TEST(Executor, RecomputeDoesNotWaitForItsGradient) {
   const auto program = gpipe_program(straight(2, 2), Checkpoint::kAlways);
   Executor executor(2);

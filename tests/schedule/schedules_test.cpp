@@ -136,7 +136,7 @@ TEST(Schedules, RunForAnyNumberOfMicroBatchesWithASkipBetweenAnyTwoStages) {
   });
 }
 
-// These are the lists that PyTorch 2.11 makes.
+// The first two are the lists that PyTorch 2.11 makes.
 TEST(Schedules, HaveTheirLists) {
   const auto lists = [](const char* name, const Layout& layout) {
     return to_text(make_schedule(name, layout, Checkpoint::kNever));
@@ -144,12 +144,6 @@ TEST(Schedules, HaveTheirLists) {
   EXPECT_EQ(lists("interleaved_1f1b", looped(2, 2, 4)),
             "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
             "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3\n");
-  EXPECT_EQ(lists("interleaved_zb", looped(2, 2, 2)),
-            "0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1\n"
-            "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1\n");
-  EXPECT_EQ(lists("zb_v", v_shaped(2, 4)),
-            "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3\n"
-            "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3\n");
   EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 5)),
             "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 0F4 3B2 3F3 0B1 3B3 3F4 0B2 3B4 0I3 0W3 0I4 0W4\n"
             "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 1F4 2B2 2F4 1B2 2B3 1B3 2I4 1I4 2W4 1W4\n");

@@ -87,27 +87,24 @@ TEST(Simulator, InferenceHasOneCellPerWorker) {
 
 TEST(Simulator, RefusesCostsThatDoNotFit) {
   const auto program = plain_program(straight(2, 1), fill(straight(2, 1)));
-  const auto good = even(program, {1, 1, 1, 1, 1});
-  EXPECT_NO_THROW(simulate(program, good));
-  const auto expect_refused = [&](const std::function<void(Costs&)>& change) {
-    auto costs = good;
-    change(costs);
-    EXPECT_THROW(simulate(program, costs), std::invalid_argument);
-  };
-  for (const double bad : {-1.0, std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
-    expect_refused([&](Costs& costs) { costs.actions[1][4] = bad; });
-    expect_refused([&](Costs& costs) { costs.edges[0] = bad; });
+  const std::function<void(Costs&)> changes[] = {
+      [](Costs& costs) { costs.actions[1][4] = -1; },
+      [](Costs& costs) { costs.actions[1][4] = std::numeric_limits<double>::quiet_NaN(); },
+      [](Costs& costs) { costs.edges[0] = std::numeric_limits<double>::infinity(); },
+      [](Costs& costs) { costs.actions.pop_back(); },
+      [](Costs& costs) { costs.edges.clear(); },
+      [](Costs& costs) {
+        costs.sending = {0.0, 0.0};
+      },
+      [](Costs& costs) { costs.sending = {-1.0}; },
+      [](Costs& costs) { costs.sending = {2.0}; }};
+  auto costs = even(program, {1, 1, 1, 1, 1});
+  EXPECT_NO_THROW(simulate(program, costs));
+  for (const auto& change : changes) {
+    auto wrong = costs;
+    change(wrong);
+    EXPECT_THROW(simulate(program, wrong), std::invalid_argument);
   }
-  expect_refused([](Costs& costs) { costs.actions.pop_back(); });
-  expect_refused([](Costs& costs) { costs.edges.clear(); });
-  for (const auto& sending : std::vector<std::vector<double>>{{0.0, 0.0}, {-1.0}, {2.0}}) {
-    expect_refused([&](Costs& costs) { costs.sending = sending; });
-  }
-}
-
-TEST(Simulator, HandlesLargePrograms) {
-  const auto program = gpipe_program(straight(64, 1024), Checkpoint::kNever);
-  EXPECT_EQ(simulate(program, even(program, {1, 0, 1, 0, 0})).makespan, 2 * (1024 + 63));
 }
 
 /// The makespan: the longest path through data dependencies and list order, found by relaxing until nothing changes.
@@ -211,13 +208,6 @@ TEST(Footprint, OutputsBelongToTheCallerAfterTheLastForward) {
   last.forward.held = {{600, Until::kLast, 1}, {400, Until::kForwardsEnd}};
   EXPECT_THAT(print(run(2, 2, Checkpoint::kNever, {cells(0), last}).timeline),
               ::testing::EndsWith("1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 1200 1240 611; 1B0 611 651 11; "));
-}
-
-TEST(Footprint, PeakIsAtLeastTheBytesAfterTheAction) {
-  auto bytes = cells(0);
-  bytes.forward.extra = 700;
-  EXPECT_THAT(print(run(1, 2, Checkpoint::kNever, {bytes}).timeline),
-              ::testing::StartsWith("0F0 0 1000 1000; 0F1 1000 2000 2000; 0B1 "));
 }
 
 TEST(Footprint, GradientsAreHeldUntilASlowReceiverHasRun) {

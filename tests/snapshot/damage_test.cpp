@@ -23,7 +23,7 @@ class SnapshotDamage : public testing::Test {
 TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
   write_snapshot(path_, small_snapshot());
   const auto whole = bytes_of(path_);
-  for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 29 : 1) {
+  for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 97 : 7) {
     ASSERT_THAT(refusal_of(whole.substr(0, size)), HasSubstr(path_.string())) << size;
   }
   EXPECT_THAT(refusal_of(whole + "more"), HasSubstr("4 bytes belong to no tensor"));
@@ -33,7 +33,7 @@ TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
 
 TEST_F(SnapshotDamage, FlippedBitsAreRefused) {
   const auto whole = to_bytes(small_snapshot());
-  for (std::size_t at = 0; at < whole.size(); at += 7) {
+  for (std::size_t at = 0; at < whole.size(); at += 23) {
     auto damaged = whole;
     damaged[at] = static_cast<char>(damaged[at] ^ 1 << at % 8);
     ASSERT_THROW(from_bytes(damaged), std::runtime_error) << "byte " << at << " of " << whole.size();
@@ -134,33 +134,30 @@ TEST_F(SnapshotDamage, OnlyRegularFilesAreRead) {
 }
 
 TEST_F(SnapshotDamage, UnreadableValuesAreNotWritten) {
-  const auto refusal_to_write = [&](const std::function<void(Snapshot&)>& change) {
+  const auto tensor = [](const std::string& name, const at::Tensor& value) {
+    return [=](Snapshot& snapshot) { snapshot.model.insert(name, value); };
+  };
+  const auto of_optimizer = [](const std::string& name, const c10::IValue& value) {
+    return [=](Snapshot& snapshot) { snapshot.optimizer.state["a"][name] = value; };
+  };
+  const auto ones = torch::ones({2});
+  const std::pair<std::function<void(Snapshot&)>, std::string> cases[] = {
+      {tensor("a", {}), "'a' is undefined"},
+      {tensor("a", ones.to_sparse()), "layout Sparse"},
+      {tensor("a", ones.to(torch::kMeta)), "on meta"},
+      {tensor("a", torch::quantize_per_tensor(ones, 0.1, 0, torch::kQInt8)), "type QInt8"},
+      {tensor(".a", ones), "'.a' begins with a dot"},
+      {tensor("__metadata__", ones), "'__metadata__', which the format keeps"},
+      {of_optimizer("b.c", ones), "'b.c' has a dot"},
+      {of_optimizer("step", torch::Device("cpu")), "'step' of the optimizer cannot be saved"},
+      {of_optimizer("step", std::numeric_limits<double>::quiet_NaN()), "not a finite number"},
+      {[](Snapshot& snapshot) { snapshot.options["a"] = "\xff"; }, "not UTF-8"}};
+  for (const auto& [change, text] : cases) {
     Snapshot snapshot;
     change(snapshot);
-    const auto error = error_of([&] { write_snapshot(path_, snapshot); });
+    EXPECT_THAT(error_of([&] { write_snapshot(path_, snapshot); }), AllOf(HasSubstr(path_.string()), HasSubstr(text)));
     EXPECT_FALSE(std::filesystem::exists(path_));
-    EXPECT_THAT(error, HasSubstr(path_.string()));
-    return error;
-  };
-  const auto tensor = [&](const at::Tensor& value) {
-    return refusal_to_write([&](auto& snapshot) { snapshot.model.insert("a", value); });
-  };
-  EXPECT_THAT(tensor({}), HasSubstr("'a' is undefined"));
-  EXPECT_THAT(tensor(torch::ones({2}).to_sparse()), HasSubstr("layout Sparse"));
-  EXPECT_THAT(tensor(torch::ones({2}, torch::kMeta)), HasSubstr("on meta"));
-  EXPECT_THAT(tensor(torch::quantize_per_tensor(torch::ones({2}), 0.1, 0, torch::kQInt8)), HasSubstr("type QInt8"));
-  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.model.insert(".a", torch::ones({2})); }),
-              HasSubstr("'.a' begins with a dot"));
-  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.model.insert("__metadata__", torch::ones({2})); }),
-              HasSubstr("'__metadata__', which the format keeps"));
-  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.options["a"] = "\xff"; }), HasSubstr("not UTF-8"));
-  const auto option = [&](const c10::IValue& value) {
-    return refusal_to_write([&](auto& snapshot) { snapshot.optimizer.state["a"]["step"] = value; });
-  };
-  EXPECT_THAT(refusal_to_write([](auto& snapshot) { snapshot.optimizer.state["a"]["b.c"] = torch::ones({2}); }),
-              HasSubstr("'b.c' has a dot"));
-  EXPECT_THAT(option(torch::Device("cpu")), HasSubstr("'step' of the optimizer cannot be saved"));
-  EXPECT_THAT(option(std::numeric_limits<double>::quiet_NaN()), HasSubstr("not a finite number"));
+  }
 }
 
 }  // namespace
