@@ -21,7 +21,7 @@ from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
 from gpipe.exported.twins import Twins, copy_of, prove_batch
-from gpipe.wrapper import Shell, WrappingSequence, batch_first
+from gpipe.wrapper import WrappingSequence, batch_first
 
 
 class ExportedSequential(WrappingSequence):
@@ -229,34 +229,6 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-class _Tree:
-    """Makes the tree of shells that holds some of a model's tensors, and modules that are kept whole."""
-
-    def __init__(self, original: nn.Module, whole: dict[str, nn.Module]) -> None:
-        self._original = original
-        self._places = dict(whole)
-        self.root = self.place("")
-
-    def place(self, path: str) -> nn.Module:
-        """Returns the module at a path, which it makes if the tree has none."""
-        if path not in self._places:
-            self._places[path] = Shell(self._original.get_submodule(path))
-        if path:
-            outer, _, name = path.rpartition(".")
-            self.place(outer)._modules[name] = self._places[path]
-        return self._places[path]
-
-    def add(self, name: str, owned: Tensor) -> None:
-        """Registers a tensor under its name."""
-        path, _, own = name.rpartition(".")
-        place = self.place(path)
-        assert isinstance(place, Shell)
-        kind = "_parameters" if isinstance(owned, nn.Parameter) else "_buffers"
-        getattr(place, kind)[own] = owned
-        if getattr(place.original_of_gpipe, kind).get(own) is not owned:
-            place.own_of_gpipe.add(own)
-
-
 def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
     """Returns the sequence of the layers of a model, which was captured from ``original``."""
     routes = Routes(model.graph, divide(model.graph)).routes
@@ -269,14 +241,11 @@ def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedS
         first, last = index == 0, each is routes[-1]
         entering, sizes = (inputs, model.graph.sizes) if first else (None, None)
         description = Description(each, entering, sizes, model.graph.outputs if last else None)
-        tree = _Tree(original, {path: model.whole[path] for path in description.called})
+        ends = example if first else None, returned if last else None
+        layer = ExportedLayer(each.name, original, description.called, str(description), *ends)
         for name in owned[index]:
-            tree.add(name, model.tensors[name])
-        for path in (*description.places, *(value.tensor.rpartition(".")[0] for value in each.owned)):
-            tree.place(path)
-        layers[_key(each.name, layers)] = ExportedLayer(
-            each.name, tree.root, str(description), example if first else None, returned if last else None
-        )
+            layer.add(name, model.tensors[name])
+        layers[_key(each.name, layers)] = layer
     return ExportedSequential(original, layers, batch_dim)
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import chain
 from operator import is_, itemgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,7 @@ class Guards:
         tested: Mapping[str, str],
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
-        self._watched: Watched | None = None
+        self._model, self._watched = module, cast(Watched | None, None)
         self._name = type(module).__name__
         self._dtypes = [
             (each._parameters, name, parameter.dtype)
@@ -212,6 +212,11 @@ class Guards:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
         known = self._watched is not None and self._watched.is_same()
         for path, module, attributes in () if known else self._exported:
+            if self._model.get_submodule(path) is not module:
+                raise RuntimeError(
+                    f"'{path}' of the model was replaced since the conversion; change the model first, then convert it and make "
+                    "the pipeline"
+                )
             if difference := attributes.difference(module):
                 raise RuntimeError(
                     f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "
