@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -73,7 +74,8 @@ class WrappingSequence(Wrapper, nn.Sequential):
         self.guards.check(tree_leaves(input))
         for layer in self:
             layer.follow_model()  # type: ignore[operator]
-        output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
+        with naming_dimensions(self.batch_dim):
+            output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
         return batch_first(output, self.batch_dim)
 
     def __getitem__(self, index: Any) -> Any:
@@ -162,6 +164,17 @@ def batch_first(value: Any, batch_dim: int) -> Any:
         return tensor.transpose(0, 1).contiguous()
 
     return tree_map_only(Tensor, swapped, value) if batch_dim else value
+
+
+@contextmanager
+def naming_dimensions(batch_dim: int) -> Iterator[None]:
+    """Adds to errors about shapes in a block that layers have the batch as dimension 0, if the model has it elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if batch_dim and "shape" in str(error) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+            error.add_note("[gpipe] the layers have the batch as dimension 0; swap dimensions 0 and 1 for the model's shapes")
+        raise
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:

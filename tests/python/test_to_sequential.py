@@ -464,3 +464,48 @@ def test_batch_norm_of_one_sample_is_refused_in_training_mode():
     with pytest.raises(ValueError, match=r"more than one value per channel .* has the shape \(1, 4\); give it more"):
         gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch(1))
     assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
+
+
+class Routed(nn.Module):
+    """Each of two experts gets the rows that a gate chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        rows = x.reshape(-1, 4)
+        chosen = self.gate(rows).argmax(-1)
+        order = chosen.sort().indices
+        parts = rows[order].split(nn.functional.one_hot(chosen, 2).sum(0).tolist())
+        mixed = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        return torch.zeros_like(rows).index_add(0, order, mixed).view_as(x)
+
+
+class Length(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).view(len(x), -1, 4) + torch.arange(len(x[0])).view(1, -1, 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("make", [Routed, Length])
+def test_sizes_that_depend_on_data_or_on_len(make, native):
+    model = make()
+    sequence = gpipe.to_sequential(model, torch.randn(6, 3, 4), native=native)
+    for shape in ((6, 3, 4), (5, 7, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(sequence(x), model(x), rtol=0, atol=0)
+    assert "len" not in globals()
+
+
+def test_a_decision_by_data_is_refused_with_its_line():
+    class Decides(nn.Linear):
+        def forward(self, x):
+            return super().forward(x + 1 if x.sum().item() > 0 else x)
+
+    with pytest.raises(ValueError, match="depends on data .*test_to_sequential.py:"):
+        gpipe.to_sequential(Decides(4, 4), torch.rand(6, 4))

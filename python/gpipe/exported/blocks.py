@@ -319,6 +319,10 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes a second, so only here
 
     args, kwargs = _parsed(call).arguments(inputs, sizes)
+
+    def unknown(leaves: Any) -> set[Any]:
+        return {symbol for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) for symbol in free_unbacked_symbols(leaf)}
+
     try:
         if not _tracing.runs:
             raise ValueError("blocks do not run")
@@ -327,11 +331,11 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
         plainly = patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
         with torch.random.fork_rng([]), quietly, plainly, torch._C.DisableTorchFunction(), _sizes_only(block):
             output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+        if not unknown(output) <= unknown(inputs):
             raise ValueError("the sizes of its output depend on data")
         return output
     except Exception as error:  # it does what fake tensors cannot; then only the number of samples may change
-        if _tracing.any_shape:
+        if _tracing.any_shape or unknown(inputs):
             raise NotExported(f"cannot convert the model for any sizes: {first_line(error)}") from error
         shapes = iter(_tracing.calls.shapes_for(block, inputs))
         return tree_map_only(
