@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.exported.exporter import OF_MODULES, NotExported, first_line
@@ -345,11 +346,14 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
 
 @contextmanager
 def _sizes_only(block: nn.Module) -> Iterator[None]:
-    """Makes modules of PyTorch in a block, whose code fixes sizes or reads values, run on fake tensors in a block of code."""
+    """Makes modules of PyTorch in a block, whose code fixes sizes, reads values or takes long, run on fake tensors in a block of
+    code."""
     with ExitStack() as stack:
         # Whether a mask is causal decides about no size.
         stack.enter_context(patch("torch.nn.modules.transformer._detect_is_causal_mask", lambda *args: False))
         for each in block.modules():
+            if getattr(type(each), "forward", None) is _BatchNorm.forward:  # whose operator takes long on fake tensors
+                stack.enter_context(patch.object(each, "forward", torch.empty_like))
             if isinstance(each, nn.RNNBase) and each in _tracing.calls.outputs:
                 stack.enter_context(patch.object(each, "forward", functools.partial(_recurrent, each)))
         yield

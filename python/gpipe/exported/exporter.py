@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from gpipe.generators import GeneratorState, is_generator
+from gpipe.loss_state import put_back
 
 
 @contextmanager
@@ -60,7 +61,8 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
     forward may set some, an export to fake tensors and sizes."""
     inner = [each for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
     before = [(each, dict(vars(each))) for each in inner]
-    values = [value for _, attributes in before for name, value in attributes.items() if name not in OF_MODULES]
+    named = (each for _, attributes in before for each in attributes.items())
+    values = [value for name, value in named if name not in OF_MODULES and type(value) not in _PLAIN]
     held = [each for value in values for each in _held(value, [])]
     generators = GeneratorState(value for value in values if is_generator(value))
     try:
@@ -74,14 +76,12 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
                 if not torch.equal(value, copy):  # guards see each write
                     with torch.no_grad():
                         value.copy_(copy)
-            elif type(value) is list:
-                value[:] = copy
-            elif value != copy or len(value) != len(copy):
-                value.clear()
-                value.update(copy)
+            else:
+                put_back(value, copy)
         generators.restore()
 
 
+_PLAIN = {bool, int, float, str, type(None)}
 OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
 
 

@@ -1,11 +1,13 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import chain
 from operator import is_, itemgetter
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -81,7 +83,13 @@ def _globals_of(module: nn.Module) -> dict[str, Any]:
 def _names_of_globals(function: Any) -> tuple[dict[str, Any], list[str]]:
     """Returns the globals of a function's file, and the names of those that it uses."""
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    return space, [name for name in code.co_names if name in space] if code else []
+    return space, [name for name in _names_of(code) if name in space] if code else []
+
+
+@cache
+def _names_of(code: CodeType) -> list[str]:
+    """Returns the names of the globals that a function's code loads: ``co_names`` has names of attributes too."""
+    return list(dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
 def _is_object(value: object) -> bool:
