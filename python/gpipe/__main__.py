@@ -21,7 +21,7 @@ from gpipe.exported.conversion import as_sequential, converted
 from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
-Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
+Output = tuple[str, object, int]  # what a command prints, also with --json, and the exit status
 _FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing".split()
 _OF_NAMES = ["workers", "stages", "placement", "chunks", "checkpoint"]  # flags of a schedule that is given by its name
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -62,15 +62,13 @@ def _schedule(options: Options) -> _C.Schedule:
 
 
 def _refuse(options: Options, what: str, flags: Sequence[str]) -> None:
-    for flag in flags:
-        if getattr(options, flag):
-            raise ValueError(f"--{flag} does not apply to {what}")
+    if given := [flag for flag in flags if getattr(options, flag)]:
+        raise ValueError(f"--{given[0]} does not apply to {what}")
 
 
 def _simulate(made: _C.Schedule, options: Options) -> _C.Simulation:
-    halves = [options.backward / 2 if each is None else each for each in (options.input_gradient, options.weight_gradient)]
-    seconds = [options.forward, options.forward, options.backward, *halves]  # of F, R, B, I and W
-    return made.simulate(seconds)
+    forward, backward = options.forward, options.backward
+    return made.simulate([forward, forward, backward, backward / 2, backward / 2])  # of F, R, B, I and W
 
 
 def profile(options: Options) -> Output:
@@ -92,9 +90,8 @@ def suggest(options: Options) -> Output:
         stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
         code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
     limits = {name: getattr(options, name) for name in ("chunks", "memory_limit", "seconds", "param_scale")}
-    limits |= {"bandwidth": options.bandwidth * 1e9, "progress": _show}
     schedule = None if options.schedule == "forward" else options.schedule
-    found = balance.suggest(layers, batch, devices, schedule=schedule, **limits)
+    found = balance.suggest(layers, batch, devices, schedule=schedule, progress=_show, **limits)
     best = found.candidates[0]
     pipe = f"gpipe.GPipe(model, {best.balance}, devices={devices}, chunks={best.chunks}, checkpoint={best.checkpoint!r}"
     pipe += f", schedule={best.schedule!r}" if best.schedule else ""
@@ -102,7 +99,7 @@ def suggest(options: Options) -> Output:
     code += f"pipe = {pipe})\n# per mini-batch: "
     code += "loss = pipe.step(batch, targets, loss_function)" if best.schedule else "output = pipe(batch)"
     text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
-    text += _C.candidate_table(found.candidates, found.unpartitioned, options.rows)
+    text += _C.candidate_table(found.candidates, found.unpartitioned, 5)
     fields: dict[str, object] = {"reason": found.reason, "code": code if found.fits else None}
     fields["candidates"] = [{name: getattr(each, name) for name in _FIELDS} for each in found.candidates]
     return text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), fields, int(not found.fits)
@@ -206,8 +203,6 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("s", "--chunks", {"type": _numbers, "default": [], "help": "numbers to try, e.g. 4,8"}),
     ("s", "--memory-limit", {"type": _bytes, "default": 0, "help": "per device, e.g. 6GB"}),
     ("s", "--schedule", {"default": "auto", "help": "or @FILE; forward: without step()"}),
-    ("s", "--bandwidth", {"type": _number, "default": 0.0, "help": "GB/s between devices; default: no delay"}),
-    ("s", "--rows", {"type": _whole, "default": 5, "help": "candidates to print; default: 5"}),
     ("s", "--layers", {"action": "store_true", "help": "also print the profile of each layer"}),
     ("dc", "schedule", {"help": f"@FILE, or {', '.join(gpipe.SCHEDULES)}"}),
     ("dc", "--workers", {"type": _whole, "help": "default: 2"}),
@@ -216,9 +211,7 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("dc", "--chunks", {"type": _whole, "help": "micro-batches; default: 4"}),
     ("dc", "--checkpoint", {"choices": balance.MODES, "help": "micro-batches to recompute; default: never"}),
     ("dc", "--forward", {"type": _number, "default": 1.0, "help": "seconds of a stage's forward; default: 1"}),
-    ("dc", "--backward", {"type": _number, "default": 2.0, "help": "default: 2"}),
-    ("dc", "--input-gradient", {"type": _number, "help": "seconds of an I; default: half of --backward"}),
-    ("dc", "--weight-gradient", {"type": _number, "help": "seconds of a W; default: half of --backward"}),
+    ("dc", "--backward", {"type": _number, "default": 2.0, "help": "of which I and W have half each; default: 2"}),
     ("d", "--text", {"action": "store_true", "help": "print a line of actions per worker instead"}),
     ("psc", "--json", {"action": "store_true", "help": "print JSON"}),
 ]
@@ -233,7 +226,6 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2], allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=gpipe.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for letter, (run, help_) in _COMMANDS.items():
         command = commands.add_parser(run.__name__, help=help_, description=help_, allow_abbrev=False)

@@ -60,24 +60,25 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
             steps.append(partial(variables.update, used))
         elif isinstance(value, (dict, list, set, deque)):
             found += held(value.values() if isinstance(value, dict) else value)
-            steps.append(partial(_put_back, value, value.copy()))
+            steps.append(partial(put_back, value, value.copy()))
         elif hasattr(value, "__dict__"):
             found.append(vars(value))
             found += value.buffers() if isinstance(value, nn.Module) else ()  # a script's are not in a dict
     steps.append(_C.hold_values(tensors))
 
-    def put_back() -> None:
+    def undo() -> None:
         for step in reversed(steps):
             step()
 
-    return put_back
+    return undo
 
 
 def _is_beside(function: FunctionType, other: object) -> bool:
     return isinstance(other, FunctionType) and other.__module__ == function.__module__
 
 
-def _put_back(container: Any, before: Any) -> None:
+def put_back(container: Any, before: Any) -> None:
+    """Gives a dict, set, list or deque the elements of a copy."""
     if isinstance(container, dict):
         for name in [name for name in container if name not in before]:
             del container[name]

@@ -32,8 +32,7 @@ from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
-from gpipe.wrapper import batch_first
-from gpipe.wrapper import WrappingSequence
+from gpipe.wrapper import WrappingSequence, batch_first, naming_dimensions
 
 _Result = TypeVar("_Result")
 
@@ -275,7 +274,7 @@ class GPipe(StagedModel):
             self._warn_of_schedule()
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
-        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
+        with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
             output = pipeline.forward(input, self.chunks, checkpoint, self.training)
         return batch_first(output, self._batch_dim)
 
@@ -433,7 +432,7 @@ class GPipe(StagedModel):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
                     raise RuntimeError("no parameter and no input requires grad: unfreeze a parameter, or use evaluate()")
-        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
+        with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
             checking = checked(function)

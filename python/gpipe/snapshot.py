@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import _C
-from gpipe.checks import check_is, check_numbers, check_whole, shown
+from gpipe.checks import check_is, check_numbers
 from gpipe.optimizer_state import OptimizerState, capture_optimizer, kind_of, plain, restore_optimizer
 
 if TYPE_CHECKING:
@@ -214,53 +214,25 @@ def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
 
 # Files.
 
-_DICTS = {
-    "model": "a dict of tensors, as capture_model() returns",
-    "optimizer": "a dict, as capture_optimizer() returns",
-    "position": "a dict of integers",
-    "options": "a dict of texts",
-    "history": "a dict of lists of numbers",
-}
-
-
 def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
-    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. Raises
-    TypeError or ValueError for fields of a wrong type."""
-    _check(snapshot)
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h. The extension
+    module checks both. Raises ValueError for names that the file has for others."""
     tensors = dict(snapshot.model)
+    if reserved := [name for name in tensors if name.startswith(".")]:
+        raise ValueError(f"the name '{reserved[0]}' in the model of a snapshot begins with a dot, like no state's; rename it")
     if snapshot.random is not None:
         tensors[".random"] = snapshot.random
     for name, values in snapshot.history.items():
-        tensors[f".history.{name}"] = torch.tensor(values, dtype=torch.float64)
+        tensors[f".history.{name}"] = torch.tensor(check_numbers(values, f"history '{name}' of a snapshot"), dtype=torch.float64)
     state: dict[str, dict[str, Any]] = {}
     for parameter, fields in snapshot.optimizer["state"].items():
+        if dotted := [name for name in fields if "." in name]:
+            raise ValueError(f"the name '{dotted[0]}' in the optimizer's state of a snapshot has a dot; rename it")
         state[parameter] = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
         tensors |= {f".optimizer.{name}.{parameter}": value for name, value in fields.items() if isinstance(value, Tensor)}
     training: dict[str, Any] = {"version": 2, "epoch": snapshot.epoch, "position": snapshot.position}
     training |= {"options": snapshot.options, "optimizer": {**snapshot.optimizer, "state": state}}
     return tensors, json.dumps(training, allow_nan=False)
-
-
-def _check(snapshot: Snapshot) -> None:
-    """Raises TypeError or ValueError for fields that a file cannot hold. The extension module checks the tensors."""
-    for name, words in _DICTS.items():
-        check_is(getattr(snapshot, name), f"{name} of a snapshot", Mapping, words)  # type: ignore[type-abstract]
-    if lacking := OptimizerState.__required_keys__ - snapshot.optimizer.keys():
-        raise TypeError(f"optimizer of a snapshot has no '{min(lacking)}'; give what capture_optimizer() returns")
-    for name in snapshot.model:
-        if name.startswith("."):
-            raise ValueError(f"the name '{name}' in the model of a snapshot begins with a dot, like no state's; rename it")
-    for fields in snapshot.optimizer["state"].values():
-        for name in fields:
-            if "." in name:
-                raise ValueError(f"the name '{name}' in the optimizer's state of a snapshot has a dot; rename it")
-    check_whole(snapshot.epoch, "epoch of a snapshot", bits=63)
-    for name, number in snapshot.position.items():
-        check_whole(number, f"position '{name}' of a snapshot", bits=63)
-    for name, text in snapshot.options.items():
-        check_is(text, f"option '{name}' of a snapshot", str, "a str", "use str() or json.dumps() of it")
-    for name, values in snapshot.history.items():
-        check_numbers(values, f"history '{name}' of a snapshot")
 
 
 def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:

@@ -1,7 +1,8 @@
 """A module that stands for another one, as a pipeline and a converted model do."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -73,7 +74,8 @@ class WrappingSequence(Wrapper, nn.Sequential):
         self.guards.check(tree_leaves(input))
         for layer in self:
             layer.follow_model()  # type: ignore[operator]
-        output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
+        with naming_dimensions(self.batch_dim):
+            output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
         return batch_first(output, self.batch_dim)
 
     def __getitem__(self, index: Any) -> Any:
@@ -82,15 +84,13 @@ class WrappingSequence(Wrapper, nn.Sequential):
 
 
 class Shell(nn.Module):
-    """Stands in a layer for a module of the model whose tensors the layer uses without calling it. Has the module's mode. Its
-    own names are none that a tensor or a child of the model may have."""
+    """Stands in a layer for a module of the model whose tensors or mode the layer uses without calling it."""
 
-    original_of_gpipe: nn.Module
-    own_of_gpipe: set[str]  # names of tensors that the original does not have: constants
+    original_of_gpipe: nn.Module  # no tensor of a model has this name
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update(original_of_gpipe=original, own_of_gpipe=set())
+        self.__dict__["original_of_gpipe"] = original
 
     def __set_training(self, mode: bool) -> None:
         if "original_of_gpipe" in self.__dict__:
@@ -100,48 +100,59 @@ class Shell(nn.Module):
 
 
 class ConvertedLayer(nn.Module):
-    """A layer of a converted model. ``model`` is a tree of shells, and of the model's own modules that the layer calls."""
+    """A layer of a converted model. Its children stand for modules of the ``model``: those of the model that the layer calls,
+    and shells."""
 
     model: nn.Module
-    _shells: list[tuple[str, Shell]]  # by path, in the tree
 
-    def _of_tree(self) -> list[tuple[str, Shell]]:
-        if "_shells" not in self.__dict__:  # the tree is complete after the conversion
-            self._shells = [(path, each) for path, each in self.model.named_modules() if isinstance(each, Shell)]
-        return self._shells
+    def __init__(self, model: nn.Module, called: Iterable[str]) -> None:
+        """Makes a layer that calls the modules at some paths."""
+        super().__init__()
+        self.__dict__["model"] = model
+        # What the layer has of the model: a dict of its own and the name there, a dict of the model and the name there.
+        self._links: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+        for path in called:
+            outer, _, name = path.rpartition(".")
+            self._modules[_key(path)] = model.get_submodule(path)
+            self._links.append((self._modules, _key(path), model.get_submodule(outer)._modules, name))
 
-    def _shared(self) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-        """Yields each tensor of the model in a shell: the module's path, the name, and the dicts of the shell and the model."""
-        for path, shell in self._of_tree():
-            for kind in ("_parameters", "_buffers"):
-                own, of_model = vars(shell)[kind], vars(shell.original_of_gpipe)[kind]
-                yield from ((path, name, own, of_model) for name in own if name not in shell.own_of_gpipe)
+    def child(self, path: str) -> nn.Module:
+        """Returns what stands for the module at a path, by default a new shell."""
+        if _key(path) not in self._modules:
+            self._modules[_key(path)] = Shell(self.model.get_submodule(path))
+        found = self._modules[_key(path)]
+        assert found is not None
+        return found
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Adds a tensor of the model, or a constant, under its name in the model."""
+        path, _, own = name.rpartition(".")
+        if isinstance(shell := self.child(path), Shell):
+            kind = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+            here, there = vars(shell)[kind], vars(shell.original_of_gpipe)[kind]
+            here[own] = tensor
+            if there.get(own) is tensor:
+                self._links.append((here, own, there, own))
 
     def follow_model(self) -> None:
         """Takes the tensors, and the modules to call, that the model has now. Raises RuntimeError if it has one no more."""
-        for path, name, own, of_model in self._shared():
-            own[name] = _present(path, name, of_model)
-        for path, shell in self._of_tree():
-            for name, child in shell._modules.items():
-                present = _present(path, name, shell.original_of_gpipe._modules)
-                if not isinstance(child, Shell):
-                    shell._modules[name] = present
-                elif child.original_of_gpipe is not present:
-                    raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
+        for here, name, there, own in self._links:
+            if (found := there.get(own)) is None:
+                raise RuntimeError(
+                    f"'{own}' was taken from the model since the conversion; change the model first, then convert it and make "
+                    "the pipeline"
+                )
+            here[name] = found
 
     def return_tensors(self) -> None:
         """Gives the model the tensors of the shells, which may have been moved."""
-        for _, name, own, of_model in self._shared():
-            of_model[name] = own[name]
+        for here, name, there, own in self._links:
+            there[own] = here[name]
 
 
-_GONE = "'{}' of the model was replaced since the conversion; change the model first, then convert it and make the pipeline"
-
-
-def _present(path: str, name: str, of_model: Mapping[str, Any]) -> Any:
-    if (found := of_model.get(name)) is None:
-        raise RuntimeError(_GONE.format(f"{path}.{name}".lstrip(".")))
-    return found
+def _key(path: str) -> str:
+    """Returns the key of what stands for the module at a path among a layer's children."""
+    return f"model.{path}" if path else "model"
 
 
 def batch_first(value: Any, batch_dim: int) -> Any:
@@ -153,6 +164,17 @@ def batch_first(value: Any, batch_dim: int) -> Any:
         return tensor.transpose(0, 1).contiguous()
 
     return tree_map_only(Tensor, swapped, value) if batch_dim else value
+
+
+@contextmanager
+def naming_dimensions(batch_dim: int) -> Iterator[None]:
+    """Adds to errors about shapes in a block that layers have the batch as dimension 0, if the model has it elsewhere."""
+    try:
+        yield
+    except Exception as error:
+        if batch_dim and "shape" in str(error) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+            error.add_note("[gpipe] the layers have the batch as dimension 0; swap dimensions 0 and 1 for the model's shapes")
+        raise
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:

@@ -95,7 +95,7 @@ std::shared_ptr<torch::nn::Module> mirror(const py::handle& module, const std::v
     result->register_buffer(text(name), THPVariable_Unpack(value.ptr()));
   });
   for_each(module, "_modules", [&](const py::handle& name, const py::handle& child) {
-    result->register_module(text(name), mirror(child, skips));
+    result->register_module(registered_name(text(name)), mirror(child, skips));
   });
   return result;
 }

@@ -80,8 +80,11 @@ void NativeLayer::refresh(const std::shared_ptr<torch::nn::Module>& mirror) {
   const auto parameters = mirror->named_parameters();
   const auto buffers = mirror->named_buffers();
   for (const auto& name : graph_->tensors()) {
-    const auto* found = parameters.find("model." + name);
-    if (found == nullptr) found = buffers.find("model." + name);
+    const auto dot = name.rfind('.');  // after the path of a module, if it is not the model
+    const auto place = registered_name(dot == std::string::npos ? "model" : "model." + name.substr(0, dot));
+    const auto key = place + "." + name.substr(dot + 1);
+    const auto* found = parameters.find(key);
+    if (found == nullptr) found = buffers.find(key);
     if (found == nullptr) {
       values_ = nullptr;
       return;

@@ -76,3 +76,11 @@ def test_refusals_speak_of_the_dimension_that_is_the_batch(head, text):
 def test_examples_that_are_no_batch_along_dimension_1_are_refused():
     with pytest.raises(ValueError, match="dimension 1 of each input must be the batch, but the example's have 6 and 7 samples$"):
         gpipe.to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1)
+
+
+def test_errors_about_shapes_tell_that_layers_have_the_batch_first():
+    sequence = gpipe.to_sequential(nn.Sequential(nn.Linear(4, 4)), torch.randn(5, 6, 4), batch_dim=1, native=True)
+    for call in (sequence, gpipe.GPipe(sequence, [1], devices=["cpu"], chunks=2)):
+        with pytest.raises(ValueError, match=r"input 0 has the shape \(\d, 5, 3\)") as error:
+            call(torch.randn(5, 6, 3))
+        assert "swap dimensions 0 and 1" in "".join(error.value.__notes__)

@@ -19,7 +19,7 @@ def test_blocks_are_modules_of_a_class_that_repeats_and_modules_without_others()
     net = make_net()
     sequence = to_sequential(net, batch())
     assert names_of(sequence) == ["first", "second", "drop", "head"]
-    assert [layer.model.get_submodule(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
+    assert [layer.child(layer.name) for layer in sequence] == [net.first, net.second, net.drop, net.head]
 
 
 def test_blocks_may_have_submodules_that_fake_tensors_cannot_run():

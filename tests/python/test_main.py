@@ -80,8 +80,6 @@ def test_a_schedule_or_a_timeline_is_checked_and_drawn(run, tmp_path):
     step = json.loads(run("check", *flags, "--json"))
     assert step["makespan"] == 33 and step["peak_cells"] == [4, 3, 2, 1] and step["placement"] == [0, 1, 2, 3]
     assert "makespan 6 s" in run("check", "zb_h1", "--workers", "1", "--chunks", "2")
-    costs = ["--input-gradient", "3", "--weight-gradient", "0.5"]
-    assert "makespan 9 s" in run("check", "zb_h1", "--workers", "1", "--chunks", "2", *costs)
     drawn = run("draw", "zb_v")
     assert ">weight gradient<" in drawn and drawn.rstrip().endswith("</svg>")
     simulated = _C.Schedule("zb_v", [0, 1, 1, 0], 4, "never").simulate([1, 1, 2, 1, 1]).timeline
@@ -121,8 +119,6 @@ def test_suggest_prints_a_table_or_json(run):
     lines = printed.splitlines()
     assert re.fullmatch(f"pipe = {code}", lines[-2]) and lines[-1] == "# per mini-batch: output = pipe(batch)"
     assert run(*flags, "--chunks", "2", "--schedule", "1f1b").splitlines()[-2].endswith(", schedule='1f1b')")
-    printed = run(*flags, "--chunks", "2", "--rows", "99")
-    assert all(re.search(rf"^{name} ", printed, re.MULTILINE) for name in ("gpipe", "1f1b", "zb_h1", "greedy"))
     rows = re.findall(" (?:never|except_last|always) ", run(*flags, "--chunks", "2"))
     assert len(rows) == 5 + 1  # and one device
     flags_of_batch = ["test_main:model_and_batch()", "--chunks", "2", "--seconds", "0"]
@@ -193,12 +189,11 @@ REFUSED = [
     ("draw gpipe --placement 0,x", "invalid literal for int"),
     ("draw gpipe --chunk 8", "unrecognized arguments: --chunk 8"),
     ("draw gpipe --chunks 0", "--chunks: '0' is not a whole number from 1 to"),
-    ("check zb_h1 --weight-gradient=-1", "--weight-gradient: '-1' is not a number from 0"),
+    ("check zb_h1 --backward=-1", "--backward: '-1' is not a number from 0"),
     ("profile test_main:model_and_batch --seconds 0 --output /dev/full", "No space left on device"),
     ("profile test_main:model_and_batch --seconds 0 --output nowhere/profile", "No such file or directory: 'nowhere/profile."),
     ("suggest test_main:model_and_batch --schedule never", "unknown schedule 'never'"),
     ("suggest", "the following arguments are required: MODULE:FUNCTION"),
-    ("suggest test_main:model --rows 0", "--rows: '0' is not a whole number from 1 to"),
     ("suggest test_main", "is not of the form MODULE:FUNCTION"),
     ("suggest test_main:unknown", "cannot load 'test_main:unknown': NameError: name 'unknown' is not defined"),
     ("suggest test_main:model", "returns no mini-batch; give its shape with --input"),

@@ -71,16 +71,19 @@ def test_a_step_enters_no_python_function(checkpoint):
     assert entered_in(pipe, lambda: pipe.step(x, y, loss)).count("loss") == CHUNKS
 
 
-def test_checks_of_data_are_not_lost():
+@pytest.mark.parametrize("native", [False, True])
+def test_checks_of_data_are_not_lost(native):
     class Checked(nn.Linear):
         def forward(self, x):
-            torch._check(x.argmax(1).max().item() <= 3)
+            torch._check(x.argmax(1).max().item() <= 2)
             return super().forward(x)
 
-    model = nn.Sequential(Checked(4, 4))
-    assert "0 of 1 layers run without Python" in gpipe.to_sequential(model, torch.rand(6, 4)).report()
-    with pytest.raises(ValueError, match="'0' checks its data, which an export would lose .*u0 <= 3"):
-        gpipe.to_sequential(model, torch.rand(6, 4), native=True)
+    x = torch.rand(6, 4)
+    x[:, 3], x[0, 0] = 0, 2
+    sequence = gpipe.to_sequential(nn.Sequential(Checked(4, 4)), x, native=native)
+    sequence(x)
+    with pytest.raises(RuntimeError, match="u0 <= 2" if native else "Expected cond to be True"):
+        sequence(x.flip(1))
 
 
 def results_of(pipe, x, y):

@@ -186,7 +186,7 @@ def test_one_sample_is_taken_unless_the_code_treats_it_differently():
     torch.testing.assert_close(pipe((x, y)), model(x, y))
     model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
     sequence = to_sequential(model, x, y)
-    with pytest.raises(ValueError, match=r"samples != 1, but a micro-batch has the shape \(1, 1, 4, 4\), "):
+    with pytest.raises(ValueError, match=r"samples >= 2, but a micro-batch has the shape \(1, 1, 4, 4\), "):
         sequence((x[:1], y[:1]))
 
 

@@ -464,3 +464,95 @@ def test_batch_norm_of_one_sample_is_refused_in_training_mode():
     with pytest.raises(ValueError, match=r"more than one value per channel .* has the shape \(1, 4\); give it more"):
         gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch(1))
     assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
+
+
+class Routed(nn.Module):
+    """Each of two experts gets the rows that a gate chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        rows = x.reshape(-1, 4)
+        chosen = self.gate(rows).argmax(-1)
+        order = chosen.sort().indices
+        parts = rows[order].split(nn.functional.one_hot(chosen, 2).sum(0).tolist())
+        mixed = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        return torch.zeros_like(rows).index_add(0, order, mixed).view_as(x)
+
+
+class Length(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x).view(len(x), -1, 4) + torch.arange(len(x[0])).view(1, -1, 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("make", [Routed, Length])
+def test_sizes_that_depend_on_data_or_on_len(make, native):
+    model = make()
+    sequence = gpipe.to_sequential(model, torch.randn(6, 3, 4), native=native)
+    for shape in ((6, 3, 4), (5, 7, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(sequence(x), model(x), rtol=0, atol=0)
+    assert "len" not in globals()
+
+
+def test_a_decision_by_data_is_refused_with_its_line():
+    class Decides(nn.Linear):
+        def forward(self, x):
+            return super().forward(x + 1 if x.sum().item() > 0 else x)
+
+    with pytest.raises(ValueError, match="depends on data .*test_to_sequential.py:"):
+        gpipe.to_sequential(Decides(4, 4), torch.rand(6, 4))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * (2 if x.shape[1] > 1 else 1)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_length_of_one(native):
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(2)]
+    for each in (nn.Sequential(*layers), Length()):
+        sequence = gpipe.to_sequential(each, torch.randn(4, 5, 4), native=native)
+        for shape in ((4, 1, 4), (3, 7, 4), (1, 5, 4)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(sequence(x), each(x))
+    sequence = gpipe.to_sequential(Scaled(), torch.randn(4, 5, 4), native=native)
+    with pytest.raises(ValueError, match=r"x.shape\[1\] >= 2"):
+        sequence(torch.randn(4, 1, 4))
+
+
+def test_globals_with_the_names_of_attributes_may_change():
+    sequence = gpipe.to_sequential(Length(), torch.randn(4, 3, 4))
+    globals()["inner"] = 0.5
+    try:
+        sequence(torch.randn(4, 3, 4))
+    finally:
+        del globals()["inner"]
+
+
+def test_tensors_in_containers_of_a_module_stay():
+    class Cached(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.cache = {"last": torch.zeros(6, 4)}
+
+        def forward(self, x):
+            self.cache["last"] = y = super().forward(x)
+            return y
+
+    model = nn.Sequential(Cached(), nn.Linear(4, 4))
+    before = model[0].cache["last"]
+    gpipe.to_sequential(model, torch.rand(6, 4))
+    assert list(model[0].cache.values())[0] is before

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.exported.exporter import OF_MODULES, NotExported, first_line
@@ -319,6 +320,10 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes a second, so only here
 
     args, kwargs = _parsed(call).arguments(inputs, sizes)
+
+    def unknown(leaves: Any) -> set[Any]:
+        return {symbol for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) for symbol in free_unbacked_symbols(leaf)}
+
     try:
         if not _tracing.runs:
             raise ValueError("blocks do not run")
@@ -327,11 +332,11 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
         plainly = patch.object(nn.Module, "__call__", nn.Module._wrapped_call_impl)
         with torch.random.fork_rng([]), quietly, plainly, torch._C.DisableTorchFunction(), _sizes_only(block):
             output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+        if not unknown(output) <= unknown(inputs):
             raise ValueError("the sizes of its output depend on data")
         return output
     except Exception as error:  # it does what fake tensors cannot; then only the number of samples may change
-        if _tracing.any_shape:
+        if _tracing.any_shape or unknown(inputs):
             raise NotExported(f"cannot convert the model for any sizes: {first_line(error)}") from error
         shapes = iter(_tracing.calls.shapes_for(block, inputs))
         return tree_map_only(
@@ -341,11 +346,14 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
 
 @contextmanager
 def _sizes_only(block: nn.Module) -> Iterator[None]:
-    """Makes modules of PyTorch in a block, whose code fixes sizes or reads values, run on fake tensors in a block of code."""
+    """Makes modules of PyTorch in a block, whose code fixes sizes, reads values or takes long, run on fake tensors in a block of
+    code."""
     with ExitStack() as stack:
         # Whether a mask is causal decides about no size.
         stack.enter_context(patch("torch.nn.modules.transformer._detect_is_causal_mask", lambda *args: False))
         for each in block.modules():
+            if getattr(type(each), "forward", None) is _BatchNorm.forward:  # whose operator takes long on fake tensors
+                stack.enter_context(patch.object(each, "forward", torch.empty_like))
             if isinstance(each, nn.RNNBase) and each in _tracing.calls.outputs:
                 stack.enter_context(patch.object(each, "forward", functools.partial(_recurrent, each)))
         yield

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import Captured, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
-from gpipe.exported.graph import Value
+from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
 from gpipe.exported.twins import Twins, copy_of, prove_batch
-from gpipe.wrapper import Shell, WrappingSequence, batch_first
+from gpipe.wrapper import WrappingSequence, batch_first
 
 
 class ExportedSequential(WrappingSequence):
@@ -64,8 +64,8 @@ def to_sequential(
     Args:
         module: the model. The sequence has its children, parameters, buffers and modes. A converted sequence stays as it is.
         example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch. The sequence takes
-            batches of any size, and the other sizes that the module's code takes, from 2. It takes one input: the only
-            argument, else the tuple of positional arguments, the dict of keyword arguments, or a tuple of both. Arguments
+            batches of any size, and the other sizes that the module's code takes; those of images from 2. It takes one input:
+            the only argument, else the tuple of positional arguments, the dict of keyword arguments, or a tuple of both. Arguments
             without tensors become constants: leave keyword arguments out, and give ``None`` for the others.
         opaque: classes of submodules to keep whole, each call as one layer.
         native: whether to export everything except ``opaque``, so that layers run without Python, and C++ can load the model:
@@ -130,10 +130,10 @@ def _converted(
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             model = capture(module, examples, blocks, calls, batch_dim, **way)
             sequence = _assemble(model, module, batch_dim)
-            may_break = model.graph.sizes.guards_of_one_sample()
-            twins = Twins(module, partial(_run, sequence), calls, blocks.values(), few)
+            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values())
+            twins = twins_of(few, calls)
             if not twins.take():
-                twins = Twins(module, partial(_run, sequence), _plain_runs(module, examples)[0], blocks.values(), examples)
+                twins = twins_of(examples, _plain_runs(module, examples)[0])
             tested = twins.compared()
             break
         except ValueError as error:
@@ -157,7 +157,13 @@ def _converted(
                 raise
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
-    _try_one_sample(sequence, twins, may_break, tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
+
+    def agree(ones: Any, is_length: bool) -> bool:
+        with suppress(ValueError):  # the module may fail
+            return (twins_of(ones, _plain_runs(module, ones)[0]) if is_length else twins).agree(ones)
+        return False
+
+    _try_ones(sequence, model.graph, few, agree)
     return sequence, partial(Guards, module, exported, dtypes, tested)
 
 
@@ -199,20 +205,29 @@ _UNFIT = (
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
-def _try_one_sample(sequence: nn.Sequential, twins: Twins, may_break: list[bool], arguments: Any) -> None:
-    """Lets one sample through the guards that it ``may_break``, if the module and the sequence agree about it. Else refuses
-    it: an export takes for granted that there are more."""
+def _try_ones(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any, bool], bool]) -> None:
+    """Lets one sample, and lengths of 1, through the guards where ``agree(arguments, is_length)`` tells that the module and the
+    sequence do the same. An export takes for granted that there are more."""
     first: Any = sequence[0]
-    description = json.loads(first.description)
-    samples = {"size": [next(value for value in description["inputs"] if value is not None), 0]}
-    before = json.dumps({**description, "guards": [*description.get("guards", ()), (["<=", 2, samples], "samples >= 2")]})
-    for guard, may in zip(description.get("guards", ()), may_break, strict=True):
-        if may:
-            guard[0] = ["or", ["==", samples, 1], guard[0]]
-            guard[1] = f"samples == 1 or {guard[1]}"
-    first.describe(json.dumps(description))
-    if not twins.agree(arguments):
-        first.describe(before)
+    entering = tree_leaves(input_of(*tree_unflatten(graph.inputs, graph.in_spec)))
+    leaves, spec = tree_flatten(arguments)
+    for symbol, may_break in graph.sizes.guards_of_one():
+        place, before = graph.sizes.places[symbol], first.description
+        is_length = place.dimension > 0
+        if is_length and (len(place.value.shape) > 3 or not any(may_break)):
+            continue
+        description = json.loads(before)
+        size = {"size": [description["inputs"][entering.index(place.value)], place.dimension]}
+        for guard, may in zip(description.get("guards", ()), may_break, strict=True):
+            if may:
+                guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
+        first.describe(json.dumps(description))
+        ones = [
+            leaf[tuple(slice(1 if each == symbol else None) for each in value.shape)] if isinstance(value, Value) else leaf
+            for leaf, value in zip(leaves, graph.inputs, strict=True)
+        ]
+        if not agree(tree_unflatten(ones, spec), is_length):
+            first.describe(before)
 
 
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
@@ -229,34 +244,6 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-class _Tree:
-    """Makes the tree of shells that holds some of a model's tensors, and modules that are kept whole."""
-
-    def __init__(self, original: nn.Module, whole: dict[str, nn.Module]) -> None:
-        self._original = original
-        self._places = dict(whole)
-        self.root = self.place("")
-
-    def place(self, path: str) -> nn.Module:
-        """Returns the module at a path, which it makes if the tree has none."""
-        if path not in self._places:
-            self._places[path] = Shell(self._original.get_submodule(path))
-        if path:
-            outer, _, name = path.rpartition(".")
-            self.place(outer)._modules[name] = self._places[path]
-        return self._places[path]
-
-    def add(self, name: str, owned: Tensor) -> None:
-        """Registers a tensor under its name."""
-        path, _, own = name.rpartition(".")
-        place = self.place(path)
-        assert isinstance(place, Shell)
-        kind = "_parameters" if isinstance(owned, nn.Parameter) else "_buffers"
-        getattr(place, kind)[own] = owned
-        if getattr(place.original_of_gpipe, kind).get(own) is not owned:
-            place.own_of_gpipe.add(own)
-
-
 def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
     """Returns the sequence of the layers of a model, which was captured from ``original``."""
     routes = Routes(model.graph, divide(model.graph)).routes
@@ -269,14 +256,11 @@ def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedS
         first, last = index == 0, each is routes[-1]
         entering, sizes = (inputs, model.graph.sizes) if first else (None, None)
         description = Description(each, entering, sizes, model.graph.outputs if last else None)
-        tree = _Tree(original, {path: model.whole[path] for path in description.called})
+        ends = example if first else None, returned if last else None
+        layer = ExportedLayer(each.name, original, description.called, str(description), *ends)
         for name in owned[index]:
-            tree.add(name, model.tensors[name])
-        for path in (*description.places, *(value.tensor.rpartition(".")[0] for value in each.owned)):
-            tree.place(path)
-        layers[_key(each.name, layers)] = ExportedLayer(
-            each.name, tree.root, str(description), example if first else None, returned if last else None
-        )
+            layer.add(name, model.tensors[name])
+        layers[_key(each.name, layers)] = layer
     return ExportedSequential(original, layers, batch_dim)
 
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from gpipe.generators import GeneratorState, is_generator
+from gpipe.loss_state import put_back
 
 
 @contextmanager
@@ -60,7 +61,8 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
     forward may set some, an export to fake tensors and sizes."""
     inner = [each for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
     before = [(each, dict(vars(each))) for each in inner]
-    values = [value for _, attributes in before for name, value in attributes.items() if name not in OF_MODULES]
+    named = (each for _, attributes in before for each in attributes.items())
+    values = [value for name, value in named if name not in OF_MODULES and type(value) not in _PLAIN]
     held = [each for value in values for each in _held(value, [])]
     generators = GeneratorState(value for value in values if is_generator(value))
     try:
@@ -74,14 +76,12 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
                 if not torch.equal(value, copy):  # guards see each write
                     with torch.no_grad():
                         value.copy_(copy)
-            elif type(value) is list:
-                value[:] = copy
-            elif value != copy or len(value) != len(copy):
-                value.clear()
-                value.update(copy)
+            else:
+                put_back(value, copy)
         generators.restore()
 
 
+_PLAIN = {bool, int, float, str, type(None)}
 OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
 
 
@@ -122,7 +122,7 @@ def exported(
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
         few_guards = _few_guards() if any_shape else nullcontext()
-        with _silence(), unchanged(module), _named_arguments(module, kwargs), few_guards:
+        with _silence(), unchanged(module), _named_arguments(module, kwargs), _symbolic_lengths(module), few_guards:
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise _explained(module, error) from error
@@ -137,6 +137,25 @@ def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractCo
     named = functools.partial(module.forward)
     named.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
     return patch.object(module, "forward", named)
+
+
+@contextmanager
+def _symbolic_lengths(module: nn.Module) -> Iterator[None]:
+    """Makes ``len()`` in the files of a model's modules return the symbolic size of a tensor: the built-in one would fix it."""
+
+    def length(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else len(value)
+
+    functions = (getattr(type(each), "forward", None) for each in module.modules())
+    spaces = {getattr(each, "__module__", ""): getattr(each, "__globals__", {}) for each in functions}
+    changed = [space for name, space in spaces.items() if name.partition(".")[0] != "torch" and "len" not in space]
+    for space in changed:
+        space["len"] = length
+    try:
+        yield
+    finally:
+        for space in changed:
+            del space["len"]
 
 
 @contextmanager
@@ -165,6 +184,13 @@ def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
 
 
+def innermost_line(trace: str) -> str:
+    """Returns the innermost line of code outside torch in the text of a traceback, such as ``'model.py:12'``."""
+    lines = re.findall(r'File "(.+)", line (\d+)', trace)
+    outside = [each for each in lines if "/torch/" not in each[0]] or lines
+    return ":".join(outside[-1]) if outside else ""
+
+
 class NotExported(ValueError):
     """The code of the module at a path, or of the model itself, cannot be exported."""
 
@@ -188,7 +214,8 @@ def _explained(module: nn.Module, error: Exception) -> NotExported:
         if names := [name for name, shape in kept if isinstance(shape, torch.Size) and shape[:1] == (int(found[1]),)]:
             reason += f"; its attribute '{names[0]}' may be of an earlier call: convert the model before its first call"
     if "data-dependent" in reason:
-        reason = "its control flow depends on data"
+        line = innermost_line("".join(traceback.format_tb(error.__traceback__)))
+        reason = f"its control flow depends on data ({line})"
     if "fake tensor in the exported program constant" in reason:
         reason = "it uses a tensor that an export cannot record, such as the .data of another; use detach() instead"
     if found := re.search(r"Found <class '([^']+)'> in output", str(error)):

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from gpipe.exported.exporter import NotExported
+from gpipe.exported.exporter import NotExported, innermost_line
 from gpipe.exported.sizes import Sizes
 
 
@@ -138,9 +138,10 @@ def name_of(constant: object) -> str:
     return str(constant).removeprefix("torch.")
 
 
-# Checks that an export adds: of its own devices and types, and that numbers which it cannot know may be sizes.
+# Checks that an export adds: of its own devices and types, and that numbers which it cannot know may be sizes. Those of
+# sizes only are guards.
 _CHECKS = re.compile(r"aten::(_assert_tensor_metadata|sym_constrain_range)")
-_OF_SIZES = re.compile(r"expression (u\d+ >= [01]|((?!\bu\d).)*) on node")
+_OF_SIZES = re.compile(r"expression (u\d+ >= 0|((?!\bu\d).)*) on node")
 
 
 class Reader:
@@ -219,16 +220,17 @@ class Reader:
         raise AssertionError("a graph without output")
 
     def _is_own_check(self, node: fx.Node) -> bool:
-        """Returns whether a node is a check that the export added, or of sizes only, which are guards. Raises NotExported for
-        one of the model's data, which would be lost."""
+        """Returns whether a node is a check that is not needed; layers make the others, the model's and those of operators.
+        Raises NotExported for a condition of the model's code, which the example has decided."""
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name == "aten::_assert_scalar" and _OF_SIZES.search(str(node.args[1:])):
-            return True
-        if name in ("aten::_assert_async", "aten::_assert_scalar"):
+        if name != "aten::_assert_scalar":
+            return bool(_CHECKS.match(name))
+        text = str(node.args[1])
+        if not _OF_SIZES.search(text) and self.graph.sizes.are_decided(set(re.findall(r"\bu\d+", text))):
             path = _innermost(node).path
             where = f"'{path}'" if path else "it"
-            raise NotExported(f"cannot convert the model: {where} checks its data, which an export would lose ({node.args[1:]})", path)
-        return bool(_CHECKS.match(name))
+            raise NotExported(f"cannot convert the model: {where} decides by its data: {text} ({_line_of(node)})", path)
+        return bool(_OF_SIZES.search(text))
 
     def _read_nested(self, module: fx.GraphModule, node: fx.Node, contexts: tuple[Context, ...]) -> None:
         """Adds the operations under ``torch.no_grad`` or ``torch.autocast``."""
@@ -255,10 +257,8 @@ class Reader:
 
 
 def _line_of(node: fx.Node) -> str:
-    """Returns the innermost line of code outside torch that a node comes from, such as ``'model.py:12'``."""
-    lines = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [each for each in lines if "/torch/" not in each[0]] or lines
-    return ":".join(outside[-1]) if outside else ""
+    """Returns the innermost line of code outside torch that a node comes from."""
+    return innermost_line(node.meta.get("stack_trace") or "")
 
 
 def _innermost(node: fx.Node) -> Call:

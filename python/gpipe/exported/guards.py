@@ -1,12 +1,14 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import chain
 from operator import is_, itemgetter
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +83,13 @@ def _globals_of(module: nn.Module) -> dict[str, Any]:
 def _names_of_globals(function: Any) -> tuple[dict[str, Any], list[str]]:
     """Returns the globals of a function's file, and the names of those that it uses."""
     code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    return space, [name for name in code.co_names if name in space] if code else []
+    return space, [name for name in _names_of(code) if name in space] if code else []
+
+
+@cache
+def _names_of(code: CodeType) -> list[str]:
+    """Returns the names of the globals that a function's code loads: ``co_names`` has names of attributes too."""
+    return list(dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"))
 
 
 def _is_object(value: object) -> bool:
@@ -186,7 +194,7 @@ class Guards:
         tested: Mapping[str, str],
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
-        self._watched: Watched | None = None
+        self._model, self._watched = module, cast(Watched | None, None)
         self._name = type(module).__name__
         self._dtypes = [
             (each._parameters, name, parameter.dtype)
@@ -212,6 +220,11 @@ class Guards:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
         known = self._watched is not None and self._watched.is_same()
         for path, module, attributes in () if known else self._exported:
+            if self._model.get_submodule(path) is not module:
+                raise RuntimeError(
+                    f"'{path}' of the model was replaced since the conversion; change the model first, then convert it and make "
+                    "the pipeline"
+                )
             if difference := attributes.difference(module):
                 raise RuntimeError(
                     f"{repr(path) if path else 'the model'} ({type(module).__name__}) has changed since the conversion: "

@@ -7,7 +7,7 @@ import json
 import math
 import pkgutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -141,19 +141,21 @@ class ExportedLayer(ConvertedLayer, Skippable):
     """A layer of a converted model: what the module at the path ``name`` computes, with the operators around it.
 
     Args:
-        model: a tree of modules that has the layer's tensors.
+        model: the model.
+        called: the paths of the modules that it calls.
         description: what the layer computes, for ``gpipe::Graph``.
         input: of the first layer: an object of the input's structure.
         output: of the last layer: objects of the output's structure, in training and in evaluation mode.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, description: str, input: Any = None, output: Any = None
+        self, name: str, model: nn.Module, called: Iterable[str], description: str, input: Any = None, output: Any = None
     ) -> None:
-        super().__init__()
-        self.name, self.model = name, model
-        self._input, self._output = input, output
+        super().__init__(model, called)
+        self.name, self._input, self._output = name, input, output
         self.describe(description)
+        for path in [*self._graph.places, *([] if output is None else [""])]:  # whose modes a recompute needs
+            self.child(path)
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
@@ -166,7 +168,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
     @property
     def _places(self) -> list[nn.Module]:
         """The modules whose modes count."""
-        return list(map(self.model.get_submodule, self._graph.places))
+        return list(map(self.child, self._graph.places))
 
     @property
     def python_functions(self) -> list[str]:
@@ -188,7 +190,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
         try:
             outputs = graph.run(
                 inputs,
-                [getattr(self.model.get_submodule(path), name) for path, _, name in owned],
+                [getattr(self.child(path), name) for path, _, name in owned],
                 [module.training for module in self._places],
                 *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
             )
@@ -222,7 +224,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
 
     def _call_python(self, name: str, *args: Any) -> Any:
         if name == _RUN_WHOLE:
-            return run_whole(self.model.get_submodule(args[0]), *args[1:])
+            return run_whole(self.child(args[0]), *args[1:])
         return _resolved(name)(*args)
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,18 +29,20 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
         if layer.python_functions:
             calls = ", ".join(layer.python_functions)
             raise ValueError(f"layer '{layer.name}' calls {calls}, which C++ cannot run; convert with native=True")
-        listed, model = [], layer.model
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        listed: list[Any] = []
+        of_layer = *layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)
+        for name, tensor in ((name.removeprefix("model."), tensor) for name, tensor in of_layer):
             in_file = name if name in state else f".{name}"
             kind = "buffer" if not isinstance(tensor, nn.Parameter) else "parameter" if tensor.requires_grad else "frozen"
             listed.append([in_file, kind, first_names.get(id(tensor))])
             first_names.setdefault(id(tensor), in_file)
             tensors[in_file] = tensor
         for name, tensor in state.items():
-            if first_names.get(id(tensor), name) != name and name not in tensors and any(tensor is each for each in model.parameters()):
+            if first_names.get(id(tensor), name) != name and name not in tensors and any(tensor is each for _, each in of_layer):
                 listed.append([name, "parameter" if tensor.requires_grad else "frozen", first_names[id(tensor)]])
                 tensors[name] = tensor
-        frozen = [path for path, each in model.named_modules() if model.training and not each.training]
+        places = [(name.removeprefix("model."), each) for name, each in layer.named_children() if name != "model"]
+        frozen = [path for path, each in places if layer.model.training and not each.training]
         layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
     _refuse_views(tensors)
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.places: dict[Any, Size] = {}  # of each symbol
-        self.guards: dict[Any, bool] = {}  # by expression: whether only operators of torch asked for it
+        self.guards: dict[Any, bool] = {}  # by expression: whether only torch asked for it
         self._names: dict[Any, Any] = {}  # of the program's symbols
         self._environment: Any = None
 
@@ -49,8 +50,7 @@ class Sizes:
                 if factor != 1:
                     self._require(sympy.Eq(sympy.Mod(own, factor), 0))
                 bounds = size.node.shape_env.var_to_range[symbol]
-                if dimension > 0 or bounds.lower > 2:  # else one sample may be right, too
-                    self._require(sympy.Ge(part, bounds.lower))
+                self._require(sympy.Ge(part, bounds.lower), bounds.lower == 2)  # 2 is torch's own
                 if bounds.upper < sys.maxsize:
                     self._require(sympy.Le(part, bounds.upper))
             else:
@@ -58,9 +58,9 @@ class Sizes:
             self._environment = size.node.shape_env
         value.shape = tuple(map(self.named, value.example.shape))
 
-    def _require(self, expression: Any, is_of_operator: bool = False) -> None:
+    def _require(self, expression: Any, is_of_torch: bool = False) -> None:
         if expression != True:  # noqa: E712, an expression
-            self.guards[expression] = self.guards.get(expression, True) and is_of_operator
+            self.guards[expression] = self.guards.get(expression, True) and is_of_torch
 
     def merge(self, other: Sizes, same: Mapping[Any, Any]) -> None:
         """Adds the sizes of the same model in another mode. ``same`` has the inputs of this mode by those of the other."""
@@ -74,12 +74,24 @@ class Sizes:
         for guard in self._environment.guards if self._environment else ():
             self._require(self._environment.replace(guard.expr).xreplace(self._names), _is_of_operator(guard))
 
-    def guards_of_one_sample(self) -> list[bool]:
-        """Returns whether each guard is about the number of samples only, and excludes one because operators of torch do: the
-        shapes that an export computes are strict, and tell strides of one sample from those of more."""
-        samples = next(symbol for symbol, size in self.places.items() if size.dimension == 0)
-        about = [(guard, guard.free_symbols == {samples}, of_operator) for guard, of_operator in self.guards.items()]
-        return [only and of_operator and guard.subs(samples, 1) != True for guard, only, of_operator in about]  # noqa: E712
+    def are_decided(self, names: set[str]) -> bool:
+        """Returns whether the code has decided by one of some numbers that depend on data, as the example had it."""
+        asserts = itertools.chain(*self._environment.deferred_runtime_asserts.values()) if self._environment else ()
+        decided = (each.expr.free_symbols for each in asserts if str(each.msg).startswith("propagate_real_tensors"))
+        return any(str(symbol) in names for symbols in decided for symbol in symbols)
+
+    def guards_of_one(self) -> Iterator[tuple[Any, list[bool]]]:
+        """Yields the symbol of each size, and whether each guard is about it only and excludes 1 because torch does: the shapes
+        that an export computes are strict, and tell strides of one sample from those of more."""
+
+        def may_break(symbol: Any, guard: Any, is_of_torch: bool) -> bool:
+            try:
+                return is_of_torch and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
+            except ZeroDivisionError:
+                return True
+
+        for symbol in (symbol for symbol, size in self.places.items() if size.divisor == 1):
+            yield symbol, [may_break(symbol, *guard) for guard in self.guards.items()]
 
     def knows(self, number: Any) -> bool:
         """Returns whether a symbolic number depends on these sizes only."""
