@@ -305,6 +305,7 @@ def _load_from_state_dict(self, state, prefix, *others):
         forward="return x + self.dense(x).sin() * (1 if key is None else key)", call="return block(x, key=input)"
     ),
     "takes a number": H(forward="return x + self.dense(x).sin() * input", call="return block(x, 0.5)"),
+    "takes a bool": H(forward="return x + self.dense(x).sin() * (2 if input else 1)", call="return block(x, True)"),
     "takes a dict": H(
         forward="return x['x'] + self.dense(x['y'][0]).sin()", call="return block({'x': x, 'y': [input, None]})"
     ),

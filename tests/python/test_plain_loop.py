@@ -99,10 +99,16 @@ def assigns_data(self, x):
     self.b.data = self.b.data + 1
 
 
+def writes_and_replaces(self, x):
+    self.b.add_(1)
+    self.b = self.b * 0.5
+
+
 WAYS = [  # to change a buffer
     lambda self, x: torch.add(self.b, 1, out=self.b),
     lambda self, x: self.b.data.add_(1),
     assigns_data,
+    writes_and_replaces,
     lambda self, x: self.b.view(-1)[1:].mul_(0.5).add_(x.detach().mean()),
     lambda self, x: setattr(self, "b", torch.cat([x.detach().mean(0), self.b[WIDTH:]])),
 ]
@@ -213,7 +219,10 @@ UNITS = {
         call(lambda self, x: Noted.apply(checkpoint(F.gelu, x, use_reentrant=False), self.w, self.b), w=weight(), b=zeros()),
     ],
     "linear": [linear, lambda: nn.Sequential(linear(), nn.Tanh(), linear())],
-    "weights": [call(lambda self, x: x * self.w, w=weight(requires_grad=False))],
+    "weights": [
+        call(lambda self, x: x * self.w, w=weight(requires_grad=False)),
+        call(lambda self, x: x @ self.w @ self.w, w=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)),
+    ],
     "norms of weights": [
         lambda: parametrizations.spectral_norm(linear()),
         lambda: parametrizations.weight_norm(linear()),
@@ -269,9 +278,11 @@ def pipeline(spec, model):
         if spec.schedule and any(tensor.requires_grad for tensor in (x, *pipe.parameters())):
             return pipe.step(x, gradient, product, return_output=True)[1]
         output = pipe(x)
+        state = torch.get_rng_state()
         torch.manual_seed(0)  # does not change what a recompute draws
         if output.requires_grad:
             output.backward(gradient)
+        torch.set_rng_state(state)
         return output
 
     return call
@@ -310,7 +321,7 @@ def results_of(spec, model, make):
         CONTEXT.set(number + 2.0)
         x = torch.randn(spec.batch, WIDTH).requires_grad_(spec.input_requires_grad)
         output = call(x, torch.arange(x.numel()).sin().view(x.shape))
-        found = {"output": output, "gradient of the input": x.grad, "draw": torch.tensor(random.random())}
+        found = {"output": output, "gradient of the input": x.grad, "draws": torch.tensor([random.random(), torch.rand(())])}
         found |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
         for name, value in (found | model.state_dict()).items():
             results[f"{name} of call {number}"] = None if value is None else value.detach().clone()

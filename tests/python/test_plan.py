@@ -122,7 +122,8 @@ def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(
     x = torch.randn(12, 8)
     (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
-    assert gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given).schedule == given["schedule"]
+    pipe = gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given)
+    assert pipe.schedule == given["schedule"] and pipe.step(x, x[:, :3], nn.functional.mse_loss).isfinite()
     assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
 
 

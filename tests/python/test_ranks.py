@@ -197,20 +197,22 @@ def train_on_sequences(ranks, steps=8):
     model = nn.Sequential(
         Trim(), nn.Embedding(20, 8), nn.TransformerEncoderLayer(8, 2, 16, 0, batch_first=True), LastOf(), nn.Linear(8, 3)
     )
+    losses, shapes, gradients = [], [], []
+    model[2].register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(lambda _: gradients.append(None)) and None)
     pipe = gpipe.GPipe(model, [2, 3], chunks=4, schedule="1f1b", group=ranks)
-    losses, shapes = [], []
     pipe[1].register_forward_hook(lambda *arguments: shapes.append(arguments[-1].shape))
     for _ in range(steps):
         lengths = torch.randint(2, 9 + 3 * len(losses), (8,))
         tokens = torch.randint(1, 20, (8, int(lengths.max()))) * (torch.arange(lengths.max()) < lengths[:, None])
         losses.append(pipe.step(tokens, torch.randint(3, (8,)), F.cross_entropy))
-    return losses, named_gradients(pipe), len(set(shapes))
+    return losses, named_gradients(pipe), (len(set(shapes)), len(gradients))
 
 
 def test_the_lengths_of_sequences_change_between_steps_and_micro_batches():
-    losses, gradients, lengths = train_on_sequences(None)
-    (ours, first, _), (theirs, second, _) = results_of(2, train_on_sequences)
+    losses, gradients, (lengths, hooks) = train_on_sequences(None)
+    (ours, first, _), (theirs, second, (_, of_received)) = results_of(2, train_on_sequences)
     assert lengths > 8 and ours == theirs == losses
+    assert of_received == hooks == 8 * 4  # once per step and micro-batch
     assert (first | second).keys() == gradients.keys()
     assert all(torch.equal(gradient, (first | second)[name]) for name, gradient in gradients.items())
 
