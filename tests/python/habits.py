@@ -290,6 +290,7 @@ def _load_from_state_dict(self, state, prefix, *others):
     "**": H("n = x.shape[1]; return x * (n - 5) ** 3 / n**2", **LONGER),
     "** negative": H("return x * x.shape[1] ** -2", **LONGER),
     # Changes in place.
+    "transpose_()": H("y = x.clone(); y.transpose_(1, 2); return x + y.sum((1, 2))[:, None, None] * x.shape[1]", **LONGER),
     "changes a view": H("y = x * 1; y[:, :, 1:].mul_(2); y.transpose(1, 2)[:, 0].add_(1); return y"),
     "changes its input": H(forward="x.mul_(2); return x + self.dense(x).sin()", call="return block(x) + x"),
     # Interfaces of blocks.

@@ -10,7 +10,6 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Fail, cluster_text, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
@@ -92,13 +91,11 @@ MISTAKES = [
     # The constructor.
     (lambda: gpipe.GPipe(make_linears()), gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
     (lambda: pipe(2), TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
-    (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers(.|\n)*gpipe\.balance"),
     (lambda: pipe([2.0, 2]), TypeError, "each number of a balance must be an integer, but is 2.0"),
     (lambda: pipe(chunks=True), TypeError, "chunks must be an integer, but is True"),
     (lambda: setattr(pipe(), "checkpoint", "sometimes"), ValueError, "checkpoint must be .*, but is 'sometimes'"),
     (lambda: pipe(checkpoint=True), TypeError, "checkpoint must be 'always', 'except_last' or 'never', but is True"),
     (lambda: pipe(deferred_batch_norm="no"), TypeError, "deferred_batch_norm must be True or False, but is 'no'"),
-    (lambda: pipe(FOUR, schedule="interleaved_zb"), ValueError, "needs several stages per worker, .* use 'zb_h1'"),
     (lambda: pipe(placement="w"), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: pipe(placement={0: 1}), TypeError, "placement must be 'looped', 'v' or a list of workers, but is {0: 1}"),
     (lambda: pipe(FOUR, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
@@ -156,14 +153,11 @@ MISTAKES = [
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few for 2 stages.*\n'inner' .*'count'"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
-    (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
-    (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
     (lambda: balance.balance_by_time(2.5, make_linears(), X), TypeError, "partitions must be an integer, but is 2.5"),
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(nn.Sequential(nn.LazyLinear(3)), X), ValueError, "'0.weight' of a lazy layer is not initialized"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
-    (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
     (lambda: balance.predict(PROFILE, 4, 2), TypeError, "balance must be a list .*, but is 4"),
@@ -174,9 +168,7 @@ MISTAKES = [
     (lambda: balance.plan_cluster(CLUSTER, ["profile"], 8), TypeError, "profiles must be Profiles"),
     # Moving a pipeline to another device.
     (lambda: pipe().cuda(), TypeError, MOVE),
-    (lambda: pipe().xpu(), TypeError, MOVE),
     (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
-    (lambda: pipe().to(tensor=torch.zeros(1, device="meta")), TypeError, MOVE),
     (lambda: pipe().to_empty(device="cpu"), TypeError, MOVE),
     (lambda: nn.Sequential(pipe()).to("meta"), TypeError, MOVE),
 ]
@@ -246,27 +238,23 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 assert "incompatible" not in str(error), (name, value)
 
 
-def fail(gradient):
-    raise ZeroDivisionError("from the backward")
+class Fails(nn.Module):
+    """Calls a function with a tensor whose graph is recorded."""
 
-
-class FailBackward(nn.Module):
-    def __init__(self, hook):
+    def __init__(self, call):
         super().__init__()
-        self.hook = hook
+        self.call = call
 
     def forward(self, x):
         y = x.clone()
         if y.requires_grad:
-            y.register_hook(self.hook)
+            self.call(y)
         return y
 
 
-class FailLater(nn.Module):
-    def forward(self, x):
-        if gpipe.is_recomputing():
-            raise LookupError("not twice")
-        return x
+def not_twice(x):
+    if gpipe.is_recomputing():
+        raise LookupError("not twice")
 
 
 FOREIGN = torch.ones(1, requires_grad=True)
@@ -281,10 +269,9 @@ class UseForeign(nn.Module):
     "layer, error, text, place",
     [
         (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
-        (FailBackward(fail), ZeroDivisionError, "from the backward", "backward of micro-batch 1 on stage 1"),
         # Unlike a raise, this makes no exception object.
-        (FailBackward(lambda _: 1 / 0), ZeroDivisionError, "division by zero", "backward of micro-batch 1 on stage 1"),
-        (FailLater(), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
+        (Fails(lambda x: x.register_hook(lambda _: 1 / 0)), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
+        (Fails(not_twice), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
         (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
     ],
 )

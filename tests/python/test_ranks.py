@@ -78,7 +78,7 @@ def misuse(ranks):
     for timeout in (-1, float("inf")):
         with pytest.raises(ValueError, match="must be positive and below"):
             gpipe.Ranks(dist.group.WORLD, timeout=timeout)
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, schedule="auto", group=ranks)
     if ranks.rank:
         pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
     pipe.step(*batch(8), F.cross_entropy)
@@ -86,10 +86,12 @@ def misuse(ranks):
         setattr(pipe, "7", nn.Linear(6, 3))
     with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
         pipe.step(*batch(8), F.cross_entropy)
+    return pipe.schedule
 
 
 def test_misuse_is_refused():
-    results_of(2, misuse)
+    schedule, other = results_of(2, misuse)
+    assert schedule == other and schedule in gpipe.SCHEDULES
 
 
 def call_differently(ranks):

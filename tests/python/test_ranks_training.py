@@ -88,17 +88,6 @@ def test_replicas_take_the_state_that_the_first_one_has_loaded(loads):
     assert all(torch.equal(first[name], loaded[name]) and torch.equal(second[name], loaded[name]) for name in loaded)
 
 
-def choose_a_schedule(ranks):
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=4, schedule="auto", group=ranks)
-    losses = [pipe.step(*batch(8), F.cross_entropy).item() for _ in range(2)]
-    return pipe.schedule, losses
-
-
-def test_ranks_choose_the_same_schedule():
-    (schedule, losses), other = results_of(2, choose_a_schedule)
-    assert schedule in gpipe.SCHEDULES and other == (schedule, losses)
-
-
 def scale_losses(ranks, clips, by_hand):
     torch.manual_seed(0)
     scales = []
@@ -194,8 +183,7 @@ def save(pipe, optimizer, path):
 
 
 CASES = [  # balance, schedule, placement, checkpoint, how the model is made
-    ([1, 1, 1, 4], "1f1b", "looped", "always", "cpu"),  # two workers of a rank borrow
-    ([2, 5], "1f1b", "looped", "except_last", "converted"),
+    ([1, 1, 1, 4], "1f1b", "looped", "always", "converted"),  # two workers of a rank borrow
     ([1, 2, 2, 2], "zb_v", "v", "always", "meta"),
     ([2, 2, 2, 2], "interleaved_1f1b", [0, 1, 0, 1], "except_last", "structures"),
 ]
@@ -278,7 +266,7 @@ def clip(ranks):
     (x, y), model = batch(8), Reversed()
     pipe = gpipe.GPipe.from_module(model, x, balance=[10, 11], chunks=2, group=ranks)
     norms = []
-    for step in range(30):
+    for step in range(9):
         pipe.zero_grad()
         pipe.step(x + step, y, F.cross_entropy)
         norms.append(pipe.clip_grad_norm_(0.1, norm_type=1.0 + step % 3))
