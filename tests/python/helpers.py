@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -201,6 +200,7 @@ def _run_program(rank, folder, port, arguments):
     sys.argv = ["train.py", *arguments]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     torch.set_num_threads(1)
     with open(f"{rank}.out", "w") as file, contextlib.redirect_stdout(file):
         runpy.run_path("train.py", run_name="__main__")
@@ -209,9 +209,8 @@ def _run_program(rank, folder, port, arguments):
 def run_on_two_ranks(program, folder, *arguments):
     """Runs a program for torchrun in two processes in a folder. Returns their output. Fails if either fails."""
     (Path(folder) / "train.py").write_text(program)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [_context.Process(target=_run_program, args=(rank, folder, port, arguments)) for rank in range(2)]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has
+    processes = [_context.Process(target=_run_program, args=(rank, folder, store.port, arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

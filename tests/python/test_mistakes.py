@@ -114,6 +114,11 @@ MISTAKES = [
     (lambda: changed(nn.Module.register_parameter, "scale", nn.Parameter(X)), ValueError, r"a parameter \('scale'\)"),
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
+    (
+        lambda: gpipe.GPipe(nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True)), [1], deferred_batch_norm=True)(X[None]),
+        RuntimeError,
+        "(?s)instance norm.*track_running_stats=False.*layer '0'",
+    ),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"the first layer takes one input, but got 2 arguments; call pipe\(\(a, b\)\), or"),
     (lambda: pipe()(ids=X), TypeError, r"takes one input, but got 1 arguments; call .* pipe\({'name': a}\)"),
