@@ -18,10 +18,8 @@ import gpipe.balance
 from helpers import Join, Split, YieldAdd, YieldStash
 
 LAYOUTS = {
-    "one_device": ["checked:0", "checked:0", "checked:0"],
     "three_devices": ["checked:2", "checked:0", "checked:1"],
     "cpu_in_the_middle": ["checked:1", "cpu", "checked:0"],
-    "cpu_first": ["cpu", "checked:0", "checked:0"],
     "cpu_last": ["checked:3", "checked:3", "cpu"],
 }
 

@@ -119,22 +119,11 @@ def test_a_recompute_repeats_what_its_forward_did():
         assert torch.equal(gradient, named_gradients(expected)[name]), name
 
 
-def test_a_replaced_parameter_is_used():
-    pipe, x, _ = make_pipe()
-    pipe.eval()
-    before = pipe(x)
-    pipe.head.bias = nn.Parameter(pipe.head.bias.detach() + 1)
-    assert torch.equal(pipe(x), before + 1)
-
-
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0])
 LOSSES = [
-    F.cross_entropy,
     nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2, label_smoothing=0.1),
     functools.partial(F.cross_entropy, reduction="sum", weight=WEIGHT),
     functools.partial(F.nll_loss, ignore_index=1),
-    nn.NLLLoss(),
-    F.mse_loss,
     nn.MSELoss(reduction="sum"),
     F.l1_loss,
     functools.partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHT),

@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, SparseAdam, lr_scheduler
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
@@ -77,37 +77,6 @@ def test_a_written_snapshot_reads_back_equal(tmp_path):
     assert snapshot.read(tmp_path / "empty") == Snapshot()
 
 
-def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
-    """SparseAdam counts its steps in an int."""
-    ids = torch.arange(6)
-
-    def train(pipe, optimizer):
-        for _ in range(4):
-            optimizer.zero_grad()
-            pipe(ids).square().sum().backward()
-            optimizer.step()
-
-    def make():
-        torch.manual_seed(0)
-        pipe = gpipe.GPipe(nn.Sequential(nn.Embedding(10, 4, sparse=True).double()), [1])
-        return pipe, SparseAdam(pipe.parameters(), 0.1)
-
-    pipe, optimizer = make()
-    train(pipe, optimizer)
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    state["state"]["0.weight"]["other"] = 0.1
-    snapshot.write(tmp_path / "file", Snapshot(pipe.state_dict(), state))
-    saved = snapshot.read(tmp_path / "file")
-    copy, other = make()
-    snapshot.restore_model(copy, saved.model)
-    snapshot.restore_optimizer(other, copy, saved.optimizer)
-    assert same(dict(other.state[copy[0].weight])["other"], 0.1)
-    train(pipe, optimizer)
-    train(copy, other)
-    assert same(other.state[copy[0].weight]["step"], 8)
-    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
-
-
 @pytest.mark.parametrize("kind", [AdamW, NAdam])
 def test_numbers_of_a_file_become_the_tensors_that_an_optimizer_has(kind):
     """C++ writes steps as numbers, as did earlier versions."""
@@ -130,6 +99,8 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     assert state["param_groups"][0]["params"] == ["3.weight", "0.weight"]
     assert set().union(*state["state"].values()) == state_names
     assert len(state["state"]) == (5 if state_names else 0)
+    for fields in state["state"].values():
+        fields["other"] = 3  # numbers stay numbers
     snapshot.write(tmp_path / "file", Snapshot(model=pipe.state_dict(), optimizer=state))
     saved = snapshot.read(tmp_path / "file")
 
@@ -179,8 +150,7 @@ def test_other_optimizers_cannot_be_captured():
 
 
 def test_a_refused_restore_leaves_the_model_unchanged():
-    saved = snapshot.capture_model(make_model())
-    model = make_model()
+    saved, model = snapshot.capture_model(make_model()), make_model()
     nn.init.zeros_(model[0].weight)
     before = snapshot.capture_model(model)
     without = {name: tensor for name, tensor in saved.items() if name != "3.weight"}
@@ -188,7 +158,6 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         (without, "'3.weight' is missing in the snapshot"),
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
-        (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
         (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 """Training steps: losses, schedules, placements and split backwards."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -33,15 +34,13 @@ def batch(samples=7):
 
 
 def test_a_grad_scaler_scales_gradients():
-    pipe, plain = make_pipe(), make_pipe()
+    pipe, plain, (x, y) = make_pipe(), make_pipe(), batch()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    x, y = batch()
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = pipe.step(x, y, F.cross_entropy, scale=scaler)
-        torch.testing.assert_close(loss, plain.step(x, y, F.cross_entropy))
+        torch.testing.assert_close(pipe.step(x, y, F.cross_entropy, scale=scaler), plain.step(x, y, F.cross_entropy))
         scaler.step(optimizers[0])
         scaler.update()
         optimizers[1].step()
@@ -200,21 +199,22 @@ def test_each_loss_is_compared_once():
 
 def test_losses_made_anew_are_told_and_not_kept():
     pipe, (x, y), alive = make_pipe(), batch(), weakref.WeakSet()
-
-    def step():
-        loss = lambda output, target: output.square().mean()  # noqa: E731
-        alive.add(loss)
-        pipe.step(x, y, loss)
-
     with pytest.warns(UserWarning, match="made anew in each step; make it once, before the loop") as warned:
         for _ in range(6):
-            step()
+            loss = lambda output, target: output.square().mean()  # noqa: E731
+            alive.add(loss)
+            pipe.step(x, y, loss)
     assert len(warned) == 1 and warned[0].filename == __file__
+    del loss
     gc.collect()
     assert not alive
 
 
 TOTALS = {}
+
+
+class Meter:
+    total = 0
 
 
 def test_the_comparison_leaves_the_state_of_a_loss():
@@ -223,7 +223,7 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
             self.center, self.mean = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.zeros(3))
-            self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, types.SimpleNamespace(total=0)
+            self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, Meter()
 
         def forward(self, output, target):
             self.calls += 1
@@ -286,20 +286,16 @@ def test_a_loss_of_torch_that_was_changed_is_compared(place, monkeypatch):
     elif place == "class":
         monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, *both: changed(*both))
     elif place == "hook":
-        loss.register_forward_pre_hook(ignores_class_0)
+        hook = loss.register_forward_pre_hook(ignores_class_0)
     elif place == "global hook":
-        hook = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, inputs: ignores_class_0(module, inputs) if module is loss else None
-        )
+        both = lambda module, inputs: ignores_class_0(module, inputs) if module is loss else None  # noqa: E731
+        hook = nn.modules.module.register_module_forward_pre_hook(both)
     else:
-        monkeypatch.setattr(F, "cross_entropy", lambda output, target, **_: F.nll_loss(output, target, reduction="sum"))
-    try:
+        monkeypatch.setattr(F, "cross_entropy", changed)
+    with hook or contextlib.nullcontext():
         for each in (loss, F.cross_entropy) if place == "function" else (loss,):
             with pytest.raises(ValueError, match="the loss of the whole mini-batch is"):
                 make_pipe().step(x, y, each)
-    finally:
-        if hook is not None:
-            hook.remove()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
