@@ -290,7 +290,6 @@ def _load_from_state_dict(self, state, prefix, *others):
     "**": H("n = x.shape[1]; return x * (n - 5) ** 3 / n**2", **LONGER),
     "** negative": H("return x * x.shape[1] ** -2", **LONGER),
     # Changes in place.
-    "transpose_()": H("y = x.clone(); y.transpose_(1, 2); return x + y.sum((1, 2))[:, None, None] * x.shape[1]", **LONGER),
     "changes a view": H("y = x * 1; y[:, :, 1:].mul_(2); y.transpose(1, 2)[:, 0].add_(1); return y"),
     "changes its input": H(forward="x.mul_(2); return x + self.dense(x).sin()", call="return block(x) + x"),
     # Interfaces of blocks.
@@ -306,7 +305,6 @@ def _load_from_state_dict(self, state, prefix, *others):
         forward="return x + self.dense(x).sin() * (1 if key is None else key)", call="return block(x, key=input)"
     ),
     "takes a number": H(forward="return x + self.dense(x).sin() * input", call="return block(x, 0.5)"),
-    "takes a bool": H(forward="return x + self.dense(x).sin() * (2 if input else 1)", call="return block(x, True)"),
     "takes a dict": H(
         forward="return x['x'] + self.dense(x['y'][0]).sin()", call="return block({'x': x, 'y': [input, None]})"
     ),
@@ -348,4 +346,16 @@ def _load_from_state_dict(self, state, prefix, *others):
     ),
     "script": H("return self.inner(x)", "self.inner = torch.jit.script(nn.Linear(4, 4))"),
     "compile": H("return self.inner(x)", "self.inner = torch.compile(nn.Linear(4, 4), backend='eager')"),
+    # Layers that look along other dimensions.
+    "LSTM": H("return self.inner(x)[0]", "self.inner = nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)", **LONGER),
+    "GRU": H("y, last = self.inner(x.transpose(0, 1)); return (y + last[:1]).transpose(0, 1)", "self.inner = nn.GRU(4, 4)", **LONGER),
+    "causal mask": H(
+        "mask = nn.Transformer.generate_square_subsequent_mask(len(x[0]), dtype=x.dtype); return self.inner(x, src_mask=mask)",
+        "self.inner = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)", **LONGER,
+    ),
+    "batch second": H(
+        forward="return x + self.dense(x).sin().cumsum(0)", call="return block(x.transpose(0, 1)).transpose(0, 1)", **LONGER
+    ),
+    "transpose_()": H("y = x.clone(); y.transpose_(1, 2); return x + y.sum((1, 2))[:, None, None] * x.shape[1]", **LONGER),
+    "takes a bool": H(forward="return x + self.dense(x).sin() * (2 if input else 1)", call="return block(x, True)"),
 }

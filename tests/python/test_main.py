@@ -131,11 +131,9 @@ def test_suggest_prints_a_table_or_json(run):
 @pytest.mark.parametrize(
     "factory, flags",
     [
-        ("test_main:model", ["--input", "8,16"]),
         ("test_main:nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))", ["--input", "8,4"]),
         ("test_main:product_of_two()", []),
         ("test_main:product_by_name", ["--schedule", "forward"]),
-        ("test_main:lambda: model_and_batch()", []),
     ],
 )
 def test_the_code_of_a_suggestion_runs(run, factory, flags):
@@ -144,12 +142,6 @@ def test_the_code_of_a_suggestion_runs(run, factory, flags):
     exec(made["code"], names)
     assert names["pipe"].balance == made["candidates"][0]["balance"] and names["pipe"].chunks == 2
     assert names["pipe"].step(names["batch"], torch.zeros(8), lambda output, target: output.mean()).isfinite()
-
-
-def test_help_is_printed_without_arguments(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 0 and "suggest" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch):

@@ -204,8 +204,7 @@ def team(name):
 
 
 CALLS = [
-    (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "checkpoint": "never"}),
-    (gpipe.GPipe, {"module": make_linears(), "balance": [4], "chunks": 2, "deferred_batch_norm": False, "group": None}),
+    (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "group": None}),
     (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
     (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
@@ -222,11 +221,8 @@ CALLS = [
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
     (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
     (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
-    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "placement": "looped"}),
-    (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"]}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
     (PROFILE.balance_by_time, CUT),
-    (PROFILE.balance_by_size, CUT),
     (PROFILE.table, {"balance": [4]}),
     (SUGGESTION.profile_of, {"candidate": SUGGESTION.best}),
     (balance.Profile.from_json, {"text": PROFILE.to_json()}),

@@ -28,23 +28,6 @@ import gpipe
 from helpers import Double, Fail, built, gradients, run
 
 
-def test_each_stage_keeps_its_worker_thread():
-    seen, local = [], threading.local()
-
-    class Note(nn.Module):
-        def forward(self, x):
-            local.count = getattr(local, "count", 0) + 1
-            seen.append((threading.get_ident(), local.count))
-            return x
-
-    pipe = gpipe.GPipe(nn.Sequential(Note(), Note()), [1, 1], chunks=2)
-    for _ in range(3):
-        pipe(torch.zeros(2, 1))
-    workers = {thread for thread, _ in seen}
-    assert len(workers) == 2 and threading.get_ident() not in workers
-    assert sorted(seen) == [(thread, count) for thread in sorted(workers) for count in range(1, 7)]
-
-
 def test_pipelines_and_one_pipeline_in_several_threads():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     shared = gpipe.GPipe(copy.deepcopy(model), [2, 1], chunks=4)

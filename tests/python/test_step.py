@@ -234,15 +234,7 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             self.of_sizes[len(output)] = self.of_sizes.get(len(output), 0) + 1
             return (output * self.scale).square().mean()
 
-    class Trainer:
-        def __init__(self, module):
-            self.module = module
-
-        def loss(self, output, target):
-            TOTALS["calls"] += 1
-            return self.module(output, target)
-
-    def state_after(make, check):
+    def state_after(way, check):
         module, x, calls, kept = Centered().double(), batch()[0], 0, torch.zeros(3).double()
 
         def function(output, target):
@@ -252,21 +244,19 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             kept.add_(output.detach().sum(0))
             return module(output, target)
 
+        class Trainer:
+            loss = staticmethod(function)
+
+        ways = {"module": module, "function": function, "partial": functools.partial(function), "method": module.forward}
         TOTALS["calls"] = 0
-        make_pipe().step(x, x, gpipe.Loss(make(module, function, Trainer(module)), check=check))
+        make_pipe().step(x, x, gpipe.Loss((ways | {"trainer": Trainer().loss})[way], check=check))
         tensors = [module.center, module.mean, kept, module.scale.grad]
         return [module.calls, calls, module.meter.total, TOTALS["calls"], module.of_sizes, *module.means, *tensors]
 
-    for make in (
-        lambda module, function, trainer: module,
-        lambda module, function, trainer: function,
-        lambda module, function, trainer: functools.partial(function),
-        lambda module, function, trainer: module.forward,
-        lambda module, function, trainer: trainer.loss,
-    ):
-        compared = state_after(make, True)
+    for way in ("module", "function", "partial", "method", "trainer"):
+        compared = state_after(way, True)
         assert compared[0] == 3
-        torch.testing.assert_close(compared, state_after(make, False), rtol=0, atol=0)
+        torch.testing.assert_close(compared, state_after(way, False), rtol=0, atol=0)
     x = batch()[0]
     make_pipe().step(x, x[:, :3], torch.jit.script(nn.MSELoss()))  # whose buffers are not in a dict
 
