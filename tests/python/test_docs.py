@@ -170,7 +170,7 @@ def test_the_links_of_a_page_lead_to_files(page):
 # The three programs of docs/compare train alike and continue from their checkpoints.
 COMPARE = ROOT / "docs/compare"
 PROGRAMS = ["plain.py", "with_gpipe.py", "with_distributed.py"]
-FLAGS = ["--samples", "48", "--size", "64", "--batch-size", "16"]
+FLAGS = ["--samples", "32", "--size", "64", "--batch-size", "16"]
 
 
 def output_of(name, folder, epochs, monkeypatch, capsys):

@@ -14,18 +14,6 @@ import gpipe
 from helpers import gradients, make_tied_model, results_of, tied_batch
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_scripted_layers_train_the_same():
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1))
-    scripted = nn.Sequential(torch.jit.script(copy.deepcopy(model[0])), copy.deepcopy(model[1]))
-    pipes = [gpipe.GPipe(each, [1, 1], chunks=2, checkpoint="always") for each in (model, scripted)]
-    x = torch.rand(8, 4)
-    for pipe in pipes:
-        pipe(x).sum().backward()
-    torch.testing.assert_close(*(list(pipe.state_dict().values()) for pipe in pipes))
-    torch.testing.assert_close(*map(gradients, pipes))
-
-
 def train_in_parallel(ranks):
     pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2, checkpoint="never", schedule="zb_h1")
     module, whole = nn.ModuleList([pipe]), make_tied_model()

@@ -130,7 +130,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_losses_of_torch_are_computed_without_python(loss, monkeypatch):
     assert native_loss(loss) is not None
     torch.manual_seed(0)

@@ -210,7 +210,6 @@ def optimizer_of(option, state=None):
         ({"epoch": "1"}, TypeError, "epoch of a snapshot must be an integer, but is '1'"),
         ({"position": {"seed": 2**63}}, ValueError, r"position 'seed' .* must be below 2\*\*63, but is 9223372036854775808"),
         ({"options": {"a": 1}}, TypeError, r"option 'a' of a snapshot must be a str, but is 1; use str"),
-        ({"history": [1.0]}, TypeError, "history of a snapshot must be a dict of lists of numbers, but is"),
         ({"history": {"a": 1.0}}, TypeError, "history 'a' of a snapshot must be a list of numbers, but is 1.0"),
         ({"history": {"a": ["x"]}}, TypeError, "each of history 'a' of a snapshot must be a number, but is 'x'"),
         ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),

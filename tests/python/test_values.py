@@ -81,19 +81,6 @@ def test_inputs_and_results_keep_their_type(kind):
     assert balance_by_size(1, first, make(x, weight), chunks=2) == [1]
 
 
-def test_inputs_without_tensors_are_refused():
-    for nothing in ((), [], {}, (None,), [None, {}]):
-        with pytest.raises(ValueError, match="no tensors|no input tensor"):
-            gpipe.GPipe(nn.Sequential(nn.Identity()), [1])(nothing)
-
-
-def test_results_of_different_structure_are_an_error():
-    parts = iter([lambda x: Pair(x, x), lambda x: {"<a>": [x, None]}])
-    pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
-    with pytest.raises(RuntimeError, match=r"Pair\(first=Tensor, second=Tensor\) for .* {'<a>': \[Tensor, None\]}"):
-        pipe(torch.zeros(4))
-
-
 class Odd(tuple):
     pass
 
@@ -104,6 +91,16 @@ def test_objects_of_other_types_are_refused_between_stages(make):
     with pytest.raises(TypeError, match="expected Tensor, but got <class"):
         gpipe.GPipe(model, [1, 1])(torch.zeros(1))
     gpipe.GPipe(model, [2])(torch.zeros(1))  # within a stage any object may be passed on
+
+
+def test_structures_without_tensors_and_different_ones_are_refused():
+    for nothing in ((), [], {}, (None,), [None, {}]):
+        with pytest.raises(ValueError, match="no tensors|no input tensor"):
+            gpipe.GPipe(nn.Sequential(nn.Identity()), [1])(nothing)
+    parts = iter([lambda x: Pair(x, x), lambda x: {"<a>": [x, None]}])
+    pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
+    with pytest.raises(RuntimeError, match=r"Pair\(first=Tensor, second=Tensor\) for .* {'<a>': \[Tensor, None\]}"):
+        pipe(torch.zeros(4))
 
 
 @skippable(stash=["integers", "unused"])
@@ -139,14 +136,10 @@ def test_the_decorator_returns_a_subclass_with_the_names():
         """Text."""
 
     layer = Layer(2, 3)
-    assert Layer.stashable_names == frozenset(["name"])
-    assert Layer.poppable_names == frozenset(["a", "b"])
-    assert Layer.__name__ == "Layer"
-    assert Layer.__doc__ == "Text."
+    assert Layer.stashable_names == {"name"} and Layer.poppable_names == {"a", "b"}
+    assert (Layer.__name__, Layer.__doc__) == ("Layer", "Text.")
     assert isinstance(layer, nn.Linear) and isinstance(layer, Skippable)
-    assert layer.module is layer
-    assert layer.out_features == 3
-    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert layer.module is layer and layer.out_features == 3 and list(layer.state_dict()) == ["weight", "bias"]
     assert repr(layer).startswith("@skippable(Layer(")
     with pytest.raises(TypeError, match="skippable already"):
         skippable(pop=["c"])(Layer)
