@@ -150,29 +150,36 @@ def test_compile_of_a_model_is_not_used_by_its_pipeline():
 
 
 def test_backwards_of_compiled_layers_overlap():
-    meeting = threading.Barrier(2)
+    torch.compiler.reset()  # other tests may have compiled as much as dynamo allows
+    meeting, met = threading.Barrier(2), []
 
     def compiled(layer, number):
         """The backward of the layer waits in one of its calls for the other layer's."""
+        calls = itertools.count()
 
-        def backward(graph, inputs):
-            calls = itertools.count()
-            return make_boxed_func(lambda *values: (next(calls) == number and meeting.wait(60), graph(*values))[1])
+        def call(graph, values):
+            if next(calls) == number:
+                met.append(meeting.wait(60))
+            return graph(*values)
 
-        forward = lambda graph, inputs: make_boxed_func(graph)  # noqa: E731
-        return torch.compile(layer, backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+        backend = aot_autograd(
+            fw_compiler=lambda graph, inputs: make_boxed_func(graph),
+            bw_compiler=lambda graph, inputs: make_boxed_func(lambda *values: call(graph, values)),
+        )
+        return torch.compile(layer, backend=backend)
 
     model, x = make_dropouts()[:2], torch.rand(8, 4)
     expected = training_step(gpipe.GPipe(copy.deepcopy(model), [1, 1], chunks=4), x)
     both = nn.Sequential(compiled(model[0], 0), compiled(model[1], 1))
     torch.testing.assert_close(training_step(gpipe.GPipe(both, [1, 1], chunks=4), x), expected)
+    assert sorted(met) == [0, 1]
 
 
 def test_compilation_after_a_pipeline_has_ended():
     for width in 2, 3, 4:
         torch._dynamo.reset()
         layers = [torch.compile(nn.Linear(width, width), backend="eager") for _ in range(2)]
-        gpipe.GPipe(nn.Sequential(*layers), [1, 1])(torch.zeros(1, width))
+        assert gpipe.GPipe(nn.Sequential(*layers), [1, 1])(torch.zeros(1, width)).shape == (1, width)
 
 
 def plain(pipe, before, after, x):
