@@ -172,7 +172,7 @@ def built(name):
 _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"
 
 
-def run(program, *arguments, seconds=60):
+def run(program, *arguments, seconds=300):
     """Runs a program. Returns its exit code and its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _IMPORTS + textwrap.dedent(program), *arguments],
@@ -225,7 +225,7 @@ def _run(rank, size, folder, pipe, body, arguments):
     result = error = None
     try:
         join(rank, size, folder)
-        with gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20) as ranks:
+        with gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60) as ranks:
             result = body(ranks, *arguments)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -233,7 +233,7 @@ def _run(rank, size, folder, pipe, body, arguments):
     pipe.close()
 
 
-def run_job(size, body, *arguments, seconds=120):
+def run_job(size, body, *arguments, seconds=300):
     """Calls ``body(ranks, *arguments)`` in new processes. Returns for each rank a tuple (result, error), where the error is
     the text of the exception that ended it, or None. A process that sends nothing has the error "no result"."""
     with tempfile.TemporaryDirectory() as folder:

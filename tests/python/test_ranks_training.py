@@ -19,7 +19,7 @@ from test_ranks import batch, make_model
 
 def replicas(ranks, count):
     """Ranks of the same processes, divided into replicas."""
-    return gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20, replicas=count)
+    return gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60, replicas=count)
 
 
 def states(pipe):

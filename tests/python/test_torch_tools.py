@@ -3,10 +3,10 @@
 import copy
 import functools
 import itertools
+import os
 import random
 import signal
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -286,15 +286,23 @@ def test_a_recompute_whose_backward_replaces_a_buffer_is_refused():
 
 
 def test_a_signal_handler_cannot_call_a_pipeline_that_waits():
-    class Slow(nn.Linear):
+    handled = threading.Event()
+
+    class Signals(nn.Linear):
         def forward(self, x):
-            time.sleep(0.2)
+            if not handled.is_set():
+                os.kill(os.getpid(), signal.SIGALRM)
+                handled.wait(60)
             return super().forward(x)
 
-    pipe = gpipe.GPipe(nn.Sequential(Slow(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"] * 2, chunks=2)
-    x = torch.ones(4, 4)
-    before = signal.signal(signal.SIGALRM, lambda *_: pipe(x))
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    def handler(*_):
+        try:
+            pipe(x)
+        finally:
+            handled.set()
+
+    pipe, x = gpipe.GPipe(nn.Sequential(Signals(4, 4), nn.Linear(4, 4)), [1, 1], chunks=2), torch.ones(4, 4)
+    before = signal.signal(signal.SIGALRM, handler)
     try:
         with pytest.raises(RuntimeError, match="within another call of it on the same thread"):
             pipe.step(x, x, nn.functional.mse_loss)
