@@ -79,7 +79,8 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
     pytest.importorskip("tqdm")
     program, *_ = blocks_of("docs/start.md")
     assert program == (ROOT / "examples/python/train_vision.py").read_text()
-    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,")
+    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,").replace("[256, 64])", "[64, 32, 224])[:2]")
+    assert "BATCH = 2" in program and "[:2]" in program
     write = snapshot.write
 
     def write_and_stop(*arguments):
