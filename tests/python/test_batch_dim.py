@@ -55,8 +55,6 @@ def test_a_model_whose_sequences_come_first_trains_as_it_is():
         pipe((words, *state[:1], torch.zeros(6)))
     with pytest.raises(ValueError, match="batch_dim must be 0 or 1, but is 2"):
         gpipe.to_sequential(model, words, *state, batch_dim=2)
-    with pytest.raises(ValueError, match="dimension 1 of each input must be the batch, but the example's have 6 and 7 samples$"):
-        gpipe.to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +71,8 @@ def test_refusals_speak_of_the_dimension_that_is_the_batch(head, text):
 
     with pytest.raises(ValueError, match=text):
         gpipe.to_sequential(Head(4, 4), torch.randn(5, 6, 4), batch_dim=1)
+
+
+def test_examples_that_are_no_batch_along_dimension_1_are_refused():
+    with pytest.raises(ValueError, match="dimension 1 of each input must be the batch, but the example's have 6 and 7 samples$"):
+        gpipe.to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1)
