@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 from collections import OrderedDict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,7 +220,7 @@ def run_on_two_ranks(program, folder, *arguments):
     return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
-def _run(rank, size, folder, pipe, body, arguments):
+def _run(rank, size, folder, body, arguments):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     result = error = None
@@ -229,33 +230,15 @@ def _run(rank, size, folder, pipe, body, arguments):
             result = body(ranks, *arguments)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
-    pipe.send_bytes(pickle.dumps((result, error)))  # send() would share the memory of tensors
-    pipe.close()
+    return pickle.dumps((result, error))  # as they are, tensors would share their memory
 
 
-def run_job(size, body, *arguments, seconds=300):
+def run_job(size, body, *arguments):
     """Calls ``body(ranks, *arguments)`` in new processes. Returns for each rank a tuple (result, error), where the error is
-    the text of the exception that ended it, or None. A process that sends nothing has the error "no result"."""
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [_context.Pipe(duplex=False) for _ in range(size)]
-        processes = [
-            _context.Process(target=_run, args=(rank, size, folder, ends[rank][1], body, arguments))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in ends:
-            sender.close()
-        results = []
-        for receiver, _ in ends:
-            try:
-                results.append(pickle.loads(receiver.recv_bytes()) if receiver.poll(seconds) else (None, "no result"))
-            except EOFError:
-                results.append((None, "no result"))
-        for process in processes:
-            process.kill()
-            process.join()
-        return results
+    the text of the exception that ended it, or None."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=_context) as processes:
+        results = [processes.submit(_run, rank, size, folder, body, arguments) for rank in range(size)]
+        return [pickle.loads(each.result()) for each in results]
 
 
 def results_of(size, body, *arguments):
