@@ -151,6 +151,7 @@ MISTAKES = [
     # Balances and plans.
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
+    (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
     (lambda: balance.predict(None, [4], 2), TypeError, "profile must be a Profile.*but is None"),

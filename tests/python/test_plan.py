@@ -88,7 +88,7 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     assert chosen.chunks in (2, 4, 8, 12)
     with pytest.warns(UserWarning, match="so for one micro-batch; give a mini-batch of the size you train with"):
         gpipe.GPipe.from_module(perceptron(), x[:1], seconds=0)
-    with_norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with_norm = gpipe.to_sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), x)
     pipe = gpipe.GPipe.from_module(with_norm, x, seconds=0.1)
     assert pipe.chunks == 4 and list(pipe) == list(with_norm)
 

@@ -215,6 +215,7 @@ def optimizer_of(option, state=None):
         ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),
         ({"model": make_model()}, TypeError, r"model of a snapshot must be a dict of tensors, as capture_model\(\) returns"),
         ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"no 'type'; give what capture_optimizer\(\) returns"),
+        ({"model": {".random": torch.ones(2)}}, ValueError, "the name '.random' in the model of a snapshot begins with a dot"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"optimizer": optimizer_of(1, {"a": {"b.c": torch.ones(2)}})}, ValueError, "the name 'b.c' in the optimizer's state"),
