@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import gpipe
 from helpers import results_of
@@ -88,3 +89,10 @@ def test_attention_residuals_over_two_ranks_equal_one_process():
         assert torch.equal(first, output) and torch.equal(second, output)
         assert len(mine) + len(others) == len(gradients)
         assert all(torch.equal(gradient, gradients[name]) for name, gradient in (mine | others).items())
+
+
+def test_layers_set_the_modes_of_the_modules_whose_tensors_they_use():
+    sequence, *_ = make_sequence()
+    for mode in (False, True):
+        nn.Sequential(*sequence).train(mode)
+        assert {each.training for each in sequence.modules()} == {mode}
