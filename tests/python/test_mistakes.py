@@ -193,7 +193,7 @@ def team(name):
 
 CALLS = [
     (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "group": None}),
-    (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
+    (gpipe.GPipe.from_module, {"module": make_linears(), "args": X, "stages": 2, "seconds": 0}),
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
     (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
     (team("gather"), {"data": b"", "what": "bytes"}),
