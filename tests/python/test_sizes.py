@@ -101,10 +101,12 @@ class Correlation(nn.Module):
 def test_one_sample_is_taken_unless_the_code_treats_it_differently():
     x, y = torch.rand(2, 3, 1, 4, 4).double()
     model = Correlation(lambda x, output: output).double()
-    torch.testing.assert_close(to_sequential(model, x, y)((x[:1], y[:1])), model(x[:1], y[:1]))
+    pipe = gpipe.GPipe(to_sequential(model, x, y), [1, 1], chunks=3)
+    torch.testing.assert_close(pipe((x, y)), model(x, y))
     model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
+    sequence = to_sequential(model, x, y)
     with pytest.raises(ValueError, match=r"samples != 1, but a micro-batch has the shape \(1, 1, 4, 4\), "):
-        to_sequential(model, x, y)((x[:1], y[:1]))
+        sequence((x[:1], y[:1]))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Snapshots: writing, reading, capturing and restoring a training state."""
 
 import fcntl
+import os
 
 import pytest
 import safetensors.torch
@@ -200,6 +201,13 @@ def test_a_restored_scheduler_continues(make):
         snapshot.restore_scheduler(both[1], deep)
 
 
+def nested(levels):
+    value = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 def optimizer_of(option, state=None):
     return {"type": "", "param_groups": [{"params": [], "option": option}], "state": state or {}}
 
@@ -210,15 +218,19 @@ def optimizer_of(option, state=None):
         ({"epoch": "1"}, TypeError, "epoch of a snapshot must be an integer, but is '1'"),
         ({"position": {"seed": 2**63}}, ValueError, r"position 'seed' .* must be below 2\*\*63, but is 9223372036854775808"),
         ({"options": {"a": 1}}, TypeError, r"option 'a' of a snapshot must be a str, but is 1; use str"),
+        ({"history": [1.0]}, TypeError, "history of a snapshot must be a dict of lists of numbers, but is"),
         ({"history": {"a": 1.0}}, TypeError, "history 'a' of a snapshot must be a list of numbers, but is 1.0"),
         ({"history": {"a": ["x"]}}, TypeError, "each of history 'a' of a snapshot must be a number, but is 'x'"),
         ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),
         ({"model": make_model()}, TypeError, r"model of a snapshot must be a dict of tensors, as capture_model\(\) returns"),
         ({"optimizer": {"state": {}, "param_groups": []}}, TypeError, r"no 'type'; give what capture_optimizer\(\) returns"),
-        ({"model": {".random": torch.ones(2)}}, ValueError, "the name '.random' in the model of a snapshot begins with a dot"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
+        ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
+        ({"optimizer": optimizer_of(nested(200))}, ValueError, "'training' is not a JSON object of at most 100 levels"),
         ({"optimizer": optimizer_of(1, {"a": {"b.c": torch.ones(2)}})}, ValueError, "the name 'b.c' in the optimizer's state"),
+        ({"model": {".random": torch.ones(2)}}, ValueError, "the name '.random' in the model of a snapshot begins with a dot"),
+        ({"model": {"__metadata__": torch.ones(2)}}, ValueError, "a tensor has the name '__metadata__'"),
     ],
 )
 def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message, tmp_path):
