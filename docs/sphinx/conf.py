@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpipe  # noqa: E402
-from expand import ROOT, cpp_reference, python_reference, side_by_side, text_of_notebook, web_only  # noqa: E402
+from expand import ROOT, cpp_reference, python_reference, side_by_side, web_only  # noqa: E402
 
 project = "gpipe"
 author = "the gpipe authors"
@@ -26,8 +26,7 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-source_suffix = {".md": "markdown", ".ipynb": "markdown"}
-include_patterns = ["docs/**.md", "docs/*.ipynb", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+include_patterns = ["docs/**.md", "README.md", "bench/README.md", "examples/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["build", ".*", "**/.*"]
 nitpicky = True
 nitpick_ignore_regex = [
@@ -101,5 +100,5 @@ def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signa
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _show_examples, priority=400)  # runs before napoleon
     app.connect("autodoc-process-signature", _name_publicly)
-    for change in (text_of_notebook, web_only, side_by_side, python_reference, cpp_reference):
+    for change in (web_only, side_by_side, python_reference, cpp_reference):
         app.connect("source-read", change)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import importlib
 import inspect
-import io
-import json
 import re
 import sys
 from collections import Counter
@@ -18,52 +14,11 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
 XML = ROOT / "build/docs/doxygen/xml"
-sys.path.insert(0, str(ROOT / "docs"))
-
-import tables  # noqa: E402
-
-
-def _data(value: object) -> dict[str, str]:
-    draw = getattr(value, "_repr_svg_", None)
-    return {"text/plain": repr(value)} if draw is None else {"image/svg+xml": draw()}
-
-
-def run(notebook: dict[str, Any], title: str) -> None:
-    """Runs the code cells of a notebook, without Jupyter. An output is what a cell prints, or its last expression."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for count, cell in enumerate(each for each in notebook["cells"] if each["cell_type"] == "code"):
-        statements = ast.parse("".join(cell["source"])).body
-        last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
-        printed = io.StringIO()
-        value = None
-        with contextlib.redirect_stdout(printed):
-            exec(compile(ast.Module(statements, []), f"{title}, cell {count}", "exec"), names)
-            if last is not None:
-                value = eval(compile(ast.Expression(last.value), f"{title}, cell {count}", "eval"), names)
-        cell["outputs"] = [{"text/plain": printed.getvalue()}] if printed.getvalue() else []
-        cell["outputs"] += [] if value is None else [_data(value)]
-
-
-def text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
-    """Runs a notebook, and makes Markdown of it: its texts, its code, and the outputs, drawings as HTML."""
-    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
-        return
-    notebook = json.loads(source[0])
-    run(notebook, docname)
-    parts: list[str] = []
-    for cell in notebook["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", []):
-            drawing = output.get("image/svg+xml")
-            parts.append(f"```{{raw}} html\n{drawing}\n```" if drawing else f"```text\n{output['text/plain'].rstrip()}\n```")
-    source[0] = "\n\n".join(parts) + "\n"
 
 
 def web_only(app: Any, docname: str, source: list[str]) -> None:
-    """Puts in the pictures and tables that only the web pages show."""
+    """Puts in the pictures that only the web pages show."""
     source[0] = re.sub(r"<!-- web figure (\S+): (.*) -->", r"![\2](figures/web/\1)", source[0])
-    source[0] = re.sub("<!-- web gallery -->", lambda found: tables.gallery(), source[0])
 
 
 def side_by_side(app: Any, docname: str, source: list[str]) -> None:

@@ -13,13 +13,10 @@ from pathlib import Path
 
 # Declarations that the fragments of a page use without making them.
 GIVEN = {
-    "any_model.md": "torch::Tensor x, y;",
-    "which.md": "nn::Sequential model; torch::Tensor mini_batch;",
+    "start.md": "torch::Tensor x, y;",
     "how_it_works.md": "nn::Sequential model; gpipe::GPipe pipe(model, {1, 1});",
-    "replicas.md": "nn::Sequential model; std::vector<std::pair<torch::Tensor, torch::Tensor>> batches; "
-    "gpipe::LossFunction loss;",
-    "ranks.md": "nn::Sequential model; torch::Tensor x, y;",
-    "schedules.md": "nn::Sequential model; torch::Tensor x, y; torch::optim::SGD optimizer(model->parameters(), 0.1);",
+    "processes.md": "nn::Sequential model; torch::Tensor x, y; gpipe::LossFunction loss; "
+    "std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;",
 }
 TYPE = re.compile(r"^struct \w+ .*?^};\n(?:TORCH_MODULE\(\w+\);\n)?", re.MULTILINE | re.DOTALL)
 

@@ -346,4 +346,16 @@ def _load_from_state_dict(self, state, prefix, *others):
     ),
     "script": H("return self.inner(x)", "self.inner = torch.jit.script(nn.Linear(4, 4))"),
     "compile": H("return self.inner(x)", "self.inner = torch.compile(nn.Linear(4, 4), backend='eager')"),
+    # Layers that look along other dimensions.
+    "LSTM": H("return self.inner(x)[0]", "self.inner = nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True)", **LONGER),
+    "GRU": H("y, last = self.inner(x.transpose(0, 1)); return (y + last[:1]).transpose(0, 1)", "self.inner = nn.GRU(4, 4)", **LONGER),
+    "causal mask": H(
+        "mask = nn.Transformer.generate_square_subsequent_mask(len(x[0]), dtype=x.dtype); return self.inner(x, src_mask=mask)",
+        "self.inner = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)", **LONGER,
+    ),
+    "batch second": H(
+        forward="return x + self.dense(x).sin().cumsum(0)", call="return block(x.transpose(0, 1)).transpose(0, 1)", **LONGER
+    ),
+    "transpose_()": H("y = x.clone(); y.transpose_(1, 2); return x + y.sum((1, 2))[:, None, None] * x.shape[1]", **LONGER),
+    "takes a bool": H(forward="return x + self.dense(x).sin() * (2 if input else 1)", call="return block(x, True)"),
 }

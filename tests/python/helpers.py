@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import pickle
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections import OrderedDict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,7 +173,7 @@ def built(name):
 _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"
 
 
-def run(program, *arguments, seconds=60):
+def run(program, *arguments, seconds=300):
     """Runs a program. Returns its exit code and its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _IMPORTS + textwrap.dedent(program), *arguments],
@@ -201,6 +201,7 @@ def _run_program(rank, folder, port, arguments):
     sys.argv = ["train.py", *arguments]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     torch.set_num_threads(1)
     with open(f"{rank}.out", "w") as file, contextlib.redirect_stdout(file):
         runpy.run_path("train.py", run_name="__main__")
@@ -209,9 +210,8 @@ def _run_program(rank, folder, port, arguments):
 def run_on_two_ranks(program, folder, *arguments):
     """Runs a program for torchrun in two processes in a folder. Returns their output. Fails if either fails."""
     (Path(folder) / "train.py").write_text(program)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [_context.Process(target=_run_program, args=(rank, folder, port, arguments)) for rank in range(2)]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as the agent of torchrun has
+    processes = [_context.Process(target=_run_program, args=(rank, folder, store.port, arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -220,43 +220,25 @@ def run_on_two_ranks(program, folder, *arguments):
     return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
-def _run(rank, size, folder, pipe, body, arguments):
+def _run(rank, size, folder, body, arguments):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     result = error = None
     try:
         join(rank, size, folder)
-        with gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20) as ranks:
+        with gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60) as ranks:
             result = body(ranks, *arguments)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
-    pipe.send_bytes(pickle.dumps((result, error)))  # send() would share the memory of tensors
-    pipe.close()
+    return pickle.dumps((result, error))  # as they are, tensors would share their memory
 
 
-def run_job(size, body, *arguments, seconds=120):
+def run_job(size, body, *arguments):
     """Calls ``body(ranks, *arguments)`` in new processes. Returns for each rank a tuple (result, error), where the error is
-    the text of the exception that ended it, or None. A process that sends nothing has the error "no result"."""
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [_context.Pipe(duplex=False) for _ in range(size)]
-        processes = [
-            _context.Process(target=_run, args=(rank, size, folder, ends[rank][1], body, arguments))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        for _, sender in ends:
-            sender.close()
-        results = []
-        for receiver, _ in ends:
-            try:
-                results.append(pickle.loads(receiver.recv_bytes()) if receiver.poll(seconds) else (None, "no result"))
-            except EOFError:
-                results.append((None, "no result"))
-        for process in processes:
-            process.kill()
-            process.join()
-        return results
+    the text of the exception that ended it, or None."""
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=_context) as processes:
+        results = [processes.submit(_run, rank, size, folder, body, arguments) for rank in range(size)]
+        return [pickle.loads(each.result()) for each in results]
 
 
 def results_of(size, body, *arguments):

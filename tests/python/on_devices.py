@@ -18,10 +18,8 @@ import gpipe.balance
 from helpers import Join, Split, YieldAdd, YieldStash
 
 LAYOUTS = {
-    "one_device": ["checked:0", "checked:0", "checked:0"],
     "three_devices": ["checked:2", "checked:0", "checked:1"],
     "cpu_in_the_middle": ["checked:1", "cpu", "checked:0"],
-    "cpu_first": ["cpu", "checked:0", "checked:0"],
     "cpu_last": ["checked:3", "checked:3", "cpu"],
 }
 
@@ -73,34 +71,31 @@ def gradients(pipe):
     return on_cpu(parameter.grad for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "always"), ("zb_h1", "never")])
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("gpipe", "always"), ("zb_h1", "never")])
 def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoint):
     results = []
     for places in (devices, ["cpu"] * 3):
-        options = {"checkpoint": checkpoint, "schedule": schedule or "gpipe", "chunks": 3}
         model = make_model()
         model[8].weight = model[0].weight
-        pipe = gpipe.GPipe(model, [3, 2, 4], devices=places, **options)
+        pipe = gpipe.GPipe(model, [3, 2, 4], devices=places, checkpoint=checkpoint, schedule=schedule, chunks=3)
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-        x = batch(places)
-        target = torch.ones(8, 6).double().to(places[-1])
+        x, target = batch(places), torch.ones(8, 6).double().to(places[-1])
+        found = []
         for _ in range(2):
             optimizer.zero_grad()
-            if schedule is None:
+            if schedule == "gpipe":
                 nn.functional.mse_loss(pipe(x), target).backward()
             else:
                 pipe.step(x, target, nn.functional.mse_loss)
-            results.append(gradients(pipe))
+            found += gradients(pipe)
             if places[-1] == "cpu" != places[0]:
                 # The call has waited for the CPU stage, which has waited for its copies. The checker knows only the latter.
                 DEVICES.synchronize_device(torch.device(places[0]).index)
             optimizer.step()
         assert pipe[0].weight is pipe[8].weight and pipe[0].weight.device == torch.device(places[0])
         assert pipe[8].bias.device == torch.device(places[-1])
-        assert len(list(pipe.parameters())) == 7 and "0.weight" in pipe.state_dict() and "8.weight" in pipe.state_dict()
-        assert "weight" not in vars(pipe[8])
-        results.append(on_cpu(pipe.state_dict().values()))
-    torch.testing.assert_close(results[0] + results[1] + results[2], results[3] + results[4] + results[5])
+        results.append(found + on_cpu(pipe.state_dict().values()))
+    torch.testing.assert_close(*results)
 
 
 def test_a_module_on_two_devices_is_refused():
@@ -169,11 +164,8 @@ def test_a_converted_model_equals_the_original_on_the_cpu(devices, cut, checkpoi
     torch.testing.assert_close(on_cpu(pipe.get_parameter(each).grad for each in names), gradients(original))
     state = pipe.state_dict()
     torch.testing.assert_close(on_cpu(state[name] for name in original.state_dict()), [*original.state_dict().values()])
-
-
-def test_a_profile_of_a_device():
-    costs = gpipe.balance.profile(make_model(), batch(["checked:1"]), device="checked:1", seconds=0.2)
-    assert len(costs.layers) == 9 and sum(costs.balance_by_time(2)) == 9
+    costs = gpipe.balance.profile(make_model(), batch(["checked:1"]), device="checked:1", seconds=0)
+    assert sum(costs.balance_by_time(2)) == 9
 
 
 if __name__ == "__main__":

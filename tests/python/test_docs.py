@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_map
 import gpipe
 from gpipe import snapshot
 from conftest import long
-from helpers import cluster_text, run_on_two_ranks
+from helpers import run_on_two_ranks
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "docs"), str(ROOT / "docs/sphinx")]
+sys.path.append(str(ROOT / "docs"))
 
-import expand  # noqa: E402
 import tables  # noqa: E402
 
 
@@ -29,19 +28,20 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("guide", "depth_skips", "convert_your_model", "schedules"))]
-PAGES.append(long("docs/any_model.md"))
+PAGES = ["README.md", "docs/guide.md", "docs/trainers.md", long("docs/start.md")]
 # The names that other pages use without defining them.
 GIVEN = {
-    "docs/which.md": {"model": model, "mini_batch": (64, 8)},
-    "docs/cluster_study.md": {"model": model, "batch": (8, 8), "text": lambda: cluster_text(hosts=128, devices_per_host=8)},
-    "docs/ranks.md": {"make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()), "ranks": lambda: None},
+    "docs/processes.md": {
+        "make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()),
+        "ranks": lambda: None,
+        "batch": (8, 8),
+    },
 }
 # Packages without which a page is skipped.
 NEEDED = {
     "README.md": ["torchvision"],
-    "docs/any_model.md": ["torchvision", "transformers"],
-    "docs/convert_your_model.md": ["torchvision", "accelerate", "lightning_fabric", "transformers"],
+    "docs/start.md": ["torchvision", "transformers", "tensorboard", "tqdm"],
+    "docs/trainers.md": ["accelerate", "lightning_fabric", "transformers"],
 }
 # A block that is a program for torchrun.
 PROGRAM = re.compile(r"# (\w+\.py): run with torchrun ")
@@ -77,9 +77,10 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
     resnet18 = pytest.importorskip("torchvision").models.resnet18
     pytest.importorskip("tensorboard")
     pytest.importorskip("tqdm")
-    (program,) = blocks_of("docs/training_loop.md")
-    assert program.count("\n") <= 80
-    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,")
+    program, *_ = blocks_of("docs/start.md")
+    assert program == (ROOT / "examples/python/train_vision.py").read_text()
+    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,").replace("[256, 64])", "[64, 32, 224])[:2]")
+    assert "BATCH = 2" in program and "[:2]" in program
     write = snapshot.write
 
     def write_and_stop(*arguments):
@@ -93,7 +94,7 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
         plan = {"chunks": 4, "checkpoint": "never", "schedule": "1f1b", "placement": [0, 1]}
         plan["balance"] = [first_stage, 14 - first_stage]  # of a ResNet-18
         monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
-        exec(compile(program, "docs/training_loop.md", "exec"), {})
+        exec(compile(program, "train_vision.py", "exec"), {})
         return folder / "run/latest.snapshot"
 
     with pytest.raises(KeyboardInterrupt):
@@ -113,7 +114,7 @@ def test_the_trainer_of_transformers_trains_as_without_a_pipeline(tmp_path, monk
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks_of("docs/convert_your_model.md") if "import GPT2Config" in block)
+    (block,) = (block for block in blocks_of("docs/trainers.md") if "import GPT2Config" in block)
     no_dropout = block.replace("n_head=2,", "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,")
     quick = no_dropout.replace("stages=2,", "stages=2, seconds=0.1,")
     ignored = quick.replace('"labels": each', '"labels": torch.where(each < 60, -100, each)')
@@ -124,7 +125,7 @@ def test_the_trainer_of_transformers_trains_as_without_a_pipeline(tmp_path, monk
     for program in accumulating, plain:
         torch.manual_seed(0)
         names = {"torch": torch, "gpipe": gpipe}
-        exec(compile(program, "docs/convert_your_model.md", "exec"), names)
+        exec(compile(program, "docs/trainers.md", "exec"), names)
         evaluated, trained = names["trainer"].state.log_history
         weights = [weight.detach() for weight in names["model"].parameters()]
         results.append((trained["train_loss"], evaluated["eval_loss"], weights))
@@ -132,36 +133,29 @@ def test_the_trainer_of_transformers_trains_as_without_a_pipeline(tmp_path, monk
 
 
 def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
-    (program,) = (block for block in blocks_of("docs/convert_your_model.md") if PROGRAM.match(block))
+    (program,) = (block for block in blocks_of("docs/trainers.md") if PROGRAM.match(block))
     weights = dict(re.findall(r"rank (\d): weights (-?\d+\.\d{6})", run_on_two_ranks(program, tmp_path)))
     assert set(weights) == {"0", "1"}
     assert weights["0"] == weights["1"]
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_the_program_over_ranks_trains(tmp_path):
-    (program,) = (block for block in blocks_of("docs/ranks.md") if PROGRAM.match(block))
-    assert re.fullmatch(r"loss \d\.\d{4}", run_on_two_ranks(program, tmp_path).strip().splitlines()[-1])
+def test_the_programs_over_ranks_train(tmp_path):
+    one_pipeline, replicas = (block for block in blocks_of("docs/processes.md") if PROGRAM.match(block))
+    assert re.fullmatch(r"loss \d\.\d{4}", run_on_two_ranks(one_pipeline, tmp_path).strip().splitlines()[-1])
+    losses = re.findall(r"rank \d: loss (\d\.\d{4})", run_on_two_ranks(replicas, tmp_path))
+    assert len(losses) == 2 and losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("page", ["schedules.md", long("cluster_study.md")])
-def test_the_tables_are_up_to_date(page, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check", page])
+def test_the_table_of_schedules_is_up_to_date(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     tables.main()
 
 
-@pytest.mark.long
-def test_the_notebook_runs_and_draws(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))
-    expand.run(notebook, "tutorial.ipynb")
-    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
-    drawings = [output["image/svg+xml"] for output in outputs if "image/svg+xml" in output]
-    assert len(drawings) == 3
-    assert all(drawing.startswith("<svg") for drawing in drawings)
+LINKED = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / folder / "README.md" for folder in ("bench", "examples"))]
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")) + ["README.md"])
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in LINKED))
 def test_the_links_of_a_page_lead_to_files(page):
     text = re.sub(r"^ *```.*?^ *```$|^    .*?$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
@@ -177,7 +171,7 @@ def test_the_links_of_a_page_lead_to_files(page):
 # The three programs of docs/compare train alike and continue from their checkpoints.
 COMPARE = ROOT / "docs/compare"
 PROGRAMS = ["plain.py", "with_gpipe.py", "with_distributed.py"]
-FLAGS = ["--samples", "48", "--size", "64", "--batch-size", "16"]
+FLAGS = ["--samples", "32", "--size", "64", "--batch-size", "16"]
 
 
 def output_of(name, folder, epochs, monkeypatch, capsys):
@@ -215,7 +209,7 @@ def test_the_three_programs_train_alike(tmp_path, one_thread, monkeypatch, capsy
 
 
 def test_the_page_counts_the_lines():
-    page = (ROOT / "docs/compare.md").read_text()
+    page = (ROOT / "docs/compared.md").read_text()
     texts = [(COMPARE / name).read_text() for name in PROGRAMS]
     ours, theirs = (
         subprocess.run(["diff", "plain.py", name], cwd=COMPARE, capture_output=True, text=True).stdout
@@ -226,5 +220,7 @@ def test_the_page_counts_the_lines():
     rows["lines added"] = ["", *(len(re.findall("^>", diff, re.MULTILINE)) for diff in (ours, theirs))]
     for name, values in rows.items():
         assert re.sub(" +", " ", f"| {name} | {' | '.join(map(str, values))} |") in page
-    assert f"```diff\n{ours}```" in page
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    changed = re.findall("^([<>]) (.+)", ours, re.MULTILINE)
+    assert diff.splitlines() == ["-+"[side == ">"] + line for side, line in changed if not line.startswith('"""')]
     assert max(rows["lines"]) <= 100

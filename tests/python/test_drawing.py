@@ -29,13 +29,10 @@ def test_there_is_a_box_per_action_a_row_per_worker_and_a_legend():
     assert [f">{tick}<" in svg for tick in ("0", "500 ms", "2.5 s", "3 s", "3.5 s")] == [True, True, True, True, False]
 
 
-def test_letters_mark_the_parts_of_a_split_backward():
+def test_letters_mark_the_parts_of_a_split_backward_and_later_stages_are_paler():
     svg = to_svg(timeline(1, (0, "F", 0, 0, 0, 1), (0, "I", 0, 0, 1, 1), (0, "W", 0, 0, 2, 1)))
     assert svg.count(">I</text>") == svg.count(">W</text>") == 2  # one in the legend, one in the box
     assert "<title>weight gradient of micro-batch 0 on stage 0: 1 s</title>" in svg
-
-
-def test_later_stages_of_a_worker_are_paler():
     spans = [(0, "F", 0, 0, 0, 1), (0, "F", 1, 0, 1, 1)]
     assert 'fill-opacity="0.65"' in to_svg(timeline(1, *spans)) and "paler: later stage" in to_svg(timeline(1, *spans))
     assert "paler" not in to_svg(timeline(1, spans[0])) and "opacity" not in to_svg(timeline(1, spans[0]))

@@ -10,7 +10,6 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Fail, cluster_text, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
@@ -82,6 +81,11 @@ def batched_gradients():
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
 
 
+def instance_norm():
+    norm = nn.InstanceNorm1d(3, track_running_stats=True)
+    gpipe.GPipe(nn.Sequential(norm), [1], deferred_batch_norm=True)(torch.rand(2, 3, 4))
+
+
 def added_layer():
     pipeline = pipe()
     pipeline.more = LAYER
@@ -92,15 +96,12 @@ MISTAKES = [
     # The constructor.
     (lambda: gpipe.GPipe(make_linears()), gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
     (lambda: pipe(2), TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
-    (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers(.|\n)*gpipe\.balance"),
     (lambda: pipe([2.0, 2]), TypeError, "each number of a balance must be an integer, but is 2.0"),
     (lambda: pipe(chunks=True), TypeError, "chunks must be an integer, but is True"),
     (lambda: setattr(pipe(), "checkpoint", "sometimes"), ValueError, "checkpoint must be .*, but is 'sometimes'"),
     (lambda: pipe(checkpoint=True), TypeError, "checkpoint must be 'always', 'except_last' or 'never', but is True"),
     (lambda: pipe(deferred_batch_norm="no"), TypeError, "deferred_batch_norm must be True or False, but is 'no'"),
-    (lambda: pipe(FOUR, schedule="interleaved_zb"), ValueError, "needs several stages per worker, .* use 'zb_h1'"),
     (lambda: pipe(placement="w"), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
-    (lambda: pipe(placement={0: 1}), TypeError, "placement must be 'looped', 'v' or a list of workers, but is {0: 1}"),
     (lambda: pipe(FOUR, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
     (lambda: pipe(devices="cpu"), TypeError, "devices must be a list with one device per worker, but is 'cpu'"),
     (lambda: pipe(devices=[True, True]), TypeError, "a device must be .*, but is True"),
@@ -113,10 +114,10 @@ MISTAKES = [
     (lambda: changed(nn.Module.compile), TypeError, r"\(Sequential\) has a forward of its own"),
     (lambda: gpipe.GPipe(DoublesItsResult(LAYER), [1]), TypeError, r"\(DoublesItsResult\) has a forward of its own"),
     (lambda: changed(nn.Module.register_forward_pre_hook, loss), ValueError, "model itself, .*, has a forward pre hook"),
-    (lambda: changed(nn.Module.register_full_backward_hook, loss), ValueError, "has a backward hook"),
     (lambda: changed(nn.Module.register_parameter, "scale", nn.Parameter(X)), ValueError, r"a parameter \('scale'\)"),
     (lambda: changed(nn.Module.register_buffer, "offset", X), ValueError, r"has a buffer \('offset'\), which .* lose"),
     (lambda: gpipe.GPipe(nn.Sequential(nn.LazyBatchNorm1d(affine=False)), [1]), ValueError, "'0.running_mean' of a lazy"),
+    (instance_norm, RuntimeError, "(?s)instance norm.*track_running_stats=False.*layer '0'"),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"the first layer takes one input, but got 2 arguments; call pipe\(\(a, b\)\), or"),
     (lambda: pipe()(ids=X), TypeError, r"takes one input, but got 1 arguments; call .* pipe\({'name': a}\)"),
@@ -134,39 +135,25 @@ MISTAKES = [
     (lambda: counted(lambda y: y > 0), TypeError, r"count returned a tensor of shape \(4, 3\); return .*\.sum\(\)"),
     (lambda: counted(lambda y: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number that is not"),
     (lambda: gpipe.Loss(loss, reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
-    (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
-    (lambda: pipe().evaluate(X, Y, nn.MSELoss), TypeError, "loss is the class MSELoss; pass an object of it"),
-    (
-        lambda: pipe().requires_grad_(False).step(X, Y, nn.functional.mse_loss),
-        RuntimeError,
-        r"no parameter and no input requires grad: unfreeze a parameter, or use evaluate\(\)",
-    ),
+    (lambda: pipe().requires_grad_(False).step(X, Y, F.mse_loss), RuntimeError, r"no input requires grad: unfreeze .* evaluate\(\)"),
     (added_layer, RuntimeError, "'more' was added to the model of this pipeline or taken from it; make another pipeline"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2, seconds=0).decode, AttributeError, r"; .* use \.module\.decode"),
-    (lambda: setattr(pipe(), "devices", ["cpu"]), AttributeError, "'devices' of a pipeline is fixed; make another one by"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
-    (lambda: from_module(placement="w", seconds=0), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few for 2 stages.*\n'inner' .*'count'"),
-    (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
-    (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     # Balances and plans.
-    (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
-    (lambda: balance.balance_by_time(2.5, make_linears(), X), TypeError, "partitions must be an integer, but is 2.5"),
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
-    (lambda: balance.profile(nn.Sequential(nn.LazyLinear(3)), X), ValueError, "'0.weight' of a lazy layer is not initialized"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
     (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
     (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
-    (lambda: balance.predict(PROFILE, 4, 2), TypeError, "balance must be a list .*, but is 4"),
     (lambda: balance.predict(None, [4], 2), TypeError, "profile must be a Profile.*but is None"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
     (lambda: balance.plan_cluster("cluster", [PROFILE], 8), TypeError, "cluster must be a Cluster"),
@@ -174,9 +161,7 @@ MISTAKES = [
     (lambda: balance.plan_cluster(CLUSTER, ["profile"], 8), TypeError, "profiles must be Profiles"),
     # Moving a pipeline to another device.
     (lambda: pipe().cuda(), TypeError, MOVE),
-    (lambda: pipe().xpu(), TypeError, MOVE),
     (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
-    (lambda: pipe().to(tensor=torch.zeros(1, device="meta")), TypeError, MOVE),
     (lambda: pipe().to_empty(device="cpu"), TypeError, MOVE),
     (lambda: nn.Sequential(pipe()).to("meta"), TypeError, MOVE),
 ]
@@ -207,9 +192,8 @@ def team(name):
 
 
 CALLS = [
-    (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "checkpoint": "never"}),
-    (gpipe.GPipe, {"module": make_linears(), "balance": [4], "chunks": 2, "deferred_batch_norm": False, "group": None}),
-    (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
+    (gpipe.GPipe, SCHEDULING | {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "group": None}),
+    (gpipe.GPipe.from_module, {"module": make_linears(), "args": X, "stages": 2, "seconds": 0}),
     (method("step"), LOSS | {"input": X, "scale": 1.0, "return_output": False}),
     (method("compute_loss"), LOSS | {"input": X, "scale": 1.0}),
     (team("gather"), {"data": b"", "what": "bytes"}),
@@ -225,11 +209,8 @@ CALLS = [
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
     (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
     (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
-    (balance.suggest, MEASURING | {"devices": ["cpu"], "bandwidth": 0.0, "schedule": "gpipe", "placement": "looped"}),
-    (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"]}),
     (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
     (PROFILE.balance_by_time, CUT),
-    (PROFILE.balance_by_size, CUT),
     (PROFILE.table, {"balance": [4]}),
     (SUGGESTION.profile_of, {"candidate": SUGGESTION.best}),
     (balance.Profile.from_json, {"text": PROFILE.to_json()}),
@@ -246,27 +227,23 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 assert "incompatible" not in str(error), (name, value)
 
 
-def fail(gradient):
-    raise ZeroDivisionError("from the backward")
+class Fails(nn.Module):
+    """Calls a function with a tensor whose graph is recorded."""
 
-
-class FailBackward(nn.Module):
-    def __init__(self, hook):
+    def __init__(self, call):
         super().__init__()
-        self.hook = hook
+        self.call = call
 
     def forward(self, x):
         y = x.clone()
         if y.requires_grad:
-            y.register_hook(self.hook)
+            self.call(y)
         return y
 
 
-class FailLater(nn.Module):
-    def forward(self, x):
-        if gpipe.is_recomputing():
-            raise LookupError("not twice")
-        return x
+def not_twice(x):
+    if gpipe.is_recomputing():
+        raise LookupError("not twice")
 
 
 FOREIGN = torch.ones(1, requires_grad=True)
@@ -281,10 +258,9 @@ class UseForeign(nn.Module):
     "layer, error, text, place",
     [
         (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
-        (FailBackward(fail), ZeroDivisionError, "from the backward", "backward of micro-batch 1 on stage 1"),
         # Unlike a raise, this makes no exception object.
-        (FailBackward(lambda _: 1 / 0), ZeroDivisionError, "division by zero", "backward of micro-batch 1 on stage 1"),
-        (FailLater(), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
+        (Fails(lambda x: x.register_hook(lambda _: 1 / 0)), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
+        (Fails(not_twice), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
         (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
     ],
 )

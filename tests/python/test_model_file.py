@@ -43,47 +43,35 @@ def run(*flags):
     return done.returncode, done.stdout, done.stderr
 
 
-def train(sequence, inputs, target, balance, optimizer):
+def train(sequence, inputs, target, balance):
     """Trains as the program does. Returns the losses."""
     pipe = gpipe.GPipe(sequence, balance, chunks=2, schedule="1f1b")
-    optimize = (torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW)(pipe.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
     torch.manual_seed(0)
     losses = []
-    for step in range(STEPS):
-        part = slice(BATCH * step, BATCH * (step + 1))
-        optimize.zero_grad()
-        x = tuple(tensor[part] for tensor in inputs)
-        loss = pipe.step(x if len(x) > 1 else x[0], target[part], F.cross_entropy)
-        optimize.step()
-        losses.append(float(f"{loss.item():.9g}"))
+    for x, y in zip(inputs.split(BATCH), target.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        losses.append(float(f"{pipe.step(x, y, F.cross_entropy).item():.9g}"))
+        optimizer.step()
     return losses
 
 
-def compare(model, inputs, target, optimizer, folder):
-    sequence = gpipe.to_sequential(model.train(), *(tensor[:BATCH] for tensor in inputs), native=True)
-    gpipe.export_model(sequence, folder / "model.gpipe")
-    names = ["input"] if len(inputs) == 1 else [f"input.{number}" for number in range(len(inputs))]
-    save_file({**dict(zip(names, inputs)), "target": target}, folder / "data.safetensors")
-    balance = [len(sequence) // 2, len(sequence) - len(sequence) // 2]
-    flags = {"model": "model.gpipe", "data": "data.safetensors", "output": "trained.gpipe"}
-    files = [part for flag, name in flags.items() for part in (f"--{flag}", folder / name)]
-    cut = ",".join(map(str, balance))
-    code, output, error = run(*files, "--optimizer", optimizer, "--batch-size", BATCH, "--balance", cut)
-    assert (code, error) == (0, ""), error
-    # LibTorch's AdamW rounds in another order than PyTorch's.
-    close = {"rtol": 0, "atol": 0} if optimizer == "sgd" else {"rtol": 1e-5, "atol": 1e-6}
-    losses = [float(number) for number in re.findall("step .* loss (.*)", output)]
-    torch.testing.assert_close(losses, train(sequence, inputs, target, balance, optimizer), **close)
-    trained = load_file(folder / "trained.gpipe")
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(trained[name], tensor, **close)
-    assert not model.load_state_dict(trained, strict=False).missing_keys
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_cpp_trains_what_python_trains(optimizer, tmp_path):
+def test_cpp_trains_what_python_trains(tmp_path):
     torch.manual_seed(1)
-    compare(Net(), [torch.randint(12, (BATCH * STEPS,))], torch.randint(12, (BATCH * STEPS,)), optimizer, tmp_path)
+    model, inputs, target = Net(), *torch.randint(12, (2, BATCH * STEPS))
+    sequence = gpipe.to_sequential(model.train(), inputs[:BATCH], native=True)
+    gpipe.export_model(sequence, tmp_path / "model.gpipe")
+    save_file({"input": inputs, "target": target}, tmp_path / "data.safetensors")
+    balance = [len(sequence) // 2, len(sequence) - len(sequence) // 2]
+    files = {"model": "model.gpipe", "data": "data.safetensors", "output": "trained.gpipe"}
+    flags = [part for flag, name in files.items() for part in (f"--{flag}", tmp_path / name)]
+    code, output, error = run(*flags, "--optimizer", "sgd", "--batch-size", BATCH, "--balance", ",".join(map(str, balance)))
+    assert (code, error) == (0, ""), error
+    losses = [float(number) for number in re.findall("step .* loss (.*)", output)]
+    assert losses == train(sequence, inputs, target, balance)
+    trained = load_file(tmp_path / "trained.gpipe")
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.load_state_dict(trained, strict=False).missing_keys
 
 
 def test_what_a_program_cannot_run_is_refused(tmp_path):
@@ -103,18 +91,12 @@ def test_what_a_program_cannot_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"parameters '0\.weight' and '1\.weight' share memory"):
         gpipe.export_model(gpipe.to_sequential(tied, torch.randn(2, 4), native=True), tmp_path / "tied")
     save_file({"input": torch.randn(2, 4), "target": torch.tensor([0, 1])}, tmp_path / "data")
-    content = (tmp_path / "good").read_bytes()
     layer = {"name": "0", "tensors": [], "evaluation": [], "graph": {"values": 1, "calls": [{"operator": "aten::unknown"}]}}
     _C.write_weights(os.fsencode(tmp_path / "operator"), {}, json.dumps({"version": 1, "layers": [layer]}))
-    _C.write_weights(os.fsencode(tmp_path / "deep"), {}, "[" * 10**6)
-    for name, changed, message in (
-        ("missing", None, "No such file"),
-        ("short", content[:-1], "damaged|truncated|does not fit"),
-        ("data", (tmp_path / "data").read_bytes(), "it is not a model; python -m gpipe export writes one"),
-        ("operator", None, "aten::unknown, which this version of torch does not have"),
-        ("deep", None, "more than 100 levels"),
+    for name, message in (
+        ("missing", "No such file"),
+        ("data", "it is not a model; python -m gpipe export writes one"),
+        ("operator", "aten::unknown, which this version of torch does not have"),
     ):
-        if changed is not None:
-            (tmp_path / name).write_bytes(changed)
         code, _, error = run("--model", tmp_path / name, "--data", tmp_path / "data")
         assert code == 1 and re.search(f"cannot load the model .*({message})", error), error

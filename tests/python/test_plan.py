@@ -10,6 +10,7 @@ from torch import nn
 
 import gpipe
 import typed_program
+from gpipe.balance import suggest
 from helpers import Add, Stash
 
 
@@ -36,26 +37,20 @@ def test_a_plan_keeps_what_is_given_and_makes_an_equal_pipeline_without_measurin
 
 @pytest.mark.parametrize("given, measures", [
     ({"balance": [4, 5]}, True),
-    ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2}, True),
     ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2, "placement": "v"}, True),
     ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3}, True),
     ({"balance": [2, 2, 2, 3], "devices": ["cpu"] * 2, "schedule": "zb_v"}, True),
-    ({"placement": "v"}, True),
     ({"placement": [1, 0], "schedule": "gpipe"}, True),
-    ({"schedule": "interleaved_1f1b"}, True),
     ({"balance": [4, 5], "schedule": "1f1b", "chunks": 3, "checkpoint": "never"}, False),
 ])  # fmt: skip
 def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, monkeypatch):
     if not measures:
         monkeypatch.setattr("gpipe.pipeline.choose_plan", None)
     plan = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), seconds=0.1, **given).plan
-    assert {name: plan[name] for name in given if name not in ("devices", "placement")} == {
-        name: each for name, each in given.items() if name not in ("devices", "placement")
-    }
+    assert plan.items() >= {name: each for name, each in given.items() if name not in ("devices", "placement")}.items()
     place = given.get("placement", plan["placement"])
     assert plan["placement"] == ([0, 1, 1, 0] if place == "v" else place)
-    if measures:
-        assert plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
+    assert not measures or plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
 
 
 def test_a_balance_that_does_not_fit_is_refused(monkeypatch):
@@ -91,22 +86,27 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
     x = torch.randn(12, 8)
     chosen = gpipe.GPipe.from_module(perceptron(), x, seconds=0.1)
     assert chosen.chunks in (2, 4, 8, 12)
+    with pytest.warns(UserWarning, match="so for one micro-batch; give a mini-batch of the size you train with"):
+        gpipe.GPipe.from_module(perceptron(), x[:1], seconds=0)
     with_norm = gpipe.to_sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), x)
     pipe = gpipe.GPipe.from_module(with_norm, x, seconds=0.1)
     assert pipe.chunks == 4 and list(pipe) == list(with_norm)
 
 
-@pytest.mark.parametrize("schedules, chosen", [(["gpipe", "looped_bfs", "1f1b"], "1f1b"), (["gpipe"], "gpipe")])
+@pytest.mark.parametrize("schedules, chosen", [(["gpipe", "1f1b"], "1f1b"), (["gpipe"], "gpipe")])
 def test_measured_times_do_not_choose_between_schedules_that_round_differently(schedules, chosen, monkeypatch):
-    plan = {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
-    candidates = [
-        SimpleNamespace(fits=True, seconds=seconds, schedule=schedule, **plan) for seconds, schedule in enumerate(schedules, 1)
-    ]
-    found = SimpleNamespace(candidates=candidates, unpartitioned=SimpleNamespace(fits=True, seconds=0.5), reason="")
-    monkeypatch.setattr("gpipe.plan.suggest", lambda *arguments, **options: found)
+    def in_1_2_seconds(*arguments, **options):
+        """Returns the candidates of the real call. Only their times are set here."""
+        found, fields = suggest(*arguments, **options), ("fits", "balance", "chunks", "checkpoint", "schedule", "placement")
+        first = [next(each for each in found.candidates if each.schedule == name) for name in schedules]
+        timed = [{name: getattr(each, name) for name in fields} | {"seconds": s} for s, each in enumerate(first, 1)]
+        whole = SimpleNamespace(fits=True, seconds=0.5)
+        return SimpleNamespace(candidates=[SimpleNamespace(**each) for each in timed], unpartitioned=whole, reason=found.reason)
+
+    monkeypatch.setattr("gpipe.plan.suggest", in_1_2_seconds)
     with pytest.warns(UserWarning, match=r"plain PyTorch .* predicted to be \d\.00 times as fast") as warned:
-        made = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8)).plan
-    assert made.items() >= {"schedule": chosen, **plan}.items()
+        made = gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), seconds=0.1).plan
+    assert made["schedule"] == chosen
     assert warned[0].filename == __file__
 
 
@@ -122,7 +122,8 @@ def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(
     x = torch.randn(12, 8)
     (tmp_path / "schedule").write_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n")
     given = {"chunks": 2, "schedule": f"@{tmp_path}/schedule", "devices": ["cpu"] * 2}
-    assert gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given).schedule == given["schedule"]
+    pipe = gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given)
+    assert pipe.schedule == given["schedule"] and pipe.step(x, x[:, :3], nn.functional.mse_loss).isfinite()
     assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
 
 
@@ -159,14 +160,9 @@ def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
     assert [module.training for module in pipe.modules()] == modes
     with torch.no_grad():
         torch.testing.assert_close(loss, nn.functional.cross_entropy(model.eval()(x), y))
-
-
-def test_evaluate_takes_any_function():
-    pipe, x, y = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), [1, 1]), torch.randn(6, 4), torch.arange(6) % 3
-    output = pipe(x).detach()
+        output = model(x)
     assert pipe.evaluate(x, y, lambda output, y: (output.argmax(1) == y).sum().item()) == (output.argmax(1) == y).sum()
-    scores = pipe.evaluate(x, y, lambda output, y: {"all": [output, y]})
-    torch.testing.assert_close(scores, {"all": [output, y]})
+    torch.testing.assert_close(pipe.evaluate(x, y, lambda output, y: {"all": [output, y]}), {"all": [output, y]})
 
 
 class Merging(nn.Linear):

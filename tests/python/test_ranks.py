@@ -5,7 +5,9 @@ import ctypes
 import os
 import pickle
 import signal
+import sys
 import threading
+import time
 from collections import OrderedDict, namedtuple
 from typing import NamedTuple
 
@@ -78,7 +80,7 @@ def misuse(ranks):
     for timeout in (-1, float("inf")):
         with pytest.raises(ValueError, match="must be positive and below"):
             gpipe.Ranks(dist.group.WORLD, timeout=timeout)
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, schedule="auto", group=ranks)
     if ranks.rank:
         pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
     pipe.step(*batch(8), F.cross_entropy)
@@ -86,10 +88,12 @@ def misuse(ranks):
         setattr(pipe, "7", nn.Linear(6, 3))
     with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
         pipe.step(*batch(8), F.cross_entropy)
+    return pipe.schedule
 
 
 def test_misuse_is_refused():
-    results_of(2, misuse)
+    schedule, other = results_of(2, misuse)
+    assert schedule == other and schedule in gpipe.SCHEDULES
 
 
 def call_differently(ranks):
@@ -131,16 +135,30 @@ def test_a_new_group_has_new_ranks(tmp_path):
     assert results_of(2, use_groups, str(tmp_path)) == [(0, 1), (1, 0)]
 
 
+def interrupt(thread, store):
+    """Presses Ctrl-C when the thread waits in a call of its pipeline."""
+    places = []
+    while len(places) < 10 or len({*places[-10:]}) > 1 or not places[-1][0].co_filename.endswith("pipeline.py"):
+        frame = sys._current_frames()[thread]
+        places.append((frame.f_code, frame.f_lasti))
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+    store.set("interrupted", "")
+
+
 def end_early(ranks, how):
     """Rank 1 ends by an exception, outside a call or in a layer, or by Ctrl-C in a call that waits for rank 0."""
     last = Fail(KeyError("broken")) if how == "layer" else nn.Identity()
     pipe = gpipe.GPipe(nn.Sequential(*make_model(), last), [4, 5], chunks=2, group=ranks)
     if how == "outside" and ranks.rank == 1:
         raise FileNotFoundError("no data")
-    if how == "interrupted" and ranks.rank == 1:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    elif how == "interrupted":
-        threading.Event().wait(2)
+    if how == "interrupted":
+        store = dist.distributed_c10d._get_default_store()
+        if ranks.rank == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores Ctrl-C
+            threading.Thread(target=interrupt, args=(threading.get_ident(), store)).start()
+        else:
+            store.wait(["interrupted"])
     pipe.step(*batch(8), F.cross_entropy)
 
 
@@ -197,20 +215,22 @@ def train_on_sequences(ranks, steps=8):
     model = nn.Sequential(
         Trim(), nn.Embedding(20, 8), nn.TransformerEncoderLayer(8, 2, 16, 0, batch_first=True), LastOf(), nn.Linear(8, 3)
     )
+    losses, shapes, gradients = [], [], []
+    model[2].register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(lambda _: gradients.append(None)) and None)
     pipe = gpipe.GPipe(model, [2, 3], chunks=4, schedule="1f1b", group=ranks)
-    losses, shapes = [], []
     pipe[1].register_forward_hook(lambda *arguments: shapes.append(arguments[-1].shape))
     for _ in range(steps):
         lengths = torch.randint(2, 9 + 3 * len(losses), (8,))
         tokens = torch.randint(1, 20, (8, int(lengths.max()))) * (torch.arange(lengths.max()) < lengths[:, None])
         losses.append(pipe.step(tokens, torch.randint(3, (8,)), F.cross_entropy))
-    return losses, named_gradients(pipe), len(set(shapes))
+    return losses, named_gradients(pipe), (len(set(shapes)), len(gradients))
 
 
 def test_the_lengths_of_sequences_change_between_steps_and_micro_batches():
-    losses, gradients, lengths = train_on_sequences(None)
-    (ours, first, _), (theirs, second, _) = results_of(2, train_on_sequences)
+    losses, gradients, (lengths, hooks) = train_on_sequences(None)
+    (ours, first, _), (theirs, second, (_, of_received)) = results_of(2, train_on_sequences)
     assert lengths > 8 and ours == theirs == losses
+    assert of_received == hooks == 8 * 4  # once per step and micro-batch
     assert (first | second).keys() == gradients.keys()
     assert all(torch.equal(gradient, (first | second)[name]) for name, gradient in gradients.items())
 

@@ -1,16 +1,13 @@
 """Snapshots: writing, reading, capturing and restoring a training state."""
 
 import fcntl
-import json
 import os
-import struct
-import zlib
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop, SparseAdam, lr_scheduler
+from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
@@ -18,9 +15,7 @@ from gpipe.snapshot import Snapshot
 
 # Optimizers with options, and the names of their state per parameter.
 OPTIMIZERS = [
-    (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"step", "sum"}),
     (Adam, {"betas": (0.5, 0.75), "amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    (RMSprop, {"momentum": 0.5, "centered": True}, {"step", "square_avg", "momentum_buffer", "grad_avg"}),
     (NAdam, {}, {"step", "mu_product", "exp_avg", "exp_avg_sq"}),
     (SGD, {}, set()),
     (SGD, {"momentum": 0.9, "nesterov": True}, {"momentum_buffer"}),
@@ -83,37 +78,6 @@ def test_a_written_snapshot_reads_back_equal(tmp_path):
     assert snapshot.read(tmp_path / "empty") == Snapshot()
 
 
-def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
-    """SparseAdam counts its steps in an int."""
-    ids = torch.arange(6)
-
-    def train(pipe, optimizer):
-        for _ in range(4):
-            optimizer.zero_grad()
-            pipe(ids).square().sum().backward()
-            optimizer.step()
-
-    def make():
-        torch.manual_seed(0)
-        pipe = gpipe.GPipe(nn.Sequential(nn.Embedding(10, 4, sparse=True).double()), [1])
-        return pipe, SparseAdam(pipe.parameters(), 0.1)
-
-    pipe, optimizer = make()
-    train(pipe, optimizer)
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    state["state"]["0.weight"]["other"] = 0.1
-    snapshot.write(tmp_path / "file", Snapshot(pipe.state_dict(), state))
-    saved = snapshot.read(tmp_path / "file")
-    copy, other = make()
-    snapshot.restore_model(copy, saved.model)
-    snapshot.restore_optimizer(other, copy, saved.optimizer)
-    assert same(dict(other.state[copy[0].weight])["other"], 0.1)
-    train(pipe, optimizer)
-    train(copy, other)
-    assert same(other.state[copy[0].weight]["step"], 8)
-    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
-
-
 @pytest.mark.parametrize("kind", [AdamW, NAdam])
 def test_numbers_of_a_file_become_the_tensors_that_an_optimizer_has(kind):
     """C++ writes steps as numbers, as did earlier versions."""
@@ -136,6 +100,8 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     assert state["param_groups"][0]["params"] == ["3.weight", "0.weight"]
     assert set().union(*state["state"].values()) == state_names
     assert len(state["state"]) == (5 if state_names else 0)
+    for fields in state["state"].values():
+        fields["other"] = 3  # numbers stay numbers
     snapshot.write(tmp_path / "file", Snapshot(model=pipe.state_dict(), optimizer=state))
     saved = snapshot.read(tmp_path / "file")
 
@@ -185,8 +151,7 @@ def test_other_optimizers_cannot_be_captured():
 
 
 def test_a_refused_restore_leaves_the_model_unchanged():
-    saved = snapshot.capture_model(make_model())
-    model = make_model()
+    saved, model = snapshot.capture_model(make_model()), make_model()
     nn.init.zeros_(model[0].weight)
     before = snapshot.capture_model(model)
     without = {name: tensor for name, tensor in saved.items() if name != "3.weight"}
@@ -194,7 +159,6 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         (without, "'3.weight' is missing in the snapshot"),
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
-        (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
         (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -205,8 +169,6 @@ def test_a_refused_restore_leaves_the_model_unchanged():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=2),
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
         lambda optimizer: lr_scheduler.SequentialLR(
             optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
@@ -214,25 +176,29 @@ def test_a_refused_restore_leaves_the_model_unchanged():
     ],
 )
 def test_a_restored_scheduler_continues(make):
-    def rates(scheduler, steps):
-        takes_loss = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+    def rates(optimizer, scheduler, steps):
         for _ in range(steps):
             optimizer.step()
-            scheduler.step(*[1.0] * takes_loss)
+            scheduler.step()
             yield optimizer.param_groups[0]["lr"]
 
-    pipe, optimizer = trained(SGD, momentum=0.9)
-    expected = list(rates(make(optimizer), 8))
-    pipe, optimizer = trained(SGD, momentum=0.9)
-    scheduler = make(optimizer)
-    first = list(rates(scheduler, 3))
-    state, text = snapshot.capture_optimizer(optimizer, pipe), snapshot.capture_scheduler(scheduler)
-    pipe, optimizer = trained(SGD, momentum=0.9)
-    scheduler = make(optimizer)
-    snapshot.restore_optimizer(optimizer, pipe, state)
-    snapshot.restore_scheduler(scheduler, text)
-    assert first + list(rates(scheduler, 5)) == expected
-    assert snapshot.capture_scheduler(scheduler) != text
+    def start():
+        pipe, optimizer = trained(SGD, momentum=0.9)
+        return pipe, optimizer, make(optimizer)
+
+    _, *both = start()
+    expected = list(rates(*both, 8))
+    pipe, *both = start()
+    first = list(rates(*both, 3))
+    state, text = snapshot.capture_optimizer(both[0], pipe), snapshot.capture_scheduler(both[1])
+    pipe, *both = start()
+    snapshot.restore_optimizer(both[0], pipe, state)
+    snapshot.restore_scheduler(both[1], text)
+    assert first + list(rates(*both, 5)) == expected
+    assert snapshot.capture_scheduler(both[1]) != text
+    deep = "[" * 5000 + "]" * 5000
+    with pytest.raises(ValueError, match="too many levels"):
+        snapshot.restore_scheduler(both[1], deep)
 
 
 def nested(levels):
@@ -282,11 +248,8 @@ def test_errors_of_files_are_those_of_python(tmp_path):
     assert snapshot.read(path).epoch == 1
     with pytest.raises(FileNotFoundError, match="no-folder/latest"):
         snapshot.write(tmp_path / "no-folder" / "latest", Snapshot())
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=f"'{path}': "):
-        snapshot.read(path)
     safetensors.torch.save_file({"a": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="only weights"):
+    with pytest.raises(ValueError, match=f"'{path}': .*only weights"):
         snapshot.read(path)
     for is_zip in (True, False):
         torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
@@ -294,19 +257,3 @@ def test_errors_of_files_are_those_of_python(tmp_path):
             snapshot.read(path)
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         snapshot.read(tmp_path)
-
-
-@pytest.mark.parametrize("levels", [200, 5000, 50000])
-def test_json_of_many_levels_is_refused(levels, tmp_path):
-    deep = "[" * levels + "]" * levels
-    training = json.dumps({"version": 2, "epoch": 1, "position": {}, "options": {}, "optimizer": optimizer_of("deep")})
-    header = {"__metadata__": {"checksum": "00000000", "format": "pt", "training": training.replace('"deep"', deep)}}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    checksum = zlib.crc32(struct.pack("<Q", len(text)) + text)
-    path = tmp_path / "latest"
-    path.write_bytes(struct.pack("<Q", len(text)) + text.replace(b"00000000", b"%08x" % checksum))
-    with pytest.raises(ValueError, match=f"'{path}': .* at most 100 levels"):
-        snapshot.read(path)
-    if levels > 1000:
-        with pytest.raises(ValueError, match="too many levels"):
-            snapshot.restore_scheduler(lr_scheduler.StepLR(SGD(make_model().parameters()), 1), deep)

@@ -1,5 +1,6 @@
 """Training steps: losses, schedules, placements and split backwards."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -33,15 +34,13 @@ def batch(samples=7):
 
 
 def test_a_grad_scaler_scales_gradients():
-    pipe, plain = make_pipe(), make_pipe()
+    pipe, plain, (x, y) = make_pipe(), make_pipe(), batch()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    x, y = batch()
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = pipe.step(x, y, F.cross_entropy, scale=scaler)
-        torch.testing.assert_close(loss, plain.step(x, y, F.cross_entropy))
+        torch.testing.assert_close(pipe.step(x, y, F.cross_entropy, scale=scaler), plain.step(x, y, F.cross_entropy))
         scaler.step(optimizers[0])
         scaler.update()
         optimizers[1].step()
@@ -135,19 +134,12 @@ def test_another_loss_is_compared_once_with_the_whole_mini_batch():
         pipe.step(x, y, lambda output, target: F.cross_entropy(output, target))
     pipe.step(x, y, gpipe.Loss(total, check=False))
     pipe.step(x, y, gpipe.Loss(total, reduction="sum"))
-    calls = Calls()
-    for _ in range(2):
-        pipe.step(x, y, lambda output, target: calls.add(target) or output.square().mean())
-    assert calls.sizes.count(7) == 2
-    calls = Calls()
-    loss = lambda output, target: calls.add(target) or output.square().mean()  # noqa: E731
-    for _ in range(2):
-        pipe.step(x, y, loss)
-    assert calls.sizes.count(7) == 1
-
-    # A loss that draws, or that takes no whole mini-batch, is not compared.
+    # A loss that draws, or that takes no whole mini-batch, is not compared. A harmless hook changes no count.
     pipe.step(x, y, lambda output, target: F.dropout(output).square().mean())
     pipe.step(x, y, lambda output, target: output.sum() if len(target) <= 3 else 1 / 0)
+    hooked = nn.CrossEntropyLoss()
+    hooked.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(pipe.step(x, y, hooked), hooked(pipe(x), y).detach())
 
 
 class Calls:
@@ -169,7 +161,6 @@ def squares(output, target, total=False):
 
 
 def test_each_loss_is_compared_once():
-    refused = pytest.raises(ValueError, match="the loss of the whole mini-batch is")
     x, y = torch.randn(7, 4).double(), torch.randn(7, 3).double()
 
     class Module(nn.Module):
@@ -183,18 +174,14 @@ def test_each_loss_is_compared_once():
             return squares(output, target, self.total)
 
     def closure(total, calls=None):
-        def inner(output, target):
-            return squares(output, target, total)
-
-        return lambda output, target: calls and calls.add(target) or inner(output, target)
+        return lambda output, target: calls and calls.add(target) or squares(output, target, total)
 
     for make in (Module, closure, lambda total: Module(total).forward, lambda total: functools.partial(squares, total=total)):
         pipe = make_pipe()
         pipe.step(x, y, make(False))
-        with refused:
-            pipe.step(x, y, make(True))
-        with refused:
-            pipe.step(x, y, gpipe.Loss(make(False), count=lambda target: 1))
+        for wrong in (make(True), gpipe.Loss(make(False), count=lambda target: 1)):
+            with pytest.raises(ValueError, match="the loss of the whole mini-batch is"):
+                pipe.step(x, y, wrong)
     calls = Calls()
     method, loss = Module(calls=calls), gpipe.Loss(Module(calls=calls))
     for each in (closure(False, calls), method.forward, Module(calls=calls), loss):
@@ -204,21 +191,21 @@ def test_each_loss_is_compared_once():
         assert calls.sizes.count(7) == others + 1
     make_pipe().step(x, y, loss)  # another pipeline
     assert calls.sizes.count(7) == 4
+    for _ in range(2):  # made anew
+        pipe.step(x, y, closure(False, calls))
+    assert calls.sizes.count(7) == 6
     assert pickle.loads(pickle.dumps(gpipe.Loss(F.mse_loss, reduction="sum"))).reduction == "sum"
 
 
 def test_losses_made_anew_are_told_and_not_kept():
     pipe, (x, y), alive = make_pipe(), batch(), weakref.WeakSet()
-
-    def step():
-        loss = lambda output, target: output.square().mean()  # noqa: E731
-        alive.add(loss)
-        pipe.step(x, y, loss)
-
     with pytest.warns(UserWarning, match="made anew in each step; make it once, before the loop") as warned:
         for _ in range(6):
-            step()
+            loss = lambda output, target: output.square().mean()  # noqa: E731
+            alive.add(loss)
+            pipe.step(x, y, loss)
     assert len(warned) == 1 and warned[0].filename == __file__
+    del loss
     gc.collect()
     assert not alive
 
@@ -235,8 +222,7 @@ def test_the_comparison_leaves_the_state_of_a_loss():
         def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.ones(()))
-            self.register_buffer("center", torch.zeros(3))
-            self.register_buffer("mean", torch.zeros(3))
+            self.center, self.mean = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.zeros(3))
             self.calls, self.means, self.of_sizes, self.meter = 0, [], {}, Meter()
 
         def forward(self, output, target):
@@ -248,36 +234,30 @@ def test_the_comparison_leaves_the_state_of_a_loss():
             self.of_sizes[len(output)] = self.of_sizes.get(len(output), 0) + 1
             return (output * self.scale).square().mean()
 
-    class Trainer:
-        def __init__(self, module):
-            self.module = module
+    def state_after(way, check):
+        module, x, calls, kept = Centered().double(), batch()[0], 0, torch.zeros(3).double()
 
-        def loss(self, output, target):
+        def function(output, target):
+            nonlocal calls
+            calls += 1
             TOTALS["calls"] += 1
-            return self.module(output, target)
+            kept.add_(output.detach().sum(0))
+            return module(output, target)
 
-    module, x = Centered().double(), batch()[0]
-    kept, calls = torch.zeros(3).double(), 0
+        class Trainer:
+            loss = staticmethod(function)
 
-    def function(output, target):
-        nonlocal calls
-        calls += 1
-        TOTALS["calls"] += 1
-        kept.add_(output.detach().sum(0))
-        return module(output, target)
+        ways = {"module": module, "function": function, "partial": functools.partial(function), "method": module.forward}
+        TOTALS["calls"] = 0
+        make_pipe().step(x, x, gpipe.Loss((ways | {"trainer": Trainer().loss})[way], check=check))
+        tensors = [module.center, module.mean, kept, module.scale.grad]
+        return [module.calls, calls, module.meter.total, TOTALS["calls"], module.of_sizes, *module.means, *tensors]
 
-    states = []
-    for check in (False, True):
-        for loss in (module, function, functools.partial(function), module.forward, Trainer(module).loss):
-            module.load_state_dict(Centered().double().state_dict())
-            module.scale.grad, module.calls, calls = None, 0, 0
-            module.means, module.of_sizes, module.meter.total, TOTALS["calls"] = [], {}, 0, 0
-            kept.zero_()
-            make_pipe().step(x, x, gpipe.Loss(loss, check=check))
-            tensors = [module.center.clone(), module.mean.clone(), kept.clone(), module.scale.grad]
-            states.append([module.calls, calls, module.meter.total, TOTALS["calls"], module.of_sizes, *module.means, *tensors])
-    assert [state[0] for state in states] == [3] * 10
-    torch.testing.assert_close(states[:5], states[5:], rtol=0, atol=0)
+    for way in ("module", "function", "partial", "method", "trainer"):
+        compared = state_after(way, True)
+        assert compared[0] == 3
+        torch.testing.assert_close(compared, state_after(way, False), rtol=0, atol=0)
+    x = batch()[0]
     make_pipe().step(x, x[:, :3], torch.jit.script(nn.MSELoss()))  # whose buffers are not in a dict
 
 
@@ -296,27 +276,16 @@ def test_a_loss_of_torch_that_was_changed_is_compared(place, monkeypatch):
     elif place == "class":
         monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, *both: changed(*both))
     elif place == "hook":
-        loss.register_forward_pre_hook(ignores_class_0)
+        hook = loss.register_forward_pre_hook(ignores_class_0)
     elif place == "global hook":
-        hook = nn.modules.module.register_module_forward_pre_hook(
-            lambda module, inputs: ignores_class_0(module, inputs) if module is loss else None
-        )
+        both = lambda module, inputs: ignores_class_0(module, inputs) if module is loss else None  # noqa: E731
+        hook = nn.modules.module.register_module_forward_pre_hook(both)
     else:
-        monkeypatch.setattr(F, "cross_entropy", lambda output, target, **_: F.nll_loss(output, target, reduction="sum"))
-    try:
+        monkeypatch.setattr(F, "cross_entropy", changed)
+    with hook or contextlib.nullcontext():
         for each in (loss, F.cross_entropy) if place == "function" else (loss,):
             with pytest.raises(ValueError, match="the loss of the whole mini-batch is"):
                 make_pipe().step(x, y, each)
-    finally:
-        if hook is not None:
-            hook.remove()
-
-
-def test_a_loss_of_torch_with_a_harmless_hook_keeps_its_count():
-    loss, (x, y) = nn.CrossEntropyLoss(), ignoring()
-    loss.register_forward_hook(lambda *_: None)
-    pipe = make_pipe()
-    torch.testing.assert_close(pipe.step(x, y, loss), loss(pipe(x), y).detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -344,16 +313,6 @@ def test_a_loss_that_ignores_targets_is_refused_without_a_count_that_is_right(dt
         pipe.step(x, ignoring, gpipe.Loss(F.cross_entropy, count=len))
     pipe.step(x, ignoring, gpipe.Loss(loss, count=lambda target: (target >= 0).sum()))
     pipe.step(x, (y, mask), gpipe.Loss(masked, count=lambda target: target[1].sum()))
-
-
-def test_forward_and_backward_warn_of_another_schedule_once():
-    pipe, (x, _) = make_pipe(), batch()
-    with torch.no_grad():
-        pipe(x)
-    with pytest.warns(UserWarning, match="only step.. has schedule='1f1b'") as warned:
-        pipe(x)
-        pipe(x)
-    assert len(warned) == 1 and warned[0].filename == __file__
 
 
 def test_a_step_inside_ddp_is_refused(tmp_path):

@@ -1,14 +1,34 @@
-"""Published models at small sizes. ``models()[name]()`` returns a model, without weights to download, and the arguments of
-a call: positional and by keyword. The first word of a name is the library."""
+"""Converts published models, without weights to download and at small sizes, and compares each with the original.
+
+``python bench/zoo.py RESULTS.jsonl [WORD]`` runs each model with the word in its name in a process of its own. It adds a
+line per model to the file, and leaves out the models that the file has. When all have run, it writes docs/zoo.md's tables.
+"""
 
 import dataclasses
 import functools
 import importlib
+import json
+import math
+import multiprocessing
+import re
+import resource
+import signal
+import sys
+import warnings
+from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import gpipe
+from gpipe.verification import run_layers
+from gpipe.wrapper import layers_in
 
 SAMPLES = 4
 VOCABULARY = 50
+WAYS = "blocks", "native"
+SECONDS, BYTES = 600, 10 << 30  # for one model
+ROUNDING = 1e-6  # the largest difference, relative to the largest number, that the order of sums explains
 
 
 def images(*sizes, channels=3):
@@ -277,7 +297,8 @@ SEGMENTATION = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3 DeepLabV3Pl
 
 
 def models():
-    """Returns all models by name."""
+    """Returns functions by name that make a model and the arguments of a call: positional and by keyword. The first word of
+    a name is the library."""
     found = {}
 
     def add(library, name, make, *arguments, **options):
@@ -301,3 +322,171 @@ def models():
     for kind in SEGMENTATION:
         add("segmentation_models_pytorch", kind, segmentation, kind)
     return found
+
+
+def samples_of(tree):
+    return len(next(leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)))
+
+
+def parts_of(tree, chunks):
+    """Returns the micro-batches of an object."""
+    size = -(-samples_of(tree) // chunks)
+    starts = range(0, samples_of(tree), size)
+    return [tree_map(lambda leaf: leaf[i : i + size] if torch.is_tensor(leaf) else leaf, tree) for i in starts]
+
+
+def input_of(args, kwargs):
+    """Returns the input of a sequence that is converted for these arguments."""
+    return kwargs or (args[0] if len(args) == 1 else args)
+
+
+def weighted_sum(output, _=None):
+    """A loss that treats samples alike and elements differently."""
+    leaves = [leaf.double().flatten(1) for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return sum((rows * torch.linspace(-1, 1, rows.shape[1], dtype=torch.float64)).sin().sum() for rows in leaves)
+
+
+def backward(losses, output):
+    """Returns the sum of losses, after its backward, and the tensors of the output."""
+    loss = sum(losses)
+    if not loss.isfinite():
+        raise ValueError("the loss is not finite")
+    loss.backward()
+    return [loss, *tree_leaves(output)]
+
+
+def state_after(model, step, seed=1):
+    """Returns the outputs, the gradients and the buffers after a training step. Then the buffers are as before."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(seed)
+    model.zero_grad()
+    outputs = [leaf.detach() for leaf in step() if torch.is_tensor(leaf)]
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return dict(enumerate(outputs)), gradients, buffers
+
+
+def difference(ours, theirs):
+    """Returns the largest difference of two states, relative to the largest output, gradient or buffer; 0 if all bits are
+    equal; infinity if one is finite where the other is not."""
+    largest = 0.0
+    for mine, others in zip(ours, theirs, strict=True):
+        assert {name: each.shape for name, each in mine.items()} == {name: each.shape for name, each in others.items()}
+        pairs = [(mine[name].double(), others[name].double()) for name in mine if not torch.equal(mine[name], others[name])]
+        if any(not torch.equal(one.isfinite(), other.isfinite()) for one, other in pairs):
+            return math.inf
+        if pairs:
+            scale = max(float(each.double().nan_to_num(0, 0, 0).abs().max()) for each in others.values() if each.numel())
+            differences = [(one - other).nan_to_num(0, 0, 0).abs().max() / scale for one, other in pairs]
+            largest = max(largest, *map(float, differences))
+    return largest
+
+
+def compare(model, args, kwargs, sequence, chunks, **options):
+    """Returns how a model in training mode differs from its sequence, and without dropout from a pipeline with these
+    options."""
+    input = input_of(args, kwargs)
+
+    def on(module, *args, **kwargs):
+        output = module(*args, **kwargs)
+        return backward([weighted_sum(output)], output)
+
+    of_sequence = difference(*(state_after(model, step) for step in (
+        lambda: on(sequence, input), lambda: on(model, *args, **kwargs),
+    )))  # fmt: skip
+    norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
+    for path, module in model.named_modules():
+        module.training = path in norms or not path  # a pipeline trains if the model does
+    pipe = gpipe.GPipe(sequence, chunks=chunks, **options)
+
+    def by_micro_batch():
+        outputs = [model(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
+        leaves = [each for each in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(each[0])]
+        return backward(map(weighted_sum, outputs), [torch.cat(each) for each in leaves])
+
+    def by_pipeline():
+        total = gpipe.Loss(weighted_sum, reduction="sum")
+        return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), total, return_output=True))
+
+    ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
+    if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
+        # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
+        theirs = state_after(model, lambda: on(run_layers, layers_in(sequence).values(), input, chunks))
+    return of_sequence, difference(ours, theirs)
+
+
+def write(file, name, found):
+    with open(file, "a") as lines:
+        lines.write(json.dumps({"name": name, **found}) + "\n")
+
+
+def record(name, file):
+    """Adds a line about a model to a file: for each way to convert it, two differences or an error."""
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = {}
+    for way in WAYS:
+        torch.manual_seed(0)
+        signal.alarm(SECONDS)
+        try:
+            model, args, kwargs = models()[name]()
+            sequence = gpipe.to_sequential(model.train(), *args, native=way == "native", **kwargs)
+            half = len(sequence) // 2
+            found[way] = compare(model, args, kwargs, sequence, balance=[half, len(sequence) - half], chunks=2)
+        except Exception as error:
+            found[way] = f"{type(error).__name__}: {error}".splitlines()[0]
+    write(file, name, found)
+
+
+def tables_of(results):
+    """Returns the tables of docs/zoo.md: the number of models that are equal, and the models that are refused or differ."""
+    libraries = sorted({name.split()[0] for name in results}) + [""]
+    counts, others = [], {}
+    for library in libraries:
+        chosen = [each for name, each in results.items() if name.startswith(library)]
+        row = [library or "**all**", str(len(chosen))]
+        for way in WAYS:
+            found = [each[way] for each in chosen if not isinstance(each[way], str)]
+            row += [str(sum(max(each) < ROUNDING for each in found)), str(sum(each[0] == 0 for each in found))]
+        counts.append(row)
+    for name, each in results.items():
+        for way in WAYS:
+            if isinstance(each[way], str) or max(each[way]) >= ROUNDING:
+                what = each[way] if isinstance(each[way], str) else f"differs by {max(each[way]):.0e}"
+                others.setdefault((way, what.replace("|", "/")), []).append(name)
+    columns = ["library", "models", *(f"{what}, {way}" for way in WAYS for what in ("equal", "bit-equal"))]
+    rows = [[way, ", ".join(names), what] for (way, what), names in others.items()]
+    return {"counts": table([columns, *counts]), "exceptions": table([["layers", "models", "what happens"], *rows])}
+
+
+def table(rows):
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    return "".join([lines[0], "|" + "---|" * len(rows[0]) + "\n", *lines[1:]])
+
+
+def main(file, word=""):
+    def results():
+        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+        return {each["name"]: each for each in map(json.loads, lines)}
+
+    for name in models():
+        if word in name and name not in results():
+            process = multiprocessing.get_context("fork").Process(target=record, args=(name, file))
+            process.start()
+            process.join()
+            if process.exitcode:
+                write(file, name, dict.fromkeys(WAYS, f"the process ended with {process.exitcode}"))
+    if results().keys() >= models().keys():
+        found = tables_of({name: each for name, each in results().items() if name in models()})
+        page = Path(__file__).parents[1] / "docs" / "zoo.md"
+        places = r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)"
+        filled = re.sub(places, lambda place: f"{place[1]}\n\n{found[place[2]]}\n{place[3]}", page.read_text(), flags=re.DOTALL)
+        page.write_text(filled)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,10 +1,5 @@
-# A complete training loop
+"""Trains a ResNet-18 as a pipeline, and continues from its snapshot when it is started again: see docs/start.md."""
 
-This script trains a ResNet-18, with a learning-rate schedule, bfloat16, gradient clipping, validation, snapshots, a
-progress bar and TensorBoard. It runs on two or more GPUs, or else on two CPU workers: `pip install torchvision tqdm
-tensorboard`, save it as `train.py`, and run `python train.py`. Then put in your model and data.
-
-```python
 import json
 from pathlib import Path
 
@@ -81,22 +76,3 @@ with SummaryWriter(folder, purge_step=steps) as board:
             options={"scheduler": snapshot.capture_scheduler(scheduler), "plan": json.dumps(pipe.plan)},
         )
         snapshot.write(path, state)
-```
-
-- **Devices.** With a single GPU, pass `devices=["cuda:0", "cuda:0"]`. Images and labels need no `.to(device)`.
-- **Resuming.** Start the script again, and it continues after the last whole epoch, on the CPU with the same bits. The
-  shuffling follows from the random state in the snapshot, whose options keep the scheduler's state and the
-  [plan](which.md). To resume within an epoch, as `examples/python/unet_train.py` does, give each `DataLoader` a
-  `generator` of its own. Do not save a snapshot where you catch `KeyboardInterrupt`: an interrupted step may have been
-  undone or have ended. Let a signal handler set a flag, and stop after the step.
-- **bfloat16.** For float16, pass a [`GradScaler`](schedules.md#the-loss-of-a-mini-batch) to the step.
-- **Clipping.** `pipe.clip_grad_norm_` is PyTorch's, but also works [over processes](ranks.md#state-and-snapshots).
-- **Loss.** `step()` [calls it once per micro-batch](schedules.md#the-loss-of-a-mini-batch). If a loss of your own
-  ignores targets, make it `gpipe.Loss(loss_function, count=lambda y: (y[:, 1:] != -100).sum())`.
-- **Gradient accumulation.** Call `step(..., scale=1 / n)` n times before `optimizer.step()`. From the second on,
-  gradients are added to `.grad` at once, so call `zero_grad()` if one of them fails. With a `GradScaler`, in one
-  process, call `scaler.scale(pipe.compute_loss(images, classes, loss_function) / n).backward()`.
-- **Validation.** `right` sees the whole mini-batch, which may be smaller.
-- **Batch norm** normalizes each micro-batch; see [wrong results](troubleshooting.md#wrong-results).
-- **The trained model** is `model`, which is `pipe.module`. `safetensors.torch.load_file("run/latest.snapshot")` has its
-  keys, apart from names that begin with a dot.
