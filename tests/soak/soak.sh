@@ -28,7 +28,7 @@ fail() {
 random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
 
 train=("$program" --data data/synthetic_16_64x64_2 --scale 0.5 --batch-size 4 --chunks 2 --depth 2 --channels 16
-  --balance 20,19 --workers 1 --learning-rate-schedule constant)
+  --balance 20,19 --learning-rate-schedule constant)
 begun=2 epochs=8
 
 # Prints the columns of a history that do not depend on the clock.
@@ -64,7 +64,7 @@ check_recovery() {
     grep -q 'nothing is left to train' err.log || { cat err.log >&2; fail "the training does not resume"; }
   fi
   diff <(history run) <(history whole) || fail "the history differs from the undisturbed one"
-  "${train[@]}" --epochs 1 --output loaded --overwrite --load run/best.snapshot >out.log 2>err.log ||
+  "${train[@]}" --epochs $epochs --output loaded --overwrite --resume run/best.snapshot >out.log 2>err.log ||
     { cat err.log >&2; fail "the best snapshot cannot be read"; }
 }
 
