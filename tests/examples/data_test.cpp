@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "examples/common/files.h"
 #include "examples/resnet18_mnist/digits.h"
@@ -92,16 +93,19 @@ TEST(MaskTest, PaintedLabelsAreReadBack) {
   }
 }
 
-// A line has a file of two pixels, the number of classes, and the classes of the pixels or an error. Python has the same
-// test.
+// A line has the bytes of a file of two pixels in base64, its name, the number of classes, and the classes of the pixels or
+// an error. Python has the same test.
 TEST(MaskTest, MasksHoldClasses) {
-  const auto folder = std::filesystem::path(__FILE__).parent_path() / "masks";
-  std::istringstream table(read_file(folder / "table.txt"));
+  const TemporaryDirectory directory;
+  std::istringstream table(read_file(std::filesystem::path(__FILE__).parent_path() / "masks.txt"));
   int classes = 0;
-  for (std::string name, expected; table >> name >> classes && std::getline(table >> std::ws, expected);) {
+  for (std::string data, name, expected; table >> data >> name >> classes && std::getline(table >> std::ws, expected);) {
     SCOPED_TRACE(name);
+    std::string bytes;
+    ASSERT_TRUE(absl::Base64Unescape(data, &bytes));
+    write_file(directory / name, bytes);
     const auto found = error_of([&] {
-      const auto labels = unet::read_labels(folder / name, classes).flatten();
+      const auto labels = unet::read_labels(directory / name, classes).flatten();
       ASSERT_EQ(labels.numel(), 2);
       throw std::runtime_error(absl::StrCat(labels[0].item<int>(), " ", labels[1].item<int>()));
     });

@@ -1,5 +1,6 @@
 """The programs of examples/python, as users run them."""
 
+import base64
 import importlib
 import os
 import re
@@ -71,19 +72,20 @@ def test_broken_images_are_named(change, message, carvana):
             pass
 
 
-MASKS = Path(__file__).parents[1] / "examples" / "masks"
+# A line has the bytes of a file of two pixels in base64, its name, the number of classes, and the classes of the pixels or an
+# error. C++ has the same test.
+MASKS = [line.split(maxsplit=3) for line in (Path(__file__).parents[1] / "examples/masks.txt").read_text().splitlines()]
 
 
-# A line has a file of two pixels, the number of classes, and the classes of the pixels or an error. C++ has the same test.
-@pytest.mark.parametrize("line", (MASKS / "table.txt").read_text().splitlines())
-def test_masks_hold_classes(line):
-    name, classes, expected = line.split(maxsplit=2)
+@pytest.mark.parametrize("data, name, classes, expected", MASKS, ids=[name for _, name, _, _ in MASKS])
+def test_masks_hold_classes(data, name, classes, expected, tmp_path):
+    (tmp_path / name).write_bytes(base64.b64decode(data))
     read_labels = importlib.import_module("unet_train").read_labels
     if expected[0].isdigit():
-        assert np.asarray(read_labels(MASKS / name, int(classes))).tolist() == [[*map(int, expected.split())]]
+        assert np.asarray(read_labels(tmp_path / name, int(classes))).tolist() == [[*map(int, expected.split())]]
     else:
         with pytest.raises(ValueError, match=f"{name}: {expected}"):
-            read_labels(MASKS / name, int(classes))
+            read_labels(tmp_path / name, int(classes))
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png"])
