@@ -99,8 +99,8 @@ def flat(model: nn.Sequential) -> Layers:
 
 
 def resnet(model: torchvision.models.ResNet) -> Layers:
-    """Returns the layers of a ResNet, with a Stash and a Join for each skip. The projection of the shortcut is on the side of
-    the skip where the tensor to store and send is smaller."""
+    """Returns the layers of a ResNet, with a Stash and a Join for each skip. The projection of the shortcut is on the side
+    of the skip where the tensor to store and send is smaller."""
     layers: Layers = [model.conv1, model.bn1, model.relu, model.maxpool]
     for group in (model.layer1, model.layer2, model.layer3, model.layer4):
         for block in group:

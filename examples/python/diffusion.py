@@ -93,7 +93,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     for epoch in range(1, args.epochs + 1):
         losses = []
-        for chosen in torch.randperm(len(images)).split(args.batch_size)[: len(images) // args.batch_size]:
+        for chosen in torch.split(torch.randperm(len(images)), args.batch_size)[: len(images) // args.batch_size]:
             times, noises = torch.randint(TIMES, chosen.shape), torch.randn(images[chosen].shape)
             noisy = SCHEDULER.add_noise(images[chosen], noises, times)
             velocity = SCHEDULER.get_velocity(images[chosen], noises, times)  # tells how the image changes with time

@@ -31,16 +31,13 @@ class Concatenate(Skippable):
         return torch.cat([skip, x[:, :, : skip.shape[2], : skip.shape[3]]], 1)
 
 
-def unet(
-    in_channels: int = 3, out_channels: int = 1, depth: int = 4, base_channels: int = 64, bilinear: bool = False
-) -> nn.Sequential:
+def unet(in_channels: int = 3, out_channels: int = 1, depth: int = 4, base_channels: int = 64) -> nn.Sequential:
     """A U-Net (Ronneberger et al., arXiv:1505.04597) with batch norm for images of any size. Returns logits, one channel
     per class. Has 31 million parameters by default.
 
     Args:
         depth: number of times that the resolution is halved; also the number of skips.
         base_channels: channels at full resolution; they double at each halving.
-        bilinear: whether to interpolate instead of transposed convolutions.
     """
     layers: dict[str, nn.Module] = {}
 
@@ -64,12 +61,7 @@ def unet(
     block("bottom", channels, 2 * channels)
     for level in range(depth, 0, -1):
         channels = base_channels << (level - 1)
-        if bilinear:
-            # A 1x1 convolution commutes with interpolation. Done first, it costs a quarter.
-            layers[f"up{level}_reduce"] = nn.Conv2d(2 * channels, channels, 1)
-            layers[f"up{level}_upsample"] = nn.Upsample(scale_factor=2, mode="bilinear")
-        else:
-            layers[f"up{level}_upsample"] = nn.ConvTranspose2d(2 * channels, channels, 2, stride=2)
+        layers[f"up{level}_upsample"] = nn.ConvTranspose2d(2 * channels, channels, 2, stride=2)
         layers[f"up{level}_join"] = Concatenate().isolate(skips[level - 1])
         block(f"up{level}", 2 * channels, channels)
     layers["head"] = nn.Conv2d(channels, out_channels, 1)

@@ -1,7 +1,7 @@
 """Trains a U-Net to segment images, as a pipeline: unet_train.py DIR --epochs 20
 
-DIR has the layout of the Carvana data set: see examples/README.md. docs/start.md shows what else a training needs, such as
-snapshots.
+DIR has the layout of the Carvana data set: see examples/README.md. docs/start.md shows what else a training needs, such
+as snapshots.
 """
 
 from __future__ import annotations
@@ -135,14 +135,15 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def count_pairs(logits: Tensor, labels: Tensor) -> Tensor:
     """The number of pixels by their predicted and true class."""
     classes = logits.shape[1]
-    return torch.bincount((logits.argmax(1) * classes + labels).flatten(), minlength=classes**2).view(classes, classes).cpu()
+    pairs = (logits.argmax(1) * classes + labels).flatten()
+    return torch.bincount(pairs, minlength=classes**2).view(classes, classes).cpu()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with imgs/ and masks/")
     parser.add_argument("--classes", type=int, default=2, help="number of classes, with the background")
-    parser.add_argument("--scale", type=float, default=0.5, help="size of the training images, relative to the first image")
+    parser.add_argument("--scale", type=float, default=0.5, help="size of the training images, relative to the first")
     parser.add_argument("--depth", type=int, default=3, help="how often the U-Net halves the resolution")
     parser.add_argument("--channels", type=int, default=8, help="channels of the U-Net at full resolution")
     parser.add_argument("--epochs", type=int, default=24)

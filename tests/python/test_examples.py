@@ -72,8 +72,8 @@ def test_broken_images_are_named(change, message, carvana):
             pass
 
 
-# A line has the bytes of a file of two pixels in base64, its name, the number of classes, and the classes of the pixels or an
-# error. C++ has the same test.
+# A line has the bytes of a file of two pixels in base64, its name, the number of classes, and the classes of the pixels or
+# an error. C++ has the same test.
 MASKS = [line.split(maxsplit=3) for line in (Path(__file__).parents[1] / "examples/masks.txt").read_text().splitlines()]
 
 
