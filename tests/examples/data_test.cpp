@@ -99,7 +99,8 @@ TEST(MaskTest, MasksHoldClasses) {
   const TemporaryDirectory directory;
   std::istringstream table(read_file(std::filesystem::path(__FILE__).parent_path() / "masks.txt"));
   int classes = 0;
-  for (std::string data, name, expected; table >> data >> name >> classes && std::getline(table >> std::ws, expected);) {
+  for (std::string data, name, expected;
+       table >> data >> name >> classes && std::getline(table >> std::ws, expected);) {
     SCOPED_TRACE(name);
     std::string bytes;
     ASSERT_TRUE(absl::Base64Unescape(data, &bytes));
