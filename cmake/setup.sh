@@ -5,9 +5,9 @@
 #   GPIPE_TORCH        version of torch to install, such as 2.12. Default: the newest that is tested.
 #   GPIPE_TORCH_INDEX  another index that pip looks for torch in. One of torch without CUDA saves most of the 5 GB.
 
-readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgraphicsmagick++1-dev
+readonly build_packages=(cmake g++ libabsl-dev libcli11-dev libgraphicsmagick++1-dev
   ninja-build nlohmann-json3-dev pkgconf python3-venv zlib1g-dev)
-readonly test_packages=("${build_packages[@]}" clang libbenchmark-dev libclang-rt-dev libgmock-dev python3-dev)
+readonly test_packages=("${build_packages[@]}" clang libclang-rt-dev libgmock-dev python3-dev)
 read -ra torch_versions < <(sed -n 's/^set(GPIPE_TORCH_TESTED \(.*\))$/\1/p' cmake/GpipeTorch.cmake)
 readonly torch=torch==${GPIPE_TORCH:-${torch_versions[-1]}}.*
 readonly test_python_packages=("$torch" torchvision clang-format==14.0.6 tensorboard==2.21.0

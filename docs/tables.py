@@ -1,7 +1,7 @@
 """Writes the table of schedules in guide.md, by the library's simulator: `python docs/tables.py`, with gpipe installed.
 
-The table is between `<!-- table steps -->` and `<!-- end -->`. With `--draw`, writes the timelines that only the web pages
-show into docs/figures/web.
+The table is between `<!-- table steps -->` and `<!-- end -->`. With `--draw`, writes the timelines that only the web
+pages show into docs/figures/web.
 """
 
 from __future__ import annotations

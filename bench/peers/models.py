@@ -88,15 +88,32 @@ def cut(layers: Layers, balance: Iterable[int]) -> list[Stage]:
 
 
 def flat(model: nn.Sequential) -> Layers:
-    """Returns the layers of a model of networks.py, with a Stash and a Join for each skip."""
+    """Returns the layers of a U-Net of networks.py, with a Stash and a Join for each skip."""
     layers: Layers = []
     for name, layer in model.named_children():
         skip, _, kind = name.rpartition("_")
         if kind in ("stash", "join"):
-            make = Stash if kind == "stash" else Join
-            layer = make(re.sub("^(down|up)", "level", skip), getattr(layer, "downsample", None))
+            layer = (Stash if kind == "stash" else Join)(re.sub("^(down|up)", "level", skip), None)
         layers.append(layer)
     return layers
+
+
+def resnet(model: torchvision.models.ResNet) -> Layers:
+    """Returns the layers of a ResNet, with a Stash and a Join for each skip. The projection of the shortcut is on the side
+    of the skip where the tensor to store and send is smaller."""
+    layers: Layers = [model.conv1, model.bn1, model.relu, model.maxpool]
+    for group in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for block in group:
+            projection = block.downsample
+            conv = None if projection is None else projection[0]
+            grows = conv is not None and conv.out_channels > conv.in_channels * conv.stride[0] ** 2
+            name = f"layer{len(layers)}"
+            layers += [Stash(name, None if grows else projection), block.conv1, block.bn1]
+            for number in range(2, 4 if hasattr(block, "conv3") else 3):
+                parts = getattr(block, f"conv{number}"), getattr(block, f"bn{number}")
+                layers += [nn.ReLU(inplace=True), *parts]
+            layers += [Join(name, projection if grows else None), nn.ReLU(inplace=True)]
+    return [*layers, model.avgpool, nn.Flatten(1), model.fc]
 
 
 class Patches(nn.Module):
@@ -146,5 +163,4 @@ def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
         return [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)], torch.randn(1024, 1024)
     if model == "unet":
         return flat(networks.unet(base_channels=16)), torch.randn(16, 3, 96, 96)
-    make = networks.resnet18 if model == "resnet18" else networks.resnet50
-    return flat(make()), torch.randn(16 * chunks, 3, 64, 64)
+    return resnet(getattr(torchvision.models, model)()), torch.randn(16 * chunks, 3, 64, 64)

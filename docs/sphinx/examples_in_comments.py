@@ -1,4 +1,5 @@
-"""Doxygen's filter for headers: turns indented lines after an empty line of a comment into a code block."""
+"""Doxygen's filter for headers: turns indented lines after an empty line of a comment into a code block. Leaves out
+specializations of LibTorch's templates, whose scope Doxygen does not know."""
 
 import re
 import sys
@@ -29,4 +30,5 @@ def filtered(lines: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as header:
-        print("\n".join(filtered(header.read().split("\n"))), end="")
+        text = re.sub(r"^template <>\nstruct torch::.*$", "\n", header.read(), flags=re.MULTILINE)
+    print("\n".join(filtered(text.split("\n"))), end="")

@@ -1,21 +1,17 @@
 #pragma once
 
-#include <cstddef>
 #include <filesystem>
-#include <limits>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 
 namespace gpipe::examples {
 
-/// Returns the bytes of a regular file, or only the first ones. Errors: std::runtime_error with the reason alone.
-std::string read_file(const std::filesystem::path& path, std::size_t most = std::numeric_limits<std::size_t>::max());
+/// Returns the bytes of a regular file. Errors: std::runtime_error with the reason alone.
+std::string read_file(const std::filesystem::path& path);
 
 /// Creates or replaces a file. Errors: std::runtime_error with the path and the reason.
 void write_file(const std::filesystem::path& path, std::string_view bytes);
-
-/// The same, but the path always names a complete file: the old one until the new one is written.
-void replace_file(const std::filesystem::path& path, std::string_view bytes);
 
 /// Puts the path before the message of any std::runtime_error of the call.
 template <class Call>

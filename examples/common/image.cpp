@@ -11,7 +11,6 @@
 #include <string_view>
 
 #include "absl/strings/ascii.h"
-#include "examples/common/exif.h"
 #include "examples/common/files.h"
 
 namespace gpipe::examples {
@@ -30,11 +29,40 @@ constexpr std::array<Kind, 5> kKinds{{{"JPEG", "\xff\xd8\xff"},
                                       {"TIFF", std::string_view("II*\0", 4)},
                                       {"TIFF", std::string_view("MM\0*", 4)}}};
 
+// Returns how viewers turn a JPEG or PNG: EXIF's orientation, 1 to 8. 1 is as stored, and the default.
+int exif_orientation(std::string_view bytes) {
+  constexpr std::size_t kOrientation = 0x112;
+  for (const std::string_view mark : {std::string_view("Exif\0\0", 6), std::string_view("eXIf")}) {  // of JPEG, PNG
+    const auto begin = bytes.find(mark);
+    if (begin == std::string_view::npos) continue;
+    const auto exif = bytes.substr(begin + mark.size());
+    const bool little_endian = exif.starts_with("II");
+    const auto number = [&](std::size_t at, std::size_t count) {  // 0 beyond the end
+      std::size_t value = 0;
+      for (std::size_t i = 0; i < count && at + count <= exif.size(); ++i) {
+        value = value << 8 | static_cast<std::uint8_t>(exif[at + (little_endian ? count - 1 - i : i)]);
+      }
+      return value;
+    };
+    const auto first = number(4, 4);
+    const auto fields = number(first, 2);
+    for (std::size_t field = first + 2; field < first + 2 + 12 * fields; field += 12) {
+      const auto value = number(field + 8, 2);
+      if (number(field, 2) == kOrientation && 1 <= value && value <= 8) return static_cast<int>(value);
+    }
+  }
+  return 1;
+}
+
+void start_graphics_magick() {
+  static const auto once = MagickLib::InitializeMagickEx(nullptr, MAGICK_OPT_NO_SIGNAL_HANDER, nullptr);
+  if (once == MagickFail) throw std::runtime_error("GraphicsMagick cannot start");
+}
+
 class File {
  public:
   explicit File(const std::filesystem::path& path) : bytes_(read_file(path)) {
-    static const auto once = MagickLib::InitializeMagickEx(nullptr, MAGICK_OPT_NO_SIGNAL_HANDER, nullptr);
-    if (once == MagickFail) throw std::runtime_error("GraphicsMagick cannot start");
+    start_graphics_magick();
     if (bytes_.empty()) throw std::runtime_error("the file is empty");
     const auto begins = [&](const Kind& kind) { return bytes_.starts_with(kind.begin); };
     const auto kind = std::ranges::find_if(kKinds, begins);
@@ -59,12 +87,8 @@ class File {
   at::Tensor decode(const std::optional<Size>& wanted) const {
     Magick::Image image;
     const auto hint = wanted && orientation_ > 4 ? Size{wanted->height, wanted->width} : wanted.value_or(Size{});
-    if (kind_ == "JPEG" && wanted) {
-      image.read(blob(), Magick::Geometry(static_cast<unsigned>(hint.width), static_cast<unsigned>(hint.height)),
-                 kind_);
-    } else {
-      image.read(blob(), Magick::Geometry(), kind_);
-    }
+    const Magick::Geometry smallest(static_cast<unsigned>(hint.width), static_cast<unsigned>(hint.height));
+    image.read(blob(), kind_ == "JPEG" && wanted ? smallest : Magick::Geometry(), kind_);
     if (image.colorSpace() == Magick::CMYKColorspace) image.colorSpace(Magick::RGBColorspace);
     const auto width = static_cast<std::int64_t>(image.columns()), height = static_cast<std::int64_t>(image.rows());
     auto pixels = at::empty({height, width, 3}, at::kShort);
@@ -168,6 +192,29 @@ at::Tensor resize_nearest(const at::Tensor& labels, Size size) {
   if (labels.size(0) == size.height && labels.size(1) == size.width) return labels;
   const auto batch = labels.view({1, 1, labels.size(0), labels.size(1)});
   return at::_upsample_nearest_exact2d(batch, {size.height, size.width})[0][0];
+}
+
+void write_png(const std::filesystem::path& path, const at::Tensor& image) {
+  start_graphics_magick();
+  const auto colors = (image.dim() == 2 ? image.expand({3, -1, -1}) : image).permute({1, 2, 0}).contiguous();
+  Magick::Image picture(static_cast<unsigned>(colors.size(1)), static_cast<unsigned>(colors.size(0)), "RGB",
+                        Magick::CharPixel, colors.const_data_ptr());
+  picture.magick("PNG");
+  picture.depth(8);
+  Magick::Blob png;
+  picture.write(&png);
+  write_file(path, {static_cast<const char*>(png.data()), png.length()});
+}
+
+at::Tensor draw_table(const std::vector<at::Tensor>& columns) {
+  constexpr std::int64_t kSmallestTile = 256, kGap = 4;
+  std::vector<at::Tensor> drawn;
+  for (const auto& tiles : columns) {
+    const auto factor = (kSmallestTile - 1) / std::max(tiles.size(2), tiles.size(3)) + 1;
+    const auto enlarged = tiles.repeat_interleave(factor, 2).repeat_interleave(factor, 3);
+    drawn.push_back(at::cat(at::constant_pad_nd(enlarged, {0, kGap, 0, kGap}).unbind(0), 1));
+  }
+  return at::cat(drawn, 2).clamp(0, 1).mul(255).round().to(at::kByte);
 }
 
 }  // namespace gpipe::examples

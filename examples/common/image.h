@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace gpipe::examples {
 
@@ -44,5 +45,10 @@ at::Tensor read_numbers(const std::filesystem::path& path);
 at::Tensor resize_smoothly(const at::Tensor& image, Size size);
 /// Takes the nearest pixel, so that classes remain classes.
 at::Tensor resize_nearest(const at::Tensor& labels, Size size);
+
+/// Writes a PNG file. Errors: std::runtime_error with the path.
+void write_png(const std::filesystem::path& path, const at::Tensor& image);
+/// Returns a picture of columns of images, [n, 3, h, w] with values 0 to 1. Enlarges small ones by a whole number.
+at::Tensor draw_table(const std::vector<at::Tensor>& columns);
 
 }  // namespace gpipe::examples

@@ -14,19 +14,15 @@
 
 namespace gpipe::examples {
 
-inline constexpr char kAuto[] = "auto";  ///< the fastest balance or schedule; of --resume, the latest snapshot
-
 /// How to run a program's model.
 struct PipelineOptions {
   std::int64_t batch_size = 1;
-  int stages = 2;                         ///< workers, if the schedule is kAuto
-  int stages_per_worker = 1;              ///< must divide `stages`
-  std::string schedule = "gpipe";         ///< a name; @FILE, which must leave stages_per_worker at 1; or kAuto
-  std::string balance = "by-time";        ///< "by-time", "by-size", kAuto, or "": given by `layers`
-  std::vector<std::int64_t> layers = {};  ///< per stage
+  int stages = 2;
+  std::vector<std::int64_t> layers = {};  ///< per stage; empty: stages of equal measured time
   std::int64_t chunks = 2;
+  std::string schedule = "gpipe";
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  std::vector<std::string> devices = {};   ///< one per worker, or one for all; empty: the GPUs in turn, or the CPU
+  std::vector<std::string> devices = {};   ///< of this process's workers, or one for all; empty: GPipe's default
   int replicas = 1;                        ///< equal pipelines, each for a part of the mini-batch
   std::shared_ptr<Ranks> ranks = nullptr;  ///< the processes that train together; null: this one alone
 };
@@ -41,11 +37,8 @@ struct TrainingOptions : PipelineOptions {
   double clip = 0;                                ///< largest norm of the gradient; 0: no limit
   bool amp = false;                               ///< autocast in bfloat16
   std::uint64_t seed = 0;
-  std::filesystem::path resume;     ///< a snapshot to continue from, or kAuto; empty: none
-  std::filesystem::path load;       ///< a snapshot to take the weights from; empty: none
+  std::filesystem::path resume;     ///< a snapshot to continue from, or "auto"; empty: none
   std::int64_t snapshot_every = 0;  ///< steps of an epoch between snapshots; 0: only after each epoch
-  std::filesystem::path trace;      ///< file for the timeline of a step; empty: none
-  bool profile = false;             ///< print the costs of each layer
 };
 
 /// Checks a finite number from `low` to `high`, for CLI::Option::check().
@@ -56,13 +49,6 @@ CLI::Validator in_range(double low, double high = 1 << 20);
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 /// Adds all flags of a training program.
 void add_training_options(CLI::App& app, TrainingOptions& options);
-
-/// The number of workers that the schedule and stages_per_worker need. Errors: std::invalid_argument for a schedule
-/// that is unknown or does not fit.
-int worker_count(const PipelineOptions& options);
-
-/// One device per worker. Errors: std::invalid_argument for another number of devices; c10::Error for another name.
-std::vector<torch::Device> place(const PipelineOptions& options);
 
 /// A program's main(): parses the command line and calls `run`, which returns the exit code. Errors become one line on
 /// standard error and exit code 1, including errors of standard output and of files that reach a size limit.

@@ -3,7 +3,6 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +15,7 @@ namespace gpipe::examples {
 /// A pipeline for training, and what a step of it should cost.
 struct Planned {
   GPipe pipe = nullptr;
-  std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
+  std::optional<Prediction> prediction = {};  ///< the first process's, with at least two images per micro-batch
 };
 
 /// Checks stages, layers, devices, schedule and processes, before anything is written or measured.
@@ -24,14 +23,12 @@ struct Planned {
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
 
 /// Measures the model for images of that shape, cuts it, and prints the plan. Over ranks, rank 0 measures, as if it had
-/// all workers, and tells the others. Keeps the options' chunks, checkpoint mode and schedule, or with --balance auto
-/// replaces them.
-Planned plan_training(const torch::nn::Sequential& model, const std::string& name, TrainingOptions& options,
+/// all workers, and tells the others the balance.
+Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions& options,
                       const std::vector<std::int64_t>& image_shape);
 
-/// A pipeline for inference only, with the options' balance and chunks. Measures only if the cut needs it. Prints the
-/// stages.
-GPipe plan_inference(const torch::nn::Sequential& model, const std::string& name, const PipelineOptions& options,
+/// A pipeline for inference only. Measures only if the cut needs it.
+GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& options,
                      const std::vector<std::int64_t>& image_shape);
 
 }  // namespace gpipe::examples

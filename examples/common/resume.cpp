@@ -2,13 +2,8 @@
 
 #include <iostream>
 #include <regex>
-#include <set>
 #include <stdexcept>
-
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "examples/common/files.h"
-#include "examples/common/processes.h"
+#include <vector>
 
 namespace gpipe::examples {
 namespace {
@@ -32,11 +27,6 @@ bool resumes_in_place(const TrainingOptions& options) {
   return !options.resume.empty() && fs::equivalent(fs::absolute(options.resume).parent_path(), options.output, error);
 }
 
-bool is_output(const std::string& name) {
-  static const std::set<std::string> kFiles = {kHistoryFile, kCurvesFile, kLatestSnapshot, kBestSnapshot};
-  return kFiles.contains(name) || std::regex_match(name, std::regex("epoch_[0-9]+\\.png"));
-}
-
 }  // namespace
 
 void check_identity(const Identity& identity, const Snapshot& snapshot, const fs::path& path) {
@@ -53,7 +43,7 @@ void check_identity(const Identity& identity, const Snapshot& snapshot, const fs
 }
 
 std::optional<Snapshot> read_resumed(TrainingOptions& options, const Identity& identity) {
-  if (options.resume == kAuto) find_snapshot(options);
+  if (options.resume == "auto") find_snapshot(options);
   if (options.resume.empty()) return std::nullopt;
   auto snapshot = read_snapshot(options.resume);
   check_identity(identity, snapshot, options.resume);
@@ -61,28 +51,25 @@ std::optional<Snapshot> read_resumed(TrainingOptions& options, const Identity& i
 }
 
 void prepare_output(const TrainingOptions& options) {
-  std::vector<std::string> names;
-  for (const auto* name : {kLatestSnapshot, kBestSnapshot}) {
-    if (fs::exists(options.output / name)) names.emplace_back(name);
-  }
-  if (!names.empty() && !options.overwrite && !resumes_in_place(options)) {
-    throw std::runtime_error(absl::StrCat(
-        options.output.string(), " holds an earlier training (", absl::StrJoin(names, ", "), "); give --resume ",
-        (options.output / names.front()).string(), " to continue it, --overwrite to replace it, or another --output"));
+  const auto latest = options.output / kLatestSnapshot, best = options.output / kBestSnapshot;
+  if (!options.overwrite && !resumes_in_place(options) && (fs::exists(latest) || fs::exists(best))) {
+    throw std::runtime_error(options.output.string() + " holds an earlier training; give --resume " +
+                             (fs::exists(latest) ? latest : best).string() +
+                             " to continue it, --overwrite to replace it, or another --output");
   }
   std::error_code error;
   fs::create_directories(options.output, error);
   if (error) {
     throw std::runtime_error("cannot create the folder " + options.output.string() + ": " + error.message());
   }
-  if (!options.trace.empty()) write_file(options.trace, "");
 }
 
 void remove_earlier_training(const TrainingOptions& options) {
   if (!options.overwrite || resumes_in_place(options)) return;
+  const std::regex written("history\\.csv|(latest|best)\\.snapshot|epoch_[0-9]+\\.png");
   const std::vector<fs::directory_entry> entries(fs::directory_iterator(options.output), {});
   for (const auto& entry : entries) {
-    if (is_output(entry.path().filename().string())) fs::remove(entry.path());
+    if (std::regex_match(entry.path().filename().string(), written)) fs::remove(entry.path());
   }
 }
 

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/nn/module.h>
-
 #include <map>
 #include <optional>
 #include <string>
@@ -13,7 +11,6 @@ namespace gpipe::examples {
 
 // Files that a training writes into options.output, besides epoch_NNN.png.
 inline constexpr char kHistoryFile[] = "history.csv";
-inline constexpr char kCurvesFile[] = "curves.png";
 inline constexpr char kLatestSnapshot[] = "latest.snapshot";
 inline constexpr char kBestSnapshot[] = "best.snapshot";
 
@@ -30,8 +27,8 @@ void check_identity(const Identity& identity, const Snapshot& snapshot, const st
 /// that is missing, damaged or of another training.
 std::optional<Snapshot> read_resumed(TrainingOptions& options, const Identity& identity);
 
-/// Creates the output folder. Errors: std::runtime_error if files cannot be written there, or if it holds an earlier
-/// training that the run neither resumes nor overwrites.
+/// Creates the output folder. Errors: std::runtime_error if it holds an earlier training that the run neither resumes
+/// nor overwrites, or if it cannot be created.
 void prepare_output(const TrainingOptions& options);
 
 /// With --overwrite, removes what an earlier training wrote. Other files and drawn data stay. Does nothing if the run

@@ -9,20 +9,21 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <numbers>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "balance/report.h"
-#include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "examples/common/plan.h"
 #include "examples/common/processes.h"
-#include "examples/common/progress.h"
 #include "gpipe/gradients.h"
 #include "gpipe/loss.h"
 #include "gpipe/options.h"
@@ -33,8 +34,6 @@ namespace gpipe::examples {
 namespace {
 
 namespace fs = std::filesystem;
-
-// --- Signals
 
 volatile std::sig_atomic_t received = 0;
 
@@ -57,13 +56,13 @@ void record_signals(bool over_ranks) {
   }
 }
 
-// --- What a step takes, forward and backward
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 /// Times steps of whole mini-batches, and traces the second of all steps, after one that warms up.
 class StepRecord {
  public:
-  explicit StepRecord(fs::path trace) : trace_(std::move(trace)) {}
-
   void begin(GPipe& pipe) {
     timeline_ = ++count_ == 2 ? std::make_shared<Timeline>() : nullptr;
     pipe->trace(timeline_);
@@ -74,13 +73,10 @@ class StepRecord {
     for (const auto& device : pipe->devices()) {
       if (device.is_cuda()) torch::cuda::synchronize(device.index());
     }
-    const std::chrono::duration<double> passed = Clock::now() - start_;
-    if (whole && count_ > 2) seconds_.push_back(passed.count());
+    if (whole && count_ > 2) seconds_.push_back(seconds_since(start_));
     if (!timeline_) return;
     const auto timeline = pipe->team().gather(*timeline_);
-    if (!is_first(pipe->options().ranks())) return;
-    bytes_ = timeline.peak_bytes();
-    if (!trace_.empty()) write_file(trace_, to_chrome_json(timeline));
+    if (is_first(pipe->options().ranks())) bytes_ = timeline.peak_bytes();
   }
 
   void print(const std::optional<Prediction>& prediction) const {
@@ -96,17 +92,12 @@ class StepRecord {
   }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
-  const fs::path trace_;
   int count_ = 0;
   Clock::time_point start_;
   std::shared_ptr<Timeline> timeline_;
   std::vector<double> seconds_;
   std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
 };
-
-// --- The training loop
 
 class Trainer {
  public:
@@ -119,8 +110,7 @@ class Trainer {
         identity_(std::move(identity)),
         columns_(std::move(columns)),
         optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options.learning_rate)),
-        writes_(is_first(options.ranks)),
-        record_(options.trace) {
+        writes_(is_first(options.ranks)) {
     for (const auto& column : columns_) history_[column];
   }
 
@@ -143,7 +133,11 @@ class Trainer {
               << " as " << options_.chunks << " micro-batches" << replicas << std::endl;
     record_signals(options_.ranks != nullptr);
     while (epoch_ < options_.epochs && !stops()) {
-      if (!train(epoch_ + 1) || !validate(epoch_ + 1)) save(kLatestSnapshot);
+      if (train(epoch_ + 1)) {
+        validate(epoch_ + 1);
+      } else {
+        save(kLatestSnapshot);
+      }
     }
     record_.print(prediction_);
     const auto latest = (options_.output / kLatestSnapshot).string();
@@ -155,8 +149,7 @@ class Trainer {
     const auto best = std::max_element(scores.begin(), scores.end());
     std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], *best,
                                  best - scores.begin() + 1, options_.output.string())
-              << kHistoryFile << ", " << kCurvesFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot
-              << (options_.trace.empty() ? "" : ", " + options_.trace.string()) << std::endl;
+              << kHistoryFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot << std::endl;
     return 0;
   }
 
@@ -167,12 +160,13 @@ class Trainer {
     return signal_ != 0;
   }
 
-  // Checks that the schedule fits the whole mini-batches and the last one of an epoch.
+  // Checks that the schedule fits the whole mini-batches and the last one of an epoch, and each replica's part.
   void check_mini_batches() {
     const auto last = task_.training_images() % options_.batch_size;
     for (const auto images : {options_.batch_size, last > 0 ? last : options_.batch_size}) {
-      for (const auto part : part_sizes(options_.ranks, images)) {
-        const auto chunks = micro_batch_sizes(part, options_.chunks, /*split_size=*/0).size();
+      for (int replica = 0; replica < options_.replicas; ++replica) {
+        const auto part = options_.ranks ? options_.ranks->part(images, replica) : std::pair(std::int64_t{0}, images);
+        const auto chunks = micro_batch_sizes(part.second - part.first, options_.chunks, /*split_size=*/0).size();
         pipe_->program(static_cast<int>(chunks));
       }
     }
@@ -181,19 +175,26 @@ class Trainer {
   // Trains an epoch from batch_ on. Returns false if a signal ended it.
   bool train(int epoch) {
     pipe_->train();
-    const double done = (epoch - 1.0) / options_.epochs;
-    const double factor =
-        options_.learning_rate_schedule == "constant" ? 1 : (1 + std::cos(std::numbers::pi * done)) / 2;
+    const bool constant = options_.learning_rate_schedule == "constant";
+    const double factor = constant ? 1 : (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
     for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
     auto examples = task_.training(epoch, batch_);
-    Progress progress(absl::StrCat("epoch ", epoch), std::max<std::int64_t>(1, task_.training_images() - seen_));
+    const auto before = seen_;
+    const auto start = Clock::now();
+    double shown = 0;
     while (const auto example = examples()) {
-      const auto images = std::min(options_.batch_size, task_.training_images() - seen_);
-      progress.add(images, step(*example, images));
+      const double loss = step(*example, std::min(options_.batch_size, task_.training_images() - seen_));
+      const double passed = seconds_since(start);
+      images_per_second_ = static_cast<double>(seen_ - before) / passed;
+      if (passed - shown > 10) {
+        shown = passed;
+        std::cout << absl::StrFormat("epoch %d: %d/%d images, loss %.4f, %.1f images/s", epoch, seen_,
+                                     task_.training_images(), loss, images_per_second_)
+                  << std::endl;
+      }
       if (stops()) return false;
       if (options_.snapshot_every > 0 && batch_ % options_.snapshot_every == 0) save(kLatestSnapshot);
     }
-    images_per_second_ = progress.images_per_second();
     return true;
   }
 
@@ -213,18 +214,13 @@ class Trainer {
     return value;
   }
 
-  // Validates an epoch and completes it. Returns false if a signal stopped the validation.
-  bool validate(int epoch) {
-    const auto random = capture_random();
+  // Validates an epoch and completes it.
+  void validate(int epoch) {
     pipe_->trace(nullptr);
     pipe_->eval();
     const auto picture = writes_ ? options_.output / absl::StrFormat("epoch_%03d.png", epoch) : fs::path();
     const torch::NoGradGuard no_grad;
-    auto values = task_.validate(pipe_, picture, [this] { return stops(); });
-    if (values.empty()) {
-      restore_random(random);  // the resumed run validates from the start
-      return false;
-    }
+    auto values = task_.validate(pipe_, picture);
     values.insert(values.begin(), {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)});
     values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
     for (std::size_t i = 0; i < columns_.size(); ++i) history_[columns_[i]].push_back(values[i]);
@@ -244,7 +240,6 @@ class Trainer {
       std::cout << absl::StrFormat("%s %s %.4f", i > 1 ? "," : "", columns_[i], values[i]);
     }
     std::cout << std::endl;
-    return true;
   }
 
   void write_history() const {
@@ -255,10 +250,9 @@ class Trainer {
       };
       absl::StrAppend(&csv, absl::StrJoin(columns_, ",", add), "\n");
     }
-    replace_file(options_.output / kHistoryFile, csv);
-    auto curves = history_;
-    for (const auto* column : {"epoch", "learning_rate", "images_per_second"}) curves.erase(column);
-    if (epoch_ > 0) draw_curves(curves).write(options_.output / kCurvesFile);
+    const auto path = options_.output / kHistoryFile, temporary = options_.output / "history.csv.tmp";
+    write_file(temporary, csv);
+    fs::rename(temporary, path);  // the path always names a complete file
   }
 
   void save(const std::string& name) {
@@ -297,6 +291,22 @@ class Trainer {
   std::map<std::string, std::vector<double>> history_;
 };
 
+// Joins the processes that torchrun has started together with this one.
+std::shared_ptr<Ranks> join_processes(int replicas) {
+  // A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
+  const char* size = std::getenv("WORLD_SIZE");
+  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1"))) {
+    if (replicas == 1) return nullptr;
+    throw std::invalid_argument(
+        absl::StrCat("--replicas is ", replicas, ", but there is one process; start as many per stage with torchrun"));
+  }
+  auto ranks = Ranks::from_environment(RanksOptions().replicas(replicas));
+  if (!is_first(ranks) && std::freopen("/dev/null", "w", stdout) == nullptr) {
+    throw std::runtime_error("cannot open /dev/null");
+  }
+  return ranks;
+}
+
 }  // namespace
 
 int run_training(TrainingOptions options, const Program& program) {
@@ -322,13 +332,6 @@ int run_training(TrainingOptions options, const Program& program) {
   auto model = program.make_model();
   check_pipeline(model, options);
   if (start) restore_model(*model, start->model);
-  if (!start && !options.load.empty()) restore_model(*model, read_weights(options.load));
-  if (options.amp) {  // on this thread, whose calls of a pipeline hand it on; the loss needs no scaling
-    for (const auto& device : place(options)) {
-      at::autocast::set_autocast_enabled(device.type(), true);
-      at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
-    }
-  }
 
   run_first(options.ranks, [&] {
     prepare_output(options);
@@ -337,7 +340,12 @@ int run_training(TrainingOptions options, const Program& program) {
   const auto task = program.load(options.ranks);
   identity["images"] = absl::StrCat(task->training_images());
   if (start) check_identity(identity, *start, options.resume);
-  auto planned = plan_training(model, program.name, options, task->image_shape());
+  auto planned = plan_training(model, options, task->image_shape());
+  for (const auto& device : planned.pipe->devices()) {
+    if (!options.amp) continue;  // on this thread, whose calls of a pipeline hand it on; the loss needs no scaling
+    at::autocast::set_autocast_enabled(device.type(), true);
+    at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
+  }
   run_first(options.ranks, [&] { remove_earlier_training(options); });
   Trainer trainer(std::move(planned), *task, options, identity, columns);
   if (start) trainer.resume(*start);

@@ -25,9 +25,6 @@ struct Example {
 /// Returns the mini-batches in order, then std::nullopt.
 using Examples = std::function<std::optional<Example>()>;
 
-/// Asked before each mini-batch of a validation: whether the program should stop.
-using Stops = std::function<bool()>;
-
 /// The data, loss and validation of a training program. The rest is the same in all training programs.
 class Task {
  public:
@@ -43,14 +40,12 @@ class Task {
   virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const = 0;
 
   /// Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All
-  /// processes get the same scores. Draws a picture of the results, unless its path is empty. Returns no scores if it
-  /// was stopped.
-  virtual std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) = 0;
+  /// processes get the same scores. Draws a picture of the results, unless its path is empty.
+  virtual std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture) = 0;
 };
 
 /// What a training program adds to the flags of all.
 struct Program {
-  std::string name;                 ///< of the model
   Identity identity;                ///< the program's own flags that decide its result
   std::vector<std::string> scores;  ///< that the task computes; the epoch with the highest first score is the best
   std::function<torch::nn::Sequential()> make_model;
@@ -60,8 +55,8 @@ struct Program {
 
 /// Trains a program's model on its task as a pipeline, by GPipe::step(). Returns the program's exit code.
 ///
-/// Writes into options.output: history.csv, curves.png, epoch_NNN.png, latest.snapshot and best.snapshot. After SIGINT
-/// or SIGTERM it finishes the mini-batch, of training or validation, writes latest.snapshot and returns. A resumed run
+/// Writes into options.output: history.csv, epoch_NNN.png, latest.snapshot and best.snapshot. After SIGINT
+/// or SIGTERM it finishes the mini-batch or the validation, writes latest.snapshot and returns. A resumed run
 /// ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the schedule
 /// sums their gradients are the same. In several processes, all train, and the first writes.
 ///

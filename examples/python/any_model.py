@@ -16,12 +16,16 @@ pipe = gpipe.GPipe.from_module(
     model, kwargs={"input_ids": tokens, "use_cache": False}, stages=2, chunks=4, schedule="1f1b"
 )
 print("layers per stage:", pipe.balance)
+
+
+def criterion(output, ids):
+    return cross_entropy(output.logits[:, :-1].mT, ids[:, 1:])
+
+
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
 for step in range(40):
     optimizer.zero_grad()
-    loss = pipe.step(
-        {"input_ids": tokens}, tokens, lambda output, ids: cross_entropy(output.logits[:, :-1].mT, ids[:, 1:])
-    )
+    loss = pipe.step({"input_ids": tokens}, tokens, criterion)
     optimizer.step()
     if step % 10 == 9:
         print(f"step {step + 1}: loss {loss:.3f}")

@@ -4,13 +4,12 @@
     torchrun --nproc-per-node 2 attention_residuals.py --ranks
 
 A layer with attention residuals (Kimi Team, arXiv:2603.15031) reads the outputs of all earlier blocks. A pipeline sends
-each once to each worker that reads it. Prints the losses side by side while it trains, and draws them into --output.
+each once to each worker that reads it. Prints the losses side by side while it trains.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,31 +19,22 @@ from torch import Tensor, nn
 
 import gpipe
 
-MODELS = {"sums": "#888888", "attention": "#d62728"}  # how layers read earlier ones, and the color of the curve
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-    return int(text)
+MODELS = "sums", "attention"  # how layers read earlier ones
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, default=Path(argparse.__file__), metavar="FILE", help="text; its last tenth is held out")
-    add("--layers", type=positive, default=16, help="number of layers: attention and feed-forward networks in turn")
-    add("--block", type=positive, default=4, help="number of layers whose outputs are summed")
-    add("--width", type=positive, default=64, help="features of a position")
-    add("--length", type=positive, default=64, help="bytes of a sample")
-    add("--batch-size", type=positive, default=16, help="samples per mini-batch")
-    add("--steps", type=positive, default=300, help="mini-batches to train with")
+    add("--layers", type=int, default=16, help="number of layers: attention and feed-forward networks in turn")
+    add("--block", type=int, default=4, help="number of layers whose outputs are summed")
+    add("--width", type=int, default=64, help="features of a position")
+    add("--length", type=int, default=64, help="bytes of a sample")
+    add("--batch-size", type=int, default=16, help="samples per mini-batch")
+    add("--steps", type=int, default=300, help="mini-batches to train with")
     add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0")
     add("--seconds", type=float, default=5, help="for measuring each model, to choose its cut and its schedule")
     add("--ranks", action="store_true", help="divide the stages among the processes that torchrun starts")
-    add("--output", type=Path, default=Path("out/attention_residuals.svg"), metavar="FILE", help="for the picture")
     return parser.parse_args()
 
 
@@ -113,37 +103,9 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.mT, target)
 
 
-def draw(history: list[list[float]], path: Path) -> None:
-    """Draws the losses of the held-out text as a picture, in SVG. A row of the history has a step and the losses."""
-    losses = [loss for row in history for loss in row[1:]]
-    steps, low, high = history[-1][0], min(losses), max(losses) + 1e-6
-
-    def at(step: float, loss: float) -> str:
-        return f"{50 + 490 * step / steps:.1f},{250 - 210 * (loss - low) / (high - low):.1f}"
-
-    style = 'style="font: 12px sans-serif; background: white"'
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 560 300" {style}>']
-    lines.append('<text x="50" y="24">loss per byte of the held-out text</text>')
-    lines.append('<text x="295" y="290" text-anchor="middle">step</text>')
-    for part in (0, 0.25, 0.5, 0.75, 1):
-        loss, step = low + part * (high - low), part * steps
-        lines.append(f'<polyline points="{at(0, loss)} {at(steps, loss)}" stroke="#ddd"/>')
-        lines.append(f'<text x="44" y="{254 - 210 * part}" text-anchor="end">{loss:.2f}</text>')
-        lines.append(f'<text x="{50 + 490 * part}" y="270" text-anchor="middle">{step:.0f}</text>')
-    for model, (name, color) in enumerate(MODELS.items(), 1):
-        points = " ".join(at(row[0], row[model]) for row in history)
-        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        text = f"{name}: {history[-1][model]:.3f}"
-        lines.append(f'<text x="530" y="{40 + 20 * model}" text-anchor="end" fill="{color}">{text}</text>')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*lines, "</svg>", ""]))
-
-
 def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> None:
     first = ranks is None or ranks.rank == 0  # this process prints and writes
     text = torch.tensor(list(args.data.read_bytes()))
-    if len(text) < 20 * args.length:
-        raise ValueError(f"{args.data} has {len(text)} bytes; give at least 20 times --length, {20 * args.length}")
     samples = text.unfold(0, args.length + 1, 1)  # begin at each byte
     count = len(samples) // 10
     training, held_out = samples[: -count - args.length], samples[-count :: args.length]
@@ -158,7 +120,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> None:
         if first:
             print(f"{name}: {pipe.plan}")
 
-    history: list[list[float]] = []
     sums = [0.0] * len(pipes)  # of the losses since the last line of the table
     every = max(1, args.steps // 20)
     generator = torch.Generator().manual_seed(1)  # each process draws the same samples
@@ -173,28 +134,13 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> None:
             optimizer.step()
         if step % every == 0:
             losses = [pipe.evaluate(held_out[:, :-1], held_out[:, 1:], cross_entropy).item() for pipe in pipes]
-            history.append([step, *losses])
             if first:
                 cells = [f"{total / every:>14.3f}{loss:>8.3f}" for total, loss in zip(sums, losses)]
                 print(f"{step:>4}" + "".join(cells), flush=True)
             sums = [0.0] * len(pipes)
-    if first:
-        draw(history, args.output)
-        print(f"done: {args.steps} steps, in {args.output}")
-
-
-def main() -> int:
-    args = parse_args()
-    try:
-        with gpipe.Ranks.from_environment() if args.ranks else nullcontext() as ranks:
-            train(args, ranks)
-    except KeyboardInterrupt:
-        return 130
-    except (IndexError, OSError, RuntimeError, ValueError) as error:
-        print("error:", str(error).splitlines()[0], file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = parse_args()
+    with gpipe.Ranks.from_environment() if arguments.ranks else nullcontext() as processes:
+        train(arguments, processes)

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "examples/common/processes.h"
 #include "examples/common/random.h"
 #include "examples/common/trainer.h"
@@ -37,7 +38,7 @@ void add_options(CLI::App& app, Options& options) {
   options.learning_rate = 2e-3;
   add_training_options(app, options);
   app.add_option("--data", options.data,
-                 "folder with MNIST's four IDX files, uncompressed, or 'synthetic', which draws such files");
+                 "folder with MNIST's four IDX files, uncompressed, or 'synthetic' for drawn digits");
   app.add_option("--samples", options.samples,
                  "number of training images that 'synthetic' draws; it draws a sixth as many test images")
       ->check(in_range(60, 600000));
@@ -80,12 +81,11 @@ class ClassificationTask : public Task {
     return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
   }
 
-  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) override {
+  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& /*picture*/) override {
     const auto count = test_.input.size(0);
     auto pairs = torch::zeros({kClasses * kClasses}, torch::kLong);
     double loss_sum = 0;
     for (std::int64_t start = 0; start < count; start += batch_size_) {
-      if (stops()) return {};
       const auto [begin, end] = part_of(ranks_, std::min(batch_size_, count - start));
       const auto labels = test_.target.slice(0, start + begin, start + end);
       const auto logits = pipe->forward(test_.input.slice(0, start + begin, start + end)).cpu();
@@ -95,7 +95,11 @@ class ClassificationTask : public Task {
     }
     const auto* own = pairs.const_data_ptr<std::int64_t>();
     const auto counts = pipe->team().sum_over_replicas({own, own + pairs.numel()});
-    if (!picture.empty()) draw_confusion({counts.begin(), counts.end()}, kClasses).write(picture);
+    std::cout << "images by true class (rows) and predicted class:\n";
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      std::cout << absl::StrFormat("%7d%s", static_cast<std::int64_t>(counts[i]),
+                                   i % kClasses == kClasses - 1 ? "\n" : "");
+    }
     double right = 0;
     for (std::int64_t k = 0; k < kClasses; ++k) right += counts[k * (kClasses + 1)];
     loss_sum = pipe->team().sum_over_replicas({loss_sum}).front();
@@ -111,25 +115,18 @@ class ClassificationTask : public Task {
 };
 
 int train(const Options& options) {
-  const bool drawn = options.data == "synthetic";
-  const auto data = drawn ? options.output / "digits" : std::filesystem::path(options.data);
-  Program program{.name = "ResNet-18",
-                  .identity = {{"--small-images", absl::StrCat(options.small_images)}},
+  Program program{.identity = {{"--small-images", absl::StrCat(options.small_images)}},
                   .scores = {"accuracy", "test_loss"}};
   program.make_model = [&] {
     return models::resnet18(
         models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
   };
-  if (drawn) {
-    program.draw = [&] {
-      std::filesystem::create_directories(data);
-      write_idx(files_of(Part::kTraining, data), draw_digits(options.samples, options.seed, Part::kTraining));
-      write_idx(files_of(Part::kTest, data), draw_digits(options.samples / 6, options.seed, Part::kTest));
-    };
-  }
   program.load = [&](const std::shared_ptr<Ranks>& ranks) {
-    const auto training = to_example(read_idx(files_of(Part::kTraining, data), kClasses));
-    const auto test = to_example(read_idx(files_of(Part::kTest, data), kClasses));
+    const bool drawn = options.data == "synthetic";
+    const auto training =
+        to_example(drawn ? draw_digits(options.samples, options.seed) : read_idx(options.data, "train"));
+    const auto test =
+        to_example(drawn ? draw_digits(options.samples / 6, options.seed + 1) : read_idx(options.data, "t10k"));
     std::cout << "data: " << training.input.size(0) << " images to train, " << test.input.size(0) << " to test\n";
     return std::make_unique<ClassificationTask>(training, test, options.batch_size, options.seed, ranks);
   };

@@ -1,22 +1,22 @@
 #include "examples/unet/data.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <functional>
 #include <map>
-#include <set>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "examples/common/processes.h"
-#include "examples/common/progress.h"
 #include "examples/common/random.h"
-#include "gpipe/options.h"
 
 namespace gpipe::examples::unet {
 namespace {
@@ -46,16 +46,11 @@ FilesByStem files_by_stem(const fs::path& folder, const std::string& suffix = ""
   return files;
 }
 
-// Refuses stems of `wanted` that `present` lacks. Names up to five.
+// Refuses an image or a mask without its counterpart.
 void check_stems(const FilesByStem& wanted, const FilesByStem& present, const std::string& what) {
-  std::vector<std::string> missing;
   for (const auto& [stem, path] : wanted) {
-    if (!present.contains(stem)) missing.push_back(stem);
+    if (!present.contains(stem)) throw std::runtime_error(path.string() + " has no " + what);
   }
-  if (missing.empty()) return;
-  const auto more = missing.size() > 5 ? absl::StrCat(" and ", missing.size() - 5, " more") : "";
-  missing.resize(std::min<std::size_t>(missing.size(), 5));
-  throw std::runtime_error(what + absl::StrJoin(missing, ", ") + more);
 }
 
 torch::Tensor random_order(std::size_t count, const Random& random) {
@@ -63,22 +58,16 @@ torch::Tensor random_order(std::size_t count, const Random& random) {
   return torch::randperm(static_cast<std::int64_t>(count), at::detail::createCPUGenerator(copy.seed()));
 }
 
-// Shifts by up to an eighth of each side and repeats the edge. Recolours the image only.
+// Mirrors both, and recolours the image.
 void augment(torch::Tensor& image, torch::Tensor& mask, Random random) {
-  const bool mirror = random.chance(0.5);
-  for (const int side : {-1, -2}) {
-    const auto pixels = mask.size(side);
-    const auto shift = static_cast<std::int64_t>(random.between(-1, 1) * static_cast<double>(pixels) / 8);
-    auto places = (torch::arange(pixels) - shift).clamp(0, pixels - 1);
-    if (side == -1 && mirror) places = pixels - 1 - places;
-    image = image.index_select(side, places);
-    mask = mask.index_select(side, places);
+  if (random.chance(0.5)) {
+    image = image.flip(-1);
+    mask = mask.flip(-1);
   }
   const double contrast = random.between(0.8, 1.2);
-  const double brightness = random.between(-0.1, 0.1);
-  const auto tint = [&] { return static_cast<float>(random.between(0.9, 1.1)); };
-  const std::vector<float> tints = {tint(), tint(), tint()};
-  image = ((image - 0.5) * contrast + 0.5 + brightness).mul_(torch::tensor(tints).view({3, 1, 1})).clamp_(0, 1);
+  const auto tint = [&] { return static_cast<float>(0.5 + random.between(-0.1, 0.1)); };
+  const std::vector<float> middles = {tint(), tint(), tint()};
+  image = ((image - 0.5) * contrast + torch::tensor(middles).view({3, 1, 1})).clamp_(0, 1);
 }
 
 constexpr std::int64_t kGrey = (std::int64_t{1} << 32) + (1 << 16) + 1;  // the lightest but black
@@ -95,8 +84,8 @@ std::vector<Sample> list_samples(const fs::path& folder) {
   const auto images = files_by_stem(folder / "imgs");
   const auto masks = files_by_stem(folder / "masks", "_mask");
   if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no image, such as <image>.jpg");
-  check_stems(images, masks, (folder / "masks").string() + ": no mask (<image>_mask.png) for: ");
-  check_stems(masks, images, (folder / "imgs").string() + ": no image for the masks of: ");
+  check_stems(images, masks, "mask, such as " + (folder / "masks" / "<image>_mask.png").string());
+  check_stems(masks, images, "image in " + (folder / "imgs").string());
   std::vector<Sample> samples;
   for (const auto& [stem, image] : images) {
     const auto& mask = masks.at(stem);
@@ -109,23 +98,20 @@ std::vector<Sample> list_samples(const fs::path& folder) {
   return samples;
 }
 
-void check_masks(const std::vector<Sample>& samples, int classes, int workers) {
-  std::set<std::uint8_t> found;
-  std::deque<std::future<torch::Tensor>> read;
-  for (std::size_t next = 0, done = 0; done < samples.size(); ++done) {
-    for (; next < samples.size() && next < done + static_cast<std::size_t>(std::max(1, workers)); ++next) {
-      read.push_back(std::async(workers > 0 ? std::launch::async : std::launch::deferred, [&, next] {
-        return std::get<0>(at::_unique(read_labels(samples[next].mask, classes)));
-      }));
+void check_masks(const std::vector<Sample>& samples, int classes) {
+  std::vector<std::uint64_t> found(samples.size());  // a bit per class
+  at::parallel_for(0, static_cast<std::int64_t>(samples.size()), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      const auto counts = torch::bincount(read_labels(samples[i].mask, classes).flatten());
+      for (std::int64_t k = 0; k < counts.numel(); ++k) {
+        if (counts[k].item<std::int64_t>() > 0) found[i] |= std::uint64_t{1} << k;
+      }
     }
-    const auto labels = read.front().get();
-    read.pop_front();
-    found.insert(labels.const_data_ptr<std::uint8_t>(), labels.const_data_ptr<std::uint8_t>() + labels.numel());
-    show_percent("masks", static_cast<double>(done + 1) / static_cast<double>(samples.size()));
-  }
-  if (found.size() > 1) return;
+  });
+  const auto all = std::accumulate(found.begin(), found.end(), std::uint64_t{0}, std::bit_or<>());
+  if (std::popcount(all) > 1) return;
   throw std::runtime_error(absl::StrCat(samples.front().mask.parent_path().string(),
-                                        ": all pixels of all masks are of class ", static_cast<int>(*found.begin()),
+                                        ": all pixels of all masks are of class ", std::countr_zero(all),
                                         "; masks need black and the classes' colours"));
 }
 
@@ -183,55 +169,36 @@ torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {
   return class_colors(classes).index({labels.to(torch::kLong)}).permute({2, 0, 1});
 }
 
-Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
-    : samples_(std::move(samples)), size_(size), options_(std::move(options)), next_(options_.first_batch) {
-  if (options_.epoch) {
-    const auto order =
-        random_order(samples_.size(), Random(options_.seed, static_cast<std::uint64_t>(*options_.epoch)));
-    const auto in_order = std::exchange(samples_, {});
-    for (std::int64_t i = 0; i < order.numel(); ++i) samples_.push_back(in_order[order[i].item<std::int64_t>()]);
+Examples load(std::vector<Sample> samples, Size size, const LoaderOptions& options) {
+  if (options.epoch) {
+    const auto order = random_order(samples.size(), Random(options.seed, static_cast<std::uint64_t>(*options.epoch)));
+    const auto in_order = std::exchange(samples, {});
+    for (std::int64_t i = 0; i < order.numel(); ++i) samples.push_back(in_order[order[i].item<std::int64_t>()]);
   }
-  start_workers();
-}
-
-void Loader::start_workers() {
-  const auto count = static_cast<std::int64_t>(samples_.size());
-  while (next_ * options_.batch_size < count && static_cast<int>(decoded_.size()) < std::max(1, options_.workers)) {
-    const auto policy = options_.workers > 0 ? std::launch::async : std::launch::deferred;
-    decoded_.push_back(std::async(policy, [this, batch = next_++] {
-      if (options_.workers > 0) set_intraop_threads_of_this_thread(1);
-      return decode(batch);
-    }));
-  }
-}
-
-std::optional<Example> Loader::next() {
-  if (decoded_.empty()) return std::nullopt;
-  auto batch = decoded_.front().get();
-  decoded_.pop_front();
-  start_workers();
-  return batch;
-}
-
-Example Loader::decode(std::int64_t batch) const {
-  const auto first = batch * options_.batch_size;
-  const auto count = std::min(options_.batch_size, static_cast<std::int64_t>(samples_.size()) - first);
-  const auto [begin, end] = part_of(options_.ranks, count);
-  auto images = torch::empty({end - begin, 3, size_.height, size_.width});
-  auto labels = torch::zeros({end - begin, 1, size_.height, size_.width}, torch::kByte);
-  for (auto i = begin; i < end; ++i) {
-    const auto& sample = samples_[static_cast<std::size_t>(first + i)];
-    auto image = read_image(sample.image, size_).to(torch::kFloat).div_(255);
-    auto mask = labels[i - begin][0];
-    if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, options_.classes), size_);
-    if (options_.augment) {
-      const auto epoch = static_cast<std::uint64_t>(options_.epoch.value_or(0));
-      augment(image, mask, Random(options_.seed, (epoch << 32) + static_cast<std::uint64_t>(first + i) + 1));
-    }
-    images[i - begin].copy_(image);
-    labels[i - begin][0].copy_(mask);
-  }
-  return {images, labels};
+  const auto count = static_cast<std::int64_t>(samples.size());
+  auto next = options.first_batch * options.batch_size;
+  return [=, samples = std::move(samples)]() mutable -> std::optional<Example> {
+    if (next >= count) return std::nullopt;
+    const auto first = std::exchange(next, std::min(next + options.batch_size, count));
+    const auto [begin, end] = part_of(options.ranks, next - first);
+    auto images = torch::empty({end - begin, 3, size.height, size.width});
+    auto labels = torch::zeros({end - begin, 1, size.height, size.width}, torch::kByte);
+    at::parallel_for(first + begin, first + end, 1, [&, offset = first + begin](std::int64_t from, std::int64_t to) {
+      for (auto i = from; i < to; ++i) {
+        const auto& sample = samples[static_cast<std::size_t>(i)];
+        auto image = read_image(sample.image, size).to(torch::kFloat).div_(255);
+        auto mask = labels[i - offset][0];
+        if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, options.classes), size);
+        if (options.augment) {
+          const auto epoch = static_cast<std::uint64_t>(options.epoch.value_or(0));
+          augment(image, mask, Random(options.seed, (epoch << 32) + static_cast<std::uint64_t>(i) + 1));
+        }
+        images[i - offset].copy_(image);
+        labels[i - offset][0].copy_(mask);
+      }
+    });
+    return Example{images, labels};
+  };
 }
 
 }  // namespace gpipe::examples::unet

@@ -1,9 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <filesystem>
-#include <future>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -25,9 +23,9 @@ struct Sample {
 /// The samples of a folder in the layout of the Carvana data set, sorted by name:
 ///   folder/imgs/<stem>.jpg
 ///   folder/masks/<stem>_mask.png
-/// or with another ending of image.h. Other files are ignored. Errors: std::runtime_error, which names the files, if there are none, an image or a mask is
-/// alone, a file is not an image, or an image and its mask differ in size. Damage after a header shows on
-/// decoding.
+/// or with another ending of image.h. Other files are ignored. Errors: std::runtime_error, which names the files, if there
+/// are none, an image or a mask is alone, a file is not an image, or an image and its mask differ in size. Damage after a
+/// header shows on decoding.
 std::vector<Sample> list_samples(const std::filesystem::path& folder);
 
 struct Split {
@@ -47,8 +45,8 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
 
 inline constexpr int kMaxClasses = 64;
 
-/// Reads all masks, on so many threads. Errors: as read_labels(); std::runtime_error if all pixels are of one class.
-void check_masks(const std::vector<Sample>& samples, int classes, int workers);
+/// Reads all masks. Errors: as read_labels(); std::runtime_error if all pixels are of one class.
+void check_masks(const std::vector<Sample>& samples, int classes);
 
 /// The colours of the classes in masks, [classes, 3] of uint8.
 at::Tensor class_colors(int classes);
@@ -64,9 +62,8 @@ at::Tensor paint_labels(const at::Tensor& labels, int classes);
 
 struct LoaderOptions {
   std::int64_t batch_size = 4;
-  int workers = 2;  ///< threads that decode in advance; 0: next() decodes
   int classes = 2;
-  bool augment = false;  ///< mirror, shift and recolour at random; each epoch differs
+  bool augment = false;  ///< mirror and recolour at random; each epoch differs
   std::uint64_t seed = 0;
   std::optional<int> epoch = {};           ///< shuffles, by the seed and the epoch; empty: in the order of the samples
   std::int64_t first_batch = 0;            ///< earlier ones are skipped
@@ -74,26 +71,27 @@ struct LoaderOptions {
 };
 
 /// One pass over the samples in batches of images [n, 3, height, width] from 0 to 1 and labels [n, 1, height, width].
-/// The last batch can be smaller; a part can be empty. A batch does not depend on the number of workers, nor on
-/// first_batch.
+/// The last batch can be smaller; a part can be empty. A batch does not depend on first_batch.
 ///
-/// All samples are resized to one size, masks by the nearest pixel. A sample without a mask gets a mask of zeros.
-class Loader {
- public:
-  Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
+/// All samples are resized to one size, masks by the nearest pixel. A sample without a mask gets a mask of zeros. The
+/// calls raise the errors of the files' readers.
+Examples load(std::vector<Sample> samples, Size size, const LoaderOptions& options);
 
-  /// The next batch, or std::nullopt at the end. Errors: as the files' readers.
-  std::optional<Example> next();
+// --- Drawn data
 
- private:
-  void start_workers();
-  Example decode(std::int64_t batch) const;
-
-  std::vector<Sample> samples_;  // in the order of this pass
-  const Size size_;
-  const LoaderOptions options_;
-  std::int64_t next_;                         // the next batch to decode
-  std::deque<std::future<Example>> decoded_;  // the last member: its destructor waits for the workers
+struct Scene {
+  at::Tensor image;
+  at::Tensor mask;  ///< the class of each pixel
 };
+
+/// Draws a car in side view on a street, before blocks in the colours of cars, with noise.
+/// Classes of the mask: 0 background, 1 car, 2 windows, 3 wheels. Classes from `classes` on become 1.
+/// Errors: std::invalid_argument for more than 4 classes.
+Scene draw_scene(std::uint64_t seed, int number, Size size, int classes = 2);
+
+/// Writes scenes as PNG files in the layout of the Carvana data set: folder/imgs/0000.png with
+/// folder/masks/0000_mask.png, and so on. Replaces existing files of these names. Errors: as draw_scene();
+/// std::runtime_error with the path, if it cannot be written.
+void write_scenes(const std::filesystem::path& folder, int count, Size size, std::uint64_t seed, int classes);
 
 }  // namespace gpipe::examples::unet

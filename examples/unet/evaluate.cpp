@@ -48,7 +48,7 @@ int evaluate(const Options& options) {
   std::vector<std::filesystem::path> images;
   for (const auto& sample : samples) images.push_back(sample.image);
   std::vector<torch::Tensor> pairs;  // of each image
-  predict_images(options, images, "evaluate", [&](std::size_t number, const torch::Tensor& probabilities) {
+  predict_images(options, images, [&](std::size_t number, const torch::Tensor& probabilities) {
     const auto classes = static_cast<int>(probabilities.size(1));
     const auto truth = read_labels(samples[number].mask, classes);
     pairs.push_back(count_pairs(to_labels(probabilities)[0][0], truth, classes));

@@ -1,15 +1,12 @@
 // Writes the masks that a trained U-Net predicts for images, as a pipeline.
 
-#include <torch/nn/functional/pooling.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <map>
 #include <stdexcept>
 
-#include "absl/strings/str_cat.h"
-#include "examples/common/drawing.h"
+#include "examples/common/image.h"
 #include "examples/unet/data.h"
 #include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
@@ -21,8 +18,6 @@ namespace fs = std::filesystem;
 
 struct Options : PredictorOptions {
   std::vector<fs::path> input;
-  double threshold = 0.5;
-  bool probabilities = false;
   bool overlay = false;
 };
 
@@ -33,14 +28,7 @@ void add_options(CLI::App& app, Options& options) {
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_option(
-         "-t,--threshold", options.threshold,
-         "probability above which a pixel is of class 1; with more than two classes, the most probable class is taken")
-      ->check(in_range(0, 1));
-  app.add_flag("--probabilities", options.probabilities,
-               "also write NAME_probability_K.png for each class K except 0, white for certain");
-  app.add_flag("--overlay", options.overlay,
-               "also write NAME_overlay.png, the image with the mask tinted and outlined");
+  app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask tinted");
 }
 
 // Refuses images of the same name, because their masks would be the same file.
@@ -67,36 +55,22 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   return images;
 }
 
-// Tints the image where the labels are not 0, and outlines them: a light line inside and a dark line outside, so that
-// the outline is visible on any colour.
+// Tints the image where the labels are not 0.
 torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, int classes) {
-  namespace F = torch::nn::functional;
   const auto tint = classes == 2 ? torch::stack({labels * 255, labels * 0, labels * 0}) : paint_labels(labels, classes);
-  auto result = torch::where(labels > 0, image * 0.65 + tint * 0.35, image.to(torch::kFloat)).round();
-  const auto width = std::max<std::int64_t>(1, std::max(image.size(1), image.size(2)) / 300);
-  const auto neighbours = [&](const torch::Tensor& values) {
-    return F::max_pool2d(values.unsqueeze(0), F::MaxPool2dFuncOptions(2 * width + 1).stride(1).padding(width))[0];
-  };
-  const auto values = labels.to(torch::kFloat);
-  result.masked_fill_(neighbours(values.unsqueeze(0))[0] > values, 0);
-  result.masked_fill_(-neighbours(-values.unsqueeze(0))[0] < values, 255);
-  return result.to(torch::kByte);
+  return torch::where(labels > 0, image * 0.5 + tint * 0.5, image.to(torch::kFloat)).round().to(torch::kByte);
 }
 
 int predict(const Options& options) {
   const auto images = list_images(options.input);
-  predict_images(options, images, "predict", [&](std::size_t number, const torch::Tensor& probabilities) {
+  predict_images(options, images, [&](std::size_t number, const torch::Tensor& probabilities) {
     const auto& image = images[number];
     const auto classes = static_cast<int>(probabilities.size(1));
     const auto path = [&](const std::string& ending) {
       return options.output / (image.stem().string() + ending + ".png");
     };
-    const auto labels =
-        classes == 2 ? (probabilities[0][1] > options.threshold).to(torch::kByte) : to_labels(probabilities)[0][0];
+    const auto labels = to_labels(probabilities)[0][0];
     write_png(path("_mask"), paint_labels(labels, classes));
-    for (int k = 1; options.probabilities && k < classes; ++k) {
-      write_png(path(absl::StrCat("_probability_", k)), (probabilities[0][k] * 255).round().to(torch::kByte));
-    }
     if (options.overlay) write_png(path("_overlay"), overlay(read_image(image), labels, classes));
   });
   std::cout << "wrote " << images.size() << " masks to " << options.output.string() << "/" << std::endl;

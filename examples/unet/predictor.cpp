@@ -7,7 +7,6 @@
 #include <stdexcept>
 
 #include "examples/common/plan.h"
-#include "examples/common/progress.h"
 #include "examples/unet/data.h"
 #include "examples/unet/segmentation.h"
 #include "gpipe/snapshot.h"
@@ -22,14 +21,11 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options, const std::
   app.add_option("-s,--scale", options.scale,
                  "size of the network's input, relative to the files; by default as in training")
       ->check(in_range(0.001, 1));
-  app.add_option("--workers", options.workers,
-                 "number of threads that decode images in advance; 0: decode between batches")
-      ->check(in_range(0, 256));
   app.add_option("-o,--output", options.output, output);
 }
 
 void predict_images(const PredictorOptions& options, const std::vector<std::filesystem::path>& images,
-                    const std::string& label, const UsePrediction& use) {
+                    const UsePrediction& use) {
   namespace F = torch::nn::functional;
   const auto snapshot = read_snapshot(options.model);
   std::vector<Size> sizes;
@@ -48,25 +44,23 @@ void predict_images(const PredictorOptions& options, const std::vector<std::file
   const Size first_size = scaled(sizes.at(0), scale);
   auto fitting = options;
   fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(images.size()));
-  auto pipe = plan_inference(model, "U-Net", fitting, {3, first_size.height, first_size.width});
+  auto pipe = plan_inference(model, fitting, {3, first_size.height, first_size.width});
   pipe->eval();
   std::filesystem::create_directories(options.output);
 
   const torch::NoGradGuard no_grad;
-  Progress progress(label, static_cast<std::int64_t>(images.size()));
   for (std::size_t begin = 0, end = 0; begin < images.size(); begin = end) {
     // Consecutive images of the same size share batches.
     const Size size = scaled(sizes[begin], scale);
     std::vector<Sample> samples;
     for (; end < images.size() && scaled(sizes[end], scale) == size; ++end) samples.push_back({images[end]});
-    Loader loader(samples, size, {.batch_size = options.batch_size, .workers = options.workers});
-    for (std::size_t image = begin; const auto batch = loader.next();) {
+    const auto batches = load(samples, size, {.batch_size = options.batch_size});
+    for (std::size_t image = begin; const auto batch = batches();) {
       const auto probabilities = to_probabilities(pipe->forward(batch->input)).cpu();
       for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
         const std::vector<std::int64_t> whole = {sizes[image].height, sizes[image].width};
         use(image, F::interpolate(probabilities.narrow(0, i, 1),
                                   F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
-        progress.add(1);
       }
     }
   }

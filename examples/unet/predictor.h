@@ -14,7 +14,6 @@ namespace gpipe::examples::unet {
 struct PredictorOptions : PipelineOptions {
   std::filesystem::path model;  ///< a snapshot of the training program
   std::optional<double> scale;  ///< size of the network's input, relative to the image; empty: as in training
-  int workers = 2;              ///< see LoaderOptions
   std::filesystem::path output;
 };
 
@@ -26,9 +25,9 @@ using UsePrediction = std::function<void(std::size_t image, const torch::Tensor&
 
 /// Applies a trained U-Net to images of any size. Reads the snapshot, cuts the model, prints the stages and creates the
 /// output folder. If the cut needs measurements, they use the size of the first image. Then calls `use` for each image
-/// in order, and shows progress with the label. Errors: std::runtime_error with the file's name, for a file that is not a
-/// snapshot of the training program, or not an image.
+/// in order. Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training program, or not
+/// an image.
 void predict_images(const PredictorOptions& options, const std::vector<std::filesystem::path>& images,
-                    const std::string& label, const UsePrediction& use);
+                    const UsePrediction& use);
 
 }  // namespace gpipe::examples::unet

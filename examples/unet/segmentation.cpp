@@ -70,11 +70,6 @@ torch::Tensor to_labels(const torch::Tensor& probabilities) {
   return probabilities.argmax(1, /*keepdim=*/true).to(torch::kByte);
 }
 
-torch::Tensor paint(const torch::Tensor& probabilities) {
-  const auto colors = class_colors(static_cast<int>(probabilities.size(1))).to(torch::kFloat) / 255;
-  return torch::einsum("nkhw,kc->nchw", {probabilities, colors.to(probabilities.device())});
-}
-
 torch::Tensor one_hot(const torch::Tensor& labels, int classes) {
   const auto numbers = torch::arange(classes, labels.options()).view({1, classes, 1, 1});
   return (labels == numbers).to(torch::kFloat);

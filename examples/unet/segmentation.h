@@ -42,8 +42,6 @@ torch::Tensor to_probabilities(const torch::Tensor& logits);
 /// The most probable class of each pixel.
 torch::Tensor to_labels(const torch::Tensor& probabilities);
 
-/// Colours [n, 3, h, w] with values 0 to 1: the mean of the classes' colours, weighted by their probability.
-torch::Tensor paint(const torch::Tensor& probabilities);
 /// Labels as probabilities that are 0 or 1.
 torch::Tensor one_hot(const torch::Tensor& labels, int classes);
 

@@ -9,11 +9,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "examples/common/drawing.h"
+#include "examples/common/image.h"
 #include "examples/common/processes.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/data.h"
-#include "examples/unet/scene.h"
 #include "examples/unet/segmentation.h"
 
 namespace gpipe::examples::unet {
@@ -26,7 +25,6 @@ struct Options : TrainingOptions {
   double scale = 0.5;
   double validation = 10;  // percent
   bool augment = false;
-  int workers = 2;
   ModelOptions model;
 };
 
@@ -44,10 +42,7 @@ void add_options(CLI::App& app, Options& options) {
       ->check(in_range(0.001, 1));
   app.add_option("-v,--validation", options.validation, "percentage of the images that is kept for validation")
       ->check(in_range(0.01, 99));
-  app.add_flag("--augment", options.augment, "mirror, shift and recolour the training images at random");
-  app.add_option("--workers", options.workers,
-                 "number of threads that decode images in advance; 0: decode between steps")
-      ->check(in_range(0, 256));
+  app.add_flag("--augment", options.augment, "mirror and recolour the training images at random");
   app.add_option("-c,--classes", options.model.classes,
                  "number of classes, with the background; masks of more than two are coloured")
       ->check(in_range(2, kMaxClasses));
@@ -76,29 +71,29 @@ class SegmentationTask : public Task {
     auto options = loading_;
     options.epoch = epoch;
     options.first_batch = first;
-    return [loader = std::make_shared<Loader>(split_.training, size_, options)] { return loader->next(); };
+    return load(split_.training, size_, options);
   }
 
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override {
     return segmentation_loss(logits, labels);
   }
 
-  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) override {
+  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture) override {
     auto options = loading_;
     options.augment = false;
-    Loader loader(split_.validation, size_, options);
+    const auto batches = load(split_.validation, size_, options);
     const int classes = options.classes;
     auto pairs = torch::zeros({classes, classes}, torch::kLong);
     double loss_sum = 0;
-    for (bool first = true; const auto batch = loader.next(); first = false) {
-      if (stops()) return {};
+    for (bool first = true; const auto batch = batches(); first = false) {
       const auto logits = pipe->forward(batch->input).cpu();
       const auto images = batch->input.size(0);
       if (images == 0) continue;  // the mean of no losses is not a number
       const auto probabilities = to_probabilities(logits);
-      if (first && !picture.empty()) draw(picture, *batch, probabilities);
+      const auto labels = to_labels(probabilities);
+      if (first && !picture.empty()) draw(picture, *batch, labels);
       loss_sum += segmentation_loss(logits, batch->target).item<double>() * static_cast<double>(images);
-      pairs += count_pairs(to_labels(probabilities), batch->target, classes);
+      pairs += count_pairs(labels, batch->target, classes);
     }
     const auto own = pairs.to(torch::kDouble);
     const auto* numbers = own.const_data_ptr<double>();
@@ -112,14 +107,14 @@ class SegmentationTask : public Task {
   }
 
  private:
-  // Draws the first images of a batch with their masks.
-  void draw(const std::filesystem::path& path, const Example& batch, const torch::Tensor& probabilities) const {
+  // Draws the first images of a batch, their masks and the predicted ones.
+  void draw(const std::filesystem::path& path, const Example& batch, const torch::Tensor& labels) const {
     const auto rows = std::min<std::int64_t>(6, batch.input.size(0));
-    const auto truth = one_hot(batch.target.narrow(0, 0, rows), loading_.classes);
-    draw_table({{"image", batch.input.narrow(0, 0, rows)},
-                {"mask", paint(truth)},
-                {"prediction", paint(probabilities.narrow(0, 0, rows))}})
-        .write(path);
+    const auto painted = [&](const torch::Tensor& of) {
+      const auto colors = class_colors(loading_.classes).to(torch::kFloat) / 255;
+      return colors.index({of.slice(0, 0, rows).squeeze(1).to(torch::kLong)}).permute({0, 3, 1, 2});
+    };
+    write_png(path, draw_table({batch.input.slice(0, 0, rows), painted(batch.target), painted(labels)}));
   }
 
   const Split split_;
@@ -132,7 +127,7 @@ int train(const Options& options) {
   const auto data = drawn ? options.output / absl::StrCat("synthetic_", options.samples, "_", options.size, "_",
                                                           options.model.classes)
                           : std::filesystem::path(options.data);
-  Program program{.name = "U-Net", .identity = to_flags(options.model), .scores = score_names(options.model.classes)};
+  Program program{.identity = to_flags(options.model), .scores = score_names(options.model.classes)};
   program.identity["--validation"] = absl::StrCat(options.validation);
   program.identity["--scale"] = absl::StrCat(options.scale);
   program.identity["--augment"] = absl::StrCat(options.augment);
@@ -144,14 +139,13 @@ int train(const Options& options) {
   }
   program.load = [&](const std::shared_ptr<Ranks>& ranks) {
     const auto samples = list_samples(data);
-    run_first(ranks, [&] { check_masks(samples, options.model.classes, options.workers); });
+    run_first(ranks, [&] { check_masks(samples, options.model.classes); });
     const auto parts = split(samples, options.validation, options.seed);
     const auto size = scaled(image_size(parts.training.front().image), options.scale);
     std::cout << "data: " << parts.training.size() << " images to train, " << parts.validation.size()
               << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
     return std::make_unique<SegmentationTask>(parts, size,
                                               LoaderOptions{.batch_size = options.batch_size,
-                                                            .workers = options.workers,
                                                             .classes = options.model.classes,
                                                             .augment = options.augment,
                                                             .seed = options.seed,

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "tests/support/matchers.h"
 
@@ -103,6 +102,17 @@ TEST_F(ImageTest, ShrinkingAveragesAllPixelsAndNearestKeepsClasses) {
   mask[1][1] = 2;
   EXPECT_TRUE(at::equal(resize_nearest(mask, {2, 2}), at::tensor({2, 0, 0, 1}, at::kByte).view({2, 2})));
   EXPECT_EQ(resize_nearest(mask, {8, 4}).sum().item<int>(), 2 * mask.sum().item<int>());
+}
+
+TEST(PictureTest, TableHasEnlargedTilesSideBySide) {
+  auto images = at::zeros({2, 3, 4, 5});
+  images[1][2].fill_(1);
+  const auto table = draw_table({images, at::full({2, 3, 4, 5}, 0.5)});
+  EXPECT_EQ(table.sizes(), at::IntArrayRef({3, 2 * (208 + 4), 2 * (260 + 4)}));
+  const auto pixel = [&](int x, int y) { return table.select(2, x).select(1, y); };
+  EXPECT_TRUE(at::equal(pixel(0, 0), at::tensor({0, 0, 0}, at::kByte)));
+  EXPECT_TRUE(at::equal(pixel(259, 415), at::tensor({0, 0, 255}, at::kByte)));
+  EXPECT_TRUE(at::equal(pixel(264, 0), at::tensor({128, 128, 128}, at::kByte)));
 }
 
 TEST(SizeTest, TextIsReadBack) {

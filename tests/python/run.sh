@@ -23,7 +23,7 @@ venv=$work/venv/bin/python
 
 # The cache lasts, because the types of torch take 20 seconds.
 mypy() { "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work.mypy" "$@"; }
-(cd "$root/examples/python" && mypy train_vision.py unet_train.py diffusion.py attention_residuals.py)
+(cd "$root/examples/python" && mypy unet_train.py diffusion.py attention_residuals.py)
 cd "$root/tests/python" # no folder here shadows the installed gpipe
 # A line per function or property, without documentation, as pybind11 3.0 has them. A checkpoint mode is one of three texts.
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"

@@ -19,7 +19,7 @@ trap 'cat err.log >&2; echo "FAILED in: $event; the files are in $work" >&2' ERR
 random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
 
 train=("$program" --data data/synthetic_16_64x64_2 --scale 0.5 --batch-size 4 --chunks 2 --depth 2 --channels 16
-  --balance 20,19 --workers 1 --learning-rate-schedule constant)
+  --balance 20,19 --learning-rate-schedule constant)
 
 # Prints the columns of a history that do not depend on the clock.
 history() { cut -d, -f1-6 "$1/history.csv"; }
