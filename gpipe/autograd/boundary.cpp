@@ -39,22 +39,15 @@ at::Tensor unshared(at::Tensor tensor) {
   return shared ? tensor.clone() : std::move(tensor);
 }
 
-void GradientSums::accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator, c10::Device device) {
-  std::optional<c10::Stream> stream;
-  if (accumulator && !device.is_cpu()) stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+void GradientSums::accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator) {
   accumulators_.resize(sums_.size());
-  accumulators_[index] = {std::move(accumulator), stream};
+  accumulators_[index] = std::move(accumulator);
 }
 
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (!gradient.defined()) return;
-  if (index < accumulators_.size() && accumulators_[index].node) {
-    const auto& [node, stream] = accumulators_[index];
-    const auto computed = record_event(gradient.device());
-    const c10::OptionalStreamGuard scope(stream);
-    wait(computed, gradient.device());
-    use_on_current_stream(gradient);
-    (*node)({std::move(gradient)});
+  if (index < accumulators_.size() && accumulators_[index]) {
+    (*accumulators_[index])({std::move(gradient)});
     return;
   }
   auto& sum = sums_[index];

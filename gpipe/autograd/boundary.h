@@ -30,9 +30,8 @@ class GradientSums {
     owned_.resize(count);
   }
 
-  /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`. On a device, that
-  /// happens in this thread's current stream, as other threads' writes to `.grad` do.
-  void accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator, c10::Device device);
+  /// Lets add() give the gradients of `index` to a parameter's accumulator, which adds them to `.grad`.
+  void accumulate(std::size_t index, NodePtr<torch::autograd::Node> accumulator);
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
   /// Returns the sums and ends their use.
@@ -43,11 +42,7 @@ class GradientSums {
  private:
   Gradients sums_;
   std::vector<bool> owned_;  // whether the sum's memory belongs to it alone, so that add() may write to it
-  struct Accumulator {
-    NodePtr<torch::autograd::Node> node;  // null for a gradient that is summed here
-    std::optional<c10::Stream> stream;
-  };
-  std::vector<Accumulator> accumulators_;  // empty, or for the first sums
+  std::vector<NodePtr<torch::autograd::Node>> accumulators_;  // for the first sums; null for one that is summed here
 };
 
 /// Sink of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. Runs before other ready nodes.

@@ -41,7 +41,7 @@ BackwardGradients::BackwardGradients(Pipeline& pipeline, const std::vector<Param
   if (pipeline.team().replicas() == 1) {
     for (std::size_t s = 0; accumulates && s < sinks.size(); ++s) {
       for (std::size_t p = 0; p < parameters[s].size(); ++p) {
-        sums_[s].accumulate(p, accumulator_of(parameters[s][p]), parameters[s][p].device());
+        sums_[s].accumulate(p, accumulator_of(parameters[s][p]));
       }
     }
     return;

@@ -17,6 +17,8 @@
 namespace gpipe {
 namespace {
 
+constexpr std::size_t kMostAhead = 2;
+
 /// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
 class CallerStateScope {
  public:
@@ -143,7 +145,7 @@ Results MiniBatch::run_part(Part part) {
 
 MiniBatch::Run::Run(MiniBatch& of) : edges(*of.pipeline_, *of.program_, of.recording_.counter, of.inputs_) {
   for (int w = 0; w < of.pipeline_->workers(); ++w) {
-    workers.push_back({record_event(of.pipeline_->device_of_worker(w)), {}, {}});
+    workers.push_back({.begin = record_event(of.pipeline_->device_of_worker(w))});
   }
 }
 
@@ -190,7 +192,7 @@ void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
   // A cached cast would join the graphs of two cells.
   at::autocast::set_autocast_cache_enabled(false);
   const auto device = pipeline_->device_of_worker(worker);
-  auto& [begin, end, clock] = run_->workers[worker];
+  auto& [begin, end, clock, ahead] = run_->workers[worker];
   if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_->intraop_threads());
   wait(begin, device);
   if (recording_.timeline && !device.is_cpu()) clock.emplace(device);
@@ -205,17 +207,30 @@ void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
 }
 
 void MiniBatch::end_worker(int worker) {
-  auto& [begin, end, clock] = run_->workers[worker];
+  auto& [begin, end, clock, ahead] = run_->workers[worker];
   if (clock) clock->stop();
   end = {record_event(pipeline_->device_of_worker(worker))};
   if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;
   for (const auto device : outputs_.other_devices()) end.push_back(record_event(device));
 }
 
+// Lets a worker's host thread be at most kMostAhead actions ahead of its device. What another stream has used, such as a
+// tensor that was sent, can be allocated again only when that is over: without a limit, each micro-batch would take new
+// memory. R and W, which may be empty, do not count.
+void MiniBatch::stay_near(int worker) {
+  auto& ahead = run_->workers[worker].ahead;
+  if (ahead.size() < kMostAhead) return;
+  if (ahead.front()) ahead.front()->synchronize();
+  ahead.pop_front();
+}
+
 void MiniBatch::run(const Action& action, Measure measure) {
   RECORD_USER_SCOPE("gpipe " + to_string(action));
-  auto& clock = run_->workers[pipeline_->worker_of(action.stage)].clock;
+  const int worker = pipeline_->worker_of(action.stage);
+  auto& clock = run_->workers[worker].clock;
   try {
+    const bool exchanges = action.kind != Kind::R && action.kind != Kind::W;
+    if (exchanges) stay_near(worker);
     auto in = run_->edges.receive(action);
     std::vector<Parcel> out;
     measure([&] {
@@ -224,6 +239,7 @@ void MiniBatch::run(const Action& action, Measure measure) {
       if (clock) clock->end();
     });
     run_->edges.send(action, std::move(out));
+    if (exchanges) run_->workers[worker].ahead.push_back(record_event(pipeline_->device_of_worker(worker)));
   } catch (const ConnectionError&) {
     throw;
   } catch (...) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ThreadLocalState.h>
 
+#include <deque>
+
 #include "gpipe/autograd/cell.h"
 #include "gpipe/run/action_clock.h"
 #include "gpipe/run/call.h"
@@ -47,6 +49,7 @@ class MiniBatch : private ActionRunner {
       StreamEvent begin;                 // the caller's work on its device
       StreamEvents end;                  // its work, on all devices
       std::optional<ActionClock> clock;  // if actions are timed on its device
+      std::deque<StreamEvent> ahead;     // behind the actions that its device may not have run yet
     };
     std::vector<Worker> workers;
     Edges edges;
@@ -64,6 +67,7 @@ class MiniBatch : private ActionRunner {
   Bytes bytes(int worker) override { return recording_.counter ? recording_.counter->count(worker) : Bytes(); }
 
   void end_worker(int worker);
+  void stay_near(int worker);
   /// Take what Edges::receive() has returned, and return what Edges::send() takes.
   std::vector<Parcel> compute(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> forward(const Action& action, std::vector<Parcel> in);

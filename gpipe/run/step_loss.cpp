@@ -106,7 +106,9 @@ at::Tensor StepLoss::compute(int micro_batch, const Value& output, Outputs& outp
   at::Tensor share;
   if (shares_on_device_) share = shares_on_device_->receive(micro_batch).tensors.front();
   const auto loss = call_loss(function_, share.defined() ? weighted_gradients(output, share) : output, target);
-  losses_[micro_batch] = loss.variable_data();
+  // The loss of torch.mse_loss has memory for a number per element.
+  const bool is_alone = !has_plain_memory(loss) || loss.storage().nbytes() == loss.itemsize();
+  losses_[micro_batch] = is_alone ? loss.variable_data() : copy_of(loss.detach());
   outputs.note_device(losses_[micro_batch]);
   if (share.defined()) shares_[micro_batch] = share.to(loss.device());
   if (comparison_ && comparison_->add(micro_batch, output, std::move(target))) comparison_->run(losses_, weights());

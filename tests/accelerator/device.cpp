@@ -53,7 +53,7 @@ class Allocator final : public c10::Allocator {
 };
 
 struct TimedEvent {
-  Clock clock;
+  Event event;
   std::chrono::steady_clock::time_point recorded;
 };
 
@@ -91,11 +91,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
     if (*event == nullptr) *event = new TimedEvent;
-    stream_order().record(at(*event).clock, index(stream));
+    stream_order().record(at(*event).event, index(stream));
     at(*event).recorded = std::chrono::steady_clock::now();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_order().wait(index(stream), at(event).clock);
+    if (event != nullptr) stream_order().wait(index(stream), at(event).event);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
   bool queryEvent(void*) const override { return !held(); }
@@ -105,7 +105,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) stream_order().synchronize(at(event).clock);
+    if (event != nullptr) stream_order().synchronize(at(event).event);
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -209,7 +209,8 @@ int current_stream(c10::Device device) {
 }
 
 c10::DataPtr adopt(c10::Storage host, c10::Device device) {
-  auto* block = new Block{std::move(host), {.home = current_stream(device)}};
+  const auto bytes = host.nbytes();
+  auto* block = new Block{std::move(host), stream_order().allocated(current_stream(device), bytes)};
   return {address_on_device(block->host.data()), block, &free_block, device};
 }
 

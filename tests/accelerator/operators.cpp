@@ -95,10 +95,25 @@ class HostCall {
                 operation_, " takes a tensor of ", device(), " and one of the CPU");
     std::vector<Access> accesses;
     for (const auto& [tensor, writes] : used_) add_access(tensor, writes, accesses);
-    if (!accesses.empty()) stream_order().launch(current_stream(device()), operation_, accesses);
+    if (!accesses.empty()) stream_order().launch(current_stream(device()), operation_, accesses, work());
   }
 
  private:
+  Work work() const {
+    Work work;
+    for (const auto& [tensor, writes] : used_) work.bytes += static_cast<double>(tensor.numel() * tensor.itemsize());
+    const auto is = [&](const auto&... names) { return ((operation_ == names) || ...); };
+    // The last tensor used is the result; `k` counts the tensors of the arguments.
+    const auto elements = [&](std::size_t k) { return static_cast<double>(used_[k].first.numel()); };
+    const auto result = static_cast<double>(used_.back().first.numel());
+    if (is("aten::mm", "aten::bmm")) work.products = 2 * result * static_cast<double>(used_[0].first.size(-1));
+    if (is("aten::addmm", "aten::baddbmm")) work.products = 2 * result * static_cast<double>(used_[1].first.size(-1));
+    if (is("aten::convolution")) work.products = 2 * result * elements(1) / static_cast<double>(used_[1].first.size(0));
+    if (is("aten::convolution_backward"))
+      work.products = 4 * elements(0) * elements(2) / static_cast<double>(used_[2].first.size(0));
+    return work;
+  }
+
   const std::string_view operation_;
   std::optional<c10::Device> device_;
   bool takes_host_tensor_ = false;
@@ -193,7 +208,14 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   add_access(from, /*writes=*/false, accesses);
   add_access(to, /*writes=*/true, accesses);
   if (source != target) order.order(target, source);
-  order.launch(source, "copy", accesses);
+  Work work{.bytes = static_cast<double>(from.numel() * from.itemsize())};
+  if (from.device() != to.device()) {
+    work.copies_from = on_device(from) ? from.device().index() : -1;
+    work.copies_to = on_device(to) ? to.device().index() : -1;
+  } else {
+    work.bytes *= 2;
+  }
+  order.launch(source, "copy", accesses, work);
   if (source != target) order.order(source, target);
   if (from.device() != to.device()) order.count(&Counts::copies);
   if (on_device(from) && on_device(to)) return to;

@@ -18,7 +18,7 @@ namespace {
 
 struct Sent {
   std::vector<at::Tensor> values;  // on the host
-  Clock event;
+  Event event;
 };
 
 bool alike(const at::Tensor& one, const at::Tensor& other) {

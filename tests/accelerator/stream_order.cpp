@@ -72,8 +72,15 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
   it.uses[stream] = use;
 }
 
-void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses) {
+void StreamOrder::log(Request request) {
+  if (!log_) return;
+  request.action = current_action;
+  log_->threads[this_thread()].push_back(std::move(request));
+}
+
+void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses, const Work& work) {
   std::lock_guard<std::mutex> lock(mutex_);
+  log({.kind = Request::kLaunch, .stream = stream, .work = work, .operation = operation});
   join(streams_[stream], host());
   ++streams_[stream][stream];
   for (const auto& access : accesses) check(stream, operation, access);
@@ -81,40 +88,63 @@ void StreamOrder::launch(int stream, std::string_view operation, std::span<const
 
 void StreamOrder::order(int first, int then) {
   std::lock_guard<std::mutex> lock(mutex_);
+  log({.kind = Request::kRecord, .stream = first, .id = ++ids_});
+  log({.kind = Request::kWait, .stream = then, .id = ids_});
   join(streams_[then], streams_[first]);
 }
 
-void StreamOrder::record(Clock& event, int stream) {
+void StreamOrder::record(Event& event, int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().events;
   join(streams_[stream], host());
-  event = streams_[stream];
+  event = {streams_[stream], stream, ++ids_};
+  log({.kind = Request::kRecord, .stream = stream, .id = event.id});
 }
 
-void StreamOrder::wait(int stream, const Clock& event) {
+void StreamOrder::wait(int stream, const Event& event) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().waits;
-  join(streams_[stream], event);
+  log({.kind = Request::kWait, .stream = stream, .id = event.id});
+  join(streams_[stream], event.clock);
 }
 
 void StreamOrder::synchronize(int stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().host_waits;
+  log_synchronize(stream);
   join(host(), streams_[stream]);
 }
 
-void StreamOrder::synchronize(const Clock& event) {
+void StreamOrder::synchronize(const Event& event) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts().host_waits;
-  join(host(), event);
+  const auto last = [stream = event.stream](const Clock& clock) {
+    const auto found = clock.find(stream);
+    return found == clock.end() ? 0 : found->second;
+  };
+  if (last(event.clock) == last(streams_[event.stream])) ++counts().host_waits;
+  log({.kind = Request::kSynchronize, .stream = -1, .id = event.id});
+  join(host(), event.clock);
 }
 
 void StreamOrder::synchronize_device(int device) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++counts().host_waits;
   for (const auto& [key, stream] : indices_) {
-    if (key.first == device) join(host(), streams_[stream]);
+    if (key.first != device) continue;
+    log_synchronize(stream);
+    join(host(), streams_[stream]);
   }
+}
+
+void StreamOrder::log_synchronize(int stream) {
+  log({.kind = Request::kRecord, .stream = stream, .id = ++ids_});
+  log({.kind = Request::kSynchronize, .stream = stream, .id = ids_});
+}
+
+Allocation StreamOrder::allocated(int stream, std::size_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  log({.kind = Request::kAllocate, .stream = stream, .id = ++ids_, .work = {.bytes = static_cast<double>(bytes)}});
+  return {.home = stream, .id = ids_};
 }
 
 void StreamOrder::used(Allocation& allocation, int stream) {
@@ -124,6 +154,10 @@ void StreamOrder::used(Allocation& allocation, int stream) {
 
 void StreamOrder::freed(const Allocation& allocation) {
   std::lock_guard<std::mutex> lock(mutex_);
+  Request request{.kind = Request::kFree, .stream = allocation.home, .id = allocation.id};
+  std::ranges::copy_if(allocation.recorded, std::back_inserter(request.streams),
+                       [&](int stream) { return stream != allocation.home; });
+  log(std::move(request));
   auto known = streams_[allocation.home];
   join(known, host());
   for (const int stream : allocation.recorded) join(known, streams_[stream]);
@@ -154,6 +188,18 @@ std::vector<std::string> StreamOrder::take_violations() {
 std::map<std::string, Counts> StreamOrder::take_counts() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(counts_, {});
+}
+
+void StreamOrder::keep_log() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  log_.emplace();
+}
+
+Log StreamOrder::take_log() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  log_->devices.resize(indices_.size());
+  for (const auto& [key, index] : indices_) log_->devices[index] = key.first;
+  return *std::exchange(log_, std::nullopt);
 }
 
 }  // namespace gpipe::accelerator

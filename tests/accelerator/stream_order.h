@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -10,11 +11,19 @@
 #include <utility>
 #include <vector>
 
+#include "tests/accelerator/virtual_time.h"
+
 namespace gpipe::accelerator {
 
-/// A vector clock: how much of each stream's work is known to be done, by the stream's index. An event is the clock of
-/// the work that it waits for.
+/// A vector clock: how much of each stream's work is known to be done, by the stream's index.
 using Clock = std::map<int, std::uint64_t>;
+
+/// What an event waits for.
+struct Event {
+  Clock clock;
+  int stream = 0;
+  std::int64_t id = 0;  // of its last record
+};
 
 /// The last use of an allocation by a stream.
 struct Use {
@@ -24,7 +33,8 @@ struct Use {
 
 /// One allocation and its uses.
 struct Allocation {
-  int home = -1;    // the stream that was current when it was made
+  int home = -1;  // the stream that was current when it was made
+  std::int64_t id = 0;
   int writer = -1;  // the stream of the last write
   Use write;
   std::map<int, Use> uses;  // reads and writes since the last write, by stream
@@ -42,8 +52,8 @@ struct Access {
 struct Counts {
   int copies = 0;  // between devices, or between the host and a device
   int events = 0;
-  int waits = 0;  // of a stream for an event
-  int host_waits = 0;
+  int waits = 0;       // of a stream for an event
+  int host_waits = 0;  // for all that a stream has to do, which then idles
 };
 
 /// Checks that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only
@@ -59,17 +69,19 @@ class StreamOrder {
 
   /// Runs an operation on a stream. It comes after all that this thread waited for. Checks its accesses. `operation`
   /// must outlive this.
-  void launch(int stream, std::string_view operation, std::span<const Access> accesses);
+  void launch(int stream, std::string_view operation, std::span<const Access> accesses, const Work& work = {});
   /// Makes a stream's later work come after the present work of another.
   void order(int first, int then);
 
-  void record(Clock& event, int stream);
-  void wait(int stream, const Clock& event);
+  void record(Event& event, int stream);
+  void wait(int stream, const Event& event);
   /// Makes this thread wait.
   void synchronize(int stream);
-  void synchronize(const Clock& event);
+  void synchronize(const Event& event);
   void synchronize_device(int device);
 
+  /// Returns a new allocation of a stream.
+  Allocation allocated(int stream, std::size_t bytes);
   /// Tells the allocator that a stream uses an allocation.
   void used(Allocation& allocation, int stream);
   /// Checks that the home stream may reuse the memory, after the present work of the streams that the allocator knows
@@ -84,11 +96,18 @@ class StreamOrder {
   /// Returns what was counted since the last call, by the first two characters of the action (see exchange_action()).
   std::map<std::string, Counts> take_counts();
 
+  /// Logs all requests from now on, until take_log().
+  void keep_log();
+  Log take_log();
+
  private:
   Clock& host();
   Counts& counts();
   void check(int stream, std::string_view operation, const Access& access);
   void add_violation(std::string text);
+  /// Logs a request of this thread, if a log is kept.
+  void log(Request request);
+  void log_synchronize(int stream);
   std::string name(int stream) const;
 
   std::mutex mutex_;
@@ -97,6 +116,8 @@ class StreamOrder {
   std::map<int, Clock> hosts_;  // by thread
   std::vector<std::string> violations_;
   std::map<std::string, Counts> counts_;
+  std::int64_t ids_ = 0;  // given to events and allocations
+  std::optional<Log> log_;
 };
 
 /// Names what this thread does from now on. Returns the name before.
