@@ -29,8 +29,10 @@ auto find(const at::Tensor& tensor, List& list) {
   return std::ranges::find_if(list, [&](const auto& each) { return each.tensor.is_same(tensor); });
 }
 
-void add_copy(const at::Tensor& tensor, StageState::Saved& saved) {
-  if (find(tensor, saved.copies) == saved.copies.end()) saved.copies.push_back({tensor, copy_of(tensor)});
+// Copies the tensors that have no copy yet.
+void add_copies(std::vector<at::Tensor> tensors, StageState::Saved& saved) {
+  std::erase_if(tensors, [&](const auto& tensor) { return find(tensor, saved.copies) != saved.copies.end(); });
+  for (auto& copy : copies_of(tensors)) saved.copies.push_back(std::move(copy));
 }
 
 [[noreturn]] void refuse_write(const std::string& what) {
@@ -38,7 +40,7 @@ void add_copy(const at::Tensor& tensor, StageState::Saved& saved) {
 }
 
 void restore(const Stage& stage, const StageState::Saved& saved) {
-  for (const auto& [tensor, value] : saved.copies) overwrite(tensor, value);
+  overwrite(saved.copies);
   StageState::end_recompute(stage, saved);
 }
 
@@ -70,9 +72,11 @@ StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Ten
     }
   }
   saved.changes = changes_;
+  std::vector<at::Tensor> copied;
   for (const auto& item : items_) {
-    if (item.is_copied) saved.copies.push_back({item.tensor, copy_of(item.tensor)});
+    if (item.is_copied) copied.push_back(item.tensor);
   }
+  saved.copies = copies_of(copied);
   return saved;
 }
 
@@ -114,7 +118,9 @@ void StageState::begin_recompute(const Stage& stage, const Saved& forward, Saved
                 " was changed between a forward and its recompute; if a layer wrote to the buffer, repeat the call: "
                 "from now on it is copied; else change it after the backward, or use checkpoint='never'");
   }
-  for (const auto& copy : forward.copies) add_copy(copy.tensor, now);
+  std::vector<at::Tensor> copied;
+  for (const auto& copy : forward.copies) copied.push_back(copy.tensor);
+  add_copies(std::move(copied), now);
   restore(stage, forward);
 }
 
@@ -127,7 +133,7 @@ void StageState::end_recompute(const Stage& stage, const Saved& now) {
 }
 
 void StageState::end_backward(const Stage& stage, const Saved& now) {
-  for (const auto& [tensor, value] : now.copies) overwrite(tensor, value);
+  overwrite(now.copies);
   stage.locked([&] {
     for (std::size_t i = 0; i < stage.layers.size(); ++i) {
       if (are_same(stage.layers[i]->buffers().tensors, now.layers[i].tensors)) continue;
@@ -191,7 +197,7 @@ void StageState::before_change(Item& item) {
     note_change(item, /*by_layers=*/true);
     for (auto* saved : {call, is_recomputed() ? saved_ : nullptr}) {
       if (saved == nullptr) continue;
-      add_copy(item.tensor, *saved);
+      add_copies({item.tensor}, *saved);
       saved->changes = changes_;
     }
     return;

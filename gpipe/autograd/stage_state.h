@@ -4,6 +4,7 @@
 
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
@@ -18,12 +19,8 @@ struct Stage;
 class StageState {
  public:
   struct Saved {
-    struct Copy {
-      at::Tensor tensor;
-      at::Tensor value;
-    };
     std::vector<Layer::Buffers> layers;
-    std::vector<Copy> copies;
+    std::vector<TensorCopy> copies;
     int changes = 0;  ///< of other tensors, before that time
   };
   /// `parameters`: the stage's own.

@@ -124,10 +124,10 @@ CallState::Recording CallState::next_recording(int workers, bool needed) {
   return {timeline_, steps_++, counter};
 }
 
-Link CallState::inlet_link(c10::Device from, c10::Device to) {
+Link CallState::link(c10::Device from, c10::Device to) {
   if (from == to) return {};
   MutexLock lock(mutex_);
-  const auto [found, is_new] = inlet_links_.try_emplace(from.str() + to.str());
+  const auto [found, is_new] = links_.try_emplace(from.str() + to.str());
   if (is_new) found->second = new_link(from, to);
   return found->second;
 }
@@ -154,8 +154,8 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
   for (const auto& edge : edges_) ends_.push_back({stages_[edge.from].device, stages_[edge.to].device});
   if (team_->has_device_wires()) connect_devices();
   for (auto& ends : ends_) {
-    ends.link = new_link(ends.from, ends.to);
-    ends.back_link = new_link(ends.to, ends.from);
+    ends.link = calls_.link(ends.from, ends.to);
+    ends.back_link = calls_.link(ends.to, ends.from);
   }
 }
 

@@ -47,8 +47,8 @@ class CallState {
     return chosen_schedule_;
   }
 
-  /// The copy streams for inputs and targets, the same for the same devices.
-  Link inlet_link(c10::Device from, c10::Device to);
+  /// The copy streams from a device to another, the same for all edges and inputs.
+  Link link(c10::Device from, c10::Device to);
 
   void set_error(std::optional<ErrorInfo> error) {
     MutexLock lock(mutex_);
@@ -80,7 +80,7 @@ class CallState {
   std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);
   ScheduleFunction make_schedule_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
-  std::map<std::string, Link> inlet_links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
+  std::map<std::string, Link> links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
   std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
   int steps_ ABSL_GUARDED_BY(mutex_) = 0;

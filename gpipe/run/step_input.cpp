@@ -19,7 +19,7 @@ CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10:
   if (parcels_.empty()) return;
   for (const auto& tensor : parcels_.front().tensors) {
     ready_.push_back(record_events({}, tensor.device()));
-    links_.push_back(pipeline.calls().inlet_link(tensor.device(), device_));
+    links_.push_back(pipeline.calls().link(tensor.device(), device_));
   }
   copied_.resize(links_.size());
 }

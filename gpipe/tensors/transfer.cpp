@@ -1,9 +1,12 @@
 #include "gpipe/tensors/transfer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
+#include <map>
 
 #include "gpipe/base/hash.h"
 #include "gpipe/tensors/torch_internals.h"
@@ -135,6 +138,54 @@ void overwrite(const at::Tensor& to, const at::Tensor& from) {
   if (!fits || to.is_sparse()) return to.set_data(copy_of(from));  // a sparse one has no memory that an alias shares
   const auto data = to.variable_data();
   has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
+}
+
+namespace {
+
+/// Copies tensors of one device and type by one kernel.
+class ForeachCopy {
+ public:
+  static bool takes(const at::Tensor& tensor) {
+    return !tensor.is_cpu() && has_plain_memory(tensor) && tensor.is_non_overlapping_and_dense() && !tensor.is_conj() &&
+           !tensor.is_neg();
+  }
+  void add(const at::Tensor& to, const at::Tensor& from) {
+    auto& [targets, sources] = lists_[{to.device().index(), to.scalar_type()}];
+    targets.push_back(to.variable_data());
+    sources.push_back(from);
+  }
+  void run() {
+    for (auto& [key, lists] : lists_) at::_foreach_copy_(lists.first, lists.second);
+  }
+
+ private:
+  using Lists = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+  std::map<std::pair<c10::DeviceIndex, at::ScalarType>, Lists> lists_;
+};
+
+}  // namespace
+
+std::vector<TensorCopy> copies_of(const std::vector<at::Tensor>& tensors) {
+  at::NoGradGuard no_grad;
+  std::vector<TensorCopy> copies;
+  ForeachCopy together;
+  for (const auto& tensor : tensors) {
+    const bool is_one_of_many = ForeachCopy::takes(tensor);
+    copies.push_back({tensor, is_one_of_many ? at::empty_like(tensor) : copy_of(tensor)});
+    if (is_one_of_many) together.add(copies.back().value, tensor);
+  }
+  together.run();
+  return copies;
+}
+
+void overwrite(const std::vector<TensorCopy>& copies) {
+  at::NoGradGuard no_grad;
+  ForeachCopy together;
+  for (const auto& [tensor, value] : copies) {
+    const bool is_one_of_many = ForeachCopy::takes(tensor) && tensor.strides() == value.strides();
+    is_one_of_many ? together.add(tensor, value) : overwrite(tensor, value);
+  }
+  together.run();
 }
 
 StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {

@@ -72,6 +72,16 @@ at::Tensor copy_of(const at::Tensor& tensor);
 /// the version counter.
 void overwrite(const at::Tensor& to, const at::Tensor& from);
 
+/// A tensor and a copy of its value.
+struct TensorCopy {
+  at::Tensor tensor;
+  at::Tensor value;
+};
+/// Copies each tensor. On an accelerator, dense tensors of one type take one kernel together.
+std::vector<TensorCopy> copies_of(const std::vector<at::Tensor>& tensors);
+/// Puts the values back, as overwrite() does.
+void overwrite(const std::vector<TensorCopy>& copies);
+
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Leaves
 /// undefined tensors and those on the device. Returns an event behind the copies, or null if there are none.

@@ -311,7 +311,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   library.impl("native_dropout", TORCH_FN(dropout));
-  library.impl("_has_compatible_shallow_copy_type", TORCH_FN(same_kind));  // for Module::to
+  library.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());  // one kernel, as on CUDA
+  library.impl("_has_compatible_shallow_copy_type", TORCH_FN(same_kind));                     // for Module::to
 }
 
 }  // namespace

@@ -124,6 +124,22 @@ TEST(VirtualTime, OfAStepIsWhatItsProgramTakes) {
   }
 }
 
+// A recomputed cell saves and restores running statistics: by a few kernels, not by one per buffer.
+TEST(Kernels, ThatCopyBuffersAreAsManyForAnyNumberOfBatchNorms) {
+  const auto copies = [](int norms) {
+    Sequential layers(Linear(8, 8));
+    for (int i = 0; i < norms; ++i) layers->push_back(torch::nn::BatchNorm1d(8));
+    GPipe pipe(layers, Balance{norms + 1},
+               GPipeOptions().devices({device(0)}).chunks(4).checkpoint(Checkpoint::kAlways));
+    const auto x = torch::ones({16, 8}, device(0));
+    const auto log = log_of([&] { pipe->step(x, torch::zeros({16, 8}, device(0)), kMse); });
+    return std::ranges::count_if(replay(log, Machine()).spans, [](const DeviceSpan& span) {
+      return span.operation.find("copy") != span.operation.npos;
+    });
+  };
+  EXPECT_EQ(copies(2), copies(12));
+}
+
 TEST(VirtualTime, IsTheSameInEachRun) {
   const auto one = replay(Deep(4, 4, 4, "1f1b").step(), kBusy);
   const auto two = replay(Deep(4, 4, 4, "1f1b").step(), kBusy);
