@@ -2,17 +2,26 @@
 
 #include <ATen/ATen.h>
 
+#include <sstream>
+
+#include "absl/strings/escaping.h"
 #include "examples/common/files.h"
 #include "tests/support/matchers.h"
 
 namespace gpipe::examples {
 namespace {
 
-// Pictures of 11 x 9 pixels in each format.
-const std::filesystem::path kImages = std::filesystem::path(__FILE__).parent_path() / "images";
-
 class ImageTest : public ::testing::Test {
  protected:
+  // Writes a file of images.txt, which has a name and bytes in base64 per line. "accepted" pictures have 11 x 9 pixels.
+  std::filesystem::path picture(const std::string& name) {
+    std::istringstream lines(read_file(std::filesystem::path(__FILE__).parent_path() / "images.txt"));
+    std::string found, data, bytes;
+    while (found != name && lines >> found >> data) continue;
+    EXPECT_TRUE(found == name && absl::Base64Unescape(data, &bytes)) << name;
+    write_file(directory_ / name, bytes);
+    return directory_ / name;
+  }
   at::Tensor read(const std::string& bytes) {
     write_file(path_, bytes);
     return read_image(path_);
@@ -39,22 +48,22 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
-  const auto whole = read_image(kImages / "accepted.jpg");
+  const auto whole = read_image(picture("accepted.jpg"));
   EXPECT_EQ(whole.sizes(), at::IntArrayRef({3, 9, 11}));
   EXPECT_NEAR(whole[0][0][5].item<int>(), 33, 2);
   EXPECT_NEAR(whole[1][0][5].item<int>(), 226, 2);
   for (const Size size : {Size{5, 4}, Size{6, 5}, Size{11, 9}, Size{22, 18}}) {
-    const auto image = read_image(kImages / "accepted.jpg", size).to(at::kFloat);
+    const auto image = read_image(picture("accepted.jpg"), size).to(at::kFloat);
     EXPECT_EQ(image.sizes(), at::IntArrayRef({3, size.height, size.width}));
     EXPECT_LT((image - resize_smoothly(whole, size)).abs().mean().item<double>(), 10) << to_string(size);
   }
 }
 
 TEST_F(ImageTest, CmykIsReadAsPillowDoes) {
-  const auto image = read_image(kImages / "cmyk.jpg").to(at::kInt);
+  const auto image = read_image(picture("cmyk.jpg")).to(at::kInt);
   const auto corners = at::tensor({0, 0, 240, 230, 0, 141, 0, 140, 100, 143, 140, 38}).view({2, 2, 3});
   EXPECT_LE((image.slice(1, 0, 9, 8).slice(2, 0, 11, 10).permute({1, 2, 0}) - corners).abs().max().item<int>(), 2);
-  EXPECT_EQ(read_image(kImages / "cmyk.jpg", Size{6, 5}).sizes(), at::IntArrayRef({3, 5, 6}));
+  EXPECT_EQ(read_image(picture("cmyk.jpg"), Size{6, 5}).sizes(), at::IntArrayRef({3, 5, 6}));
 }
 
 TEST_F(ImageTest, OrientationOfExifTurnsTheImage) {
@@ -75,20 +84,20 @@ TEST_F(ImageTest, OrientationOfExifTurnsTheImage) {
     EXPECT_TRUE(at::equal(image[0].flatten(), at::tensor(pixels, at::kByte))) << orientation << image[0];
     EXPECT_EQ(image_size(path_), (Size{static_cast<int>(image.size(2)), static_cast<int>(image.size(1))}));
   }
-  const auto jpeg = read_file(kImages / "accepted.jpg");
+  const auto jpeg = read_file(picture("accepted.jpg"));
   const std::string exif(
       "\xff\xe1\0\x22"
       "Exif\0\0II*\0\x8\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0",
       36);
   const auto image = read(std::string(jpeg).insert(2, exif));
-  EXPECT_TRUE(at::equal(image, read_image(kImages / "accepted.jpg").rot90(-1, {1, 2})));
+  EXPECT_TRUE(at::equal(image, read_image(picture("accepted.jpg")).rot90(-1, {1, 2})));
   EXPECT_EQ(read_image(path_, Size{5, 6}).sizes(), at::IntArrayRef({3, 6, 5}));
 }
 
 // grey16.png has a pixel of value 1, of 65535.
 TEST_F(ImageTest, NumbersAreThoseOfTheFile) {
-  EXPECT_EQ(read_numbers(kImages / "grey16.png").flatten()[0].item<int>(), 1);
-  EXPECT_EQ(read_image(kImages / "grey16.png").max().item<int>(), 0);
+  EXPECT_EQ(read_numbers(picture("grey16.png")).flatten()[0].item<int>(), 1);
+  EXPECT_EQ(read_image(picture("grey16.png")).max().item<int>(), 0);
   const auto levels = at::tensor({0, 1, 2, 254, 255}, at::kByte).view({1, 5});
   write_png(path_, levels);
   EXPECT_TRUE(at::equal(read_numbers(path_)[2], levels.to(at::kInt)));
@@ -130,7 +139,7 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
   EXPECT_THAT(message_of("this is not an image"), HasSubstr("not a JPEG, PNG, GIF or TIFF"));
   EXPECT_THAT(message_of(""), HasSubstr("is empty"));
   // A tiny file can claim gigabytes of pixels.
-  EXPECT_THAT(message_of(read_file(kImages / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
+  EXPECT_THAT(message_of(read_file(picture("huge.jpg"))), HasSubstr("65500x65500 pixels are too many"));
   EXPECT_THAT(error_of([&] { image_size(directory_ / "absent"); }),
               AllOf(HasSubstr("absent: "), HasSubstr("No such file")));
   EXPECT_THAT(error_of([&] { read_image(directory_.path()); }), HasSubstr("directory"));
@@ -140,7 +149,7 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
 
 TEST_F(ImageTest, TruncatedFilesAreNamed) {
   for (const auto* name : {"accepted.jpg", "accepted.png", "accepted.gif"}) {
-    const auto whole = read_file(kImages / name);
+    const auto whole = read_file(picture(name));
     EXPECT_EQ(read(whole).sizes(), at::IntArrayRef({3, 9, 11})) << name;
     for (std::size_t eighths = 1; eighths < 8; ++eighths) message_of(whole.substr(0, whole.size() * eighths / 8));
   }
