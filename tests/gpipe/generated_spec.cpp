@@ -90,6 +90,10 @@ Spec generate(std::uint64_t seed, bool portable) {
   for (int left = draw(random, 1, 6); left > 0; --left) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
   }
+  if (one_in(4)) {  // only this unit tells how long cells live
+    const auto live = std::ranges::find(units(), std::string_view("live graphs"), &Unit::name);
+    spec.uses.insert(spec.uses.begin() + draw(random, portable ? 1 : 0, static_cast<int>(spec.uses.size())), {&*live});
+  }
   const auto insert_pair = [&](Unit::Role from, Unit::Role to, int pair) {
     const int first = draw(random, portable ? 1 : 0, static_cast<int>(spec.uses.size()));
     spec.uses.insert(spec.uses.begin() + first, draw_use(random, from, left_out, pair));
@@ -120,7 +124,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.backward_twice = forward && one_in(4);
   spec.eval = forward && one_in(4);
   spec.accumulates = !spec.backward_twice && one_in(4);
-  spec.deferred = !spec.eval && one_in(4);
+  spec.deferred = !portable && !spec.eval && one_in(4);
   // Each stage has a layer.
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));

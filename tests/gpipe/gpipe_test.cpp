@@ -303,6 +303,7 @@ TEST(MicroBatch, AMissingGradientIsZeroInTheSizeOfItsPart) {
   const auto ones = [](std::int64_t samples) { return torch::ones({samples, 2}); };
   EXPECT_TRUE(torch::equal(gather_gradient({ones(3), Tensor(), ones(1)}, {3, 3, 1}),
                            torch::cat({ones(3), torch::zeros({3, 2}), ones(1)})));
+  EXPECT_TRUE(torch::equal(gather_gradient({ones(3), Tensor()}, {3, 1}), torch::cat({ones(3), torch::zeros({1, 2})})));
   EXPECT_TRUE(torch::equal(gather_gradient({Tensor(), ones(1)}, {3, 1}), torch::cat({torch::zeros({3, 2}), ones(1)})));
   EXPECT_FALSE(gather_gradient({Tensor(), Tensor()}, {3, 1}).defined());
 }

@@ -6,6 +6,19 @@
 namespace gpipe {
 namespace {
 
+TEST(Threads, RunABackwardElsewhereAndAfterThePipeline) {
+  const auto x = torch::randn({4, 6}).requires_grad_();
+  Tensor expected;
+  Tensor loss;
+  {
+    GPipe pipe(mlp(), {2, 2}, in_chunks(2));
+    expected = gradient_of(pipe->forward(x).sum(), x);
+    std::thread([&] { loss = pipe->forward(x).sum(); }).join();
+  }
+  std::thread([&] { loss.backward(); }).join();
+  EXPECT_TRUE(same(x.grad(), expected));
+}
+
 TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
   GPipe pipe(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 2},
              in_chunks(3, Checkpoint::kAlways));

@@ -53,6 +53,30 @@ inline GeneratedProgram generate(std::mt19937_64& random) {
   return {std::string(rule.name), checkpoint, std::move(program)};
 }
 
+/// The arguments of Program::make.
+struct Parts {
+  Layout layout;
+  std::vector<Edge> edges;
+  Schedule schedule;
+};
+
+/// A generated program in which some neighbours of a worker's list, of different cells, have changed places. It may
+/// deadlock.
+inline Parts shuffled_parts(std::mt19937_64& random) {
+  const auto program = generate(random).program;
+  Parts parts{program.layout(), program.edges(), program.schedule()};
+  for (int left = draw(random, 0, 4); left > 0; --left) {
+    auto& list = parts.schedule[draw(random, 0, program.workers() - 1)];
+    const int at = draw(random, 0, static_cast<int>(list.size()) - 1);
+    for (std::size_t i = at; i + 1 < list.size(); ++i) {  // an action may go far
+      const auto& [kind, stage, m] = list[i];
+      if ((list[i + 1].stage == stage && list[i + 1].micro_batch == m) || draw(random, 0, 3) == 0) break;
+      std::swap(list[i], list[i + 1]);
+    }
+  }
+  return parts;
+}
+
 inline std::string describe(const GeneratedProgram& generated) {
   const auto& layout = generated.program.layout();
   std::string text = generated.schedule + ", " + to_string(generated.checkpoint) + ", " +

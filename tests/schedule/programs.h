@@ -1,12 +1,9 @@
 #pragma once
 
-#include <algorithm>
-#include <deque>
 #include <initializer_list>
 #include <random>
 #include <set>
 #include <sstream>
-#include <tuple>
 #include <utility>
 
 #include "gpipe/program.h"
@@ -77,82 +74,6 @@ inline Program gpipe_program(const Layout& layout, Checkpoint checkpoint = Check
 /// The error of Program::make(); "" if there is none.
 inline std::string refusal(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
   return error_of<std::invalid_argument>([&] { Program::make(layout, edges, schedule); });
-}
-
-/// The executor's rules in a simple form: what the actions so far have sent.
-class Sent {
- public:
-  explicit Sent(std::vector<Edge> edges) : edges_(std::move(edges)) {}
-
-  /// Whether all that the action takes has been sent.
-  bool reaches(const Action& action) const {
-    const bool forward = action.kind == Kind::F;
-    return !exchanges(action) || std::all_of(edges_.begin(), edges_.end(), [&](const Edge& edge) {
-      const auto [from, to] = forward ? std::pair(edge.from, edge.to) : std::pair(edge.to, edge.from);
-      return to != action.stage || sent_.contains({forward, from, action.micro_batch});
-    });
-  }
-  void add(const Action& action) {
-    if (exchanges(action)) sent_.insert({action.kind == Kind::F, action.stage, action.micro_batch});
-  }
-
- private:
-  static bool exchanges(const Action& action) { return action.kind != Kind::R && action.kind != Kind::W; }
-
-  std::vector<Edge> edges_;
-  std::set<std::tuple<bool, int, int>> sent_;  // whether forward, from which stage, micro-batch
-};
-
-/// The arguments of Program::make.
-struct Parts {
-  Layout layout;
-  std::vector<Edge> edges;
-  Schedule schedule;
-};
-
-/// A random schedule that satisfies rules 1 to 3 of the verifier. It may deadlock.
-inline Parts random_parts(std::mt19937& random) {
-  const auto pick = [&](int from, int to) { return std::uniform_int_distribution<int>(from, to)(random); };
-  const int stages = pick(1, 5);
-  const int workers = pick(1, stages);
-  const int micro_batches = pick(1, 5);
-  std::vector<int> placement;
-  for (int s = 0; s < stages; ++s) placement.push_back(s < workers ? s : pick(0, workers - 1));
-  std::shuffle(placement.begin(), placement.end(), random);
-  Parts parts{layout_of(placement, micro_batches), {}, Schedule(workers)};
-
-  for (const Edge& edge : all_pairs(stages)) {
-    if (edge.to == edge.from + 1 || pick(0, 3) == 0) parts.edges.push_back(edge);
-  }
-  std::shuffle(parts.edges.begin(), parts.edges.end(), random);
-
-  // Lists each cell's actions in order, then repeatedly draws a cell and appends its next action. If `data_first`,
-  // draws only cells whose next action has its data, so that the schedule runs.
-  const bool backward = pick(0, 5) != 0;
-  const bool data_first = pick(0, 3) != 0;
-  std::vector<std::deque<Action>> cells;
-  for (int s = 0; s < stages; ++s) {
-    for (int m = 0; m < micro_batches; ++m) {
-      auto& cell = cells.emplace_back(1, Action{Kind::F, s, m});
-      if (!backward) continue;
-      if (pick(0, 1) == 0) cell.push_back({Kind::R, s, m});
-      const bool whole = pick(0, 1) == 0;
-      for (const Kind kind : whole ? std::vector{Kind::B} : std::vector{Kind::I, Kind::W}) cell.push_back({kind, s, m});
-    }
-  }
-  Sent sent(parts.edges);
-  while (true) {
-    std::vector<std::deque<Action>*> open;
-    for (auto& cell : cells) {
-      if (!cell.empty() && (!data_first || sent.reaches(cell.front()))) open.push_back(&cell);
-    }
-    if (open.empty()) return parts;
-    // Prefers the first open cell, so that the lists resemble real schedules.
-    auto& cell = *open[pick(0, 1) == 0 ? 0 : pick(0, static_cast<int>(open.size()) - 1)];
-    sent.add(cell.front());
-    parts.schedule[placement[cell.front().stage]].push_back(cell.front());
-    cell.pop_front();
-  }
 }
 
 inline const std::vector<int> kMicroBatches = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 23, 32, 40, 64};
