@@ -19,17 +19,11 @@ namespace gpipe {
 class DeviceConnections;
 class Job;
 
-/// Where a process accepts connections: a network interface, or an address. If both are empty: the host's own address.
-struct ListenAt {
-  std::string interface;
-  std::string address;
-};
-
 /// Options of Ranks: RanksOptions().timeout(std::chrono::minutes(2)).
 struct RanksOptions {
   /// The longest wait for a message within a call. A rank that stops or hangs is reported after this time.
   TORCH_ARG(std::chrono::milliseconds, timeout) = std::chrono::minutes(5);
-  /// The longest wait for a rank to join: when a pipeline is made, and at the start of each call.
+  /// The longest wait for a rank to join: when Ranks or a pipeline are made, and at the start of each call.
   TORCH_ARG(std::chrono::milliseconds, join_timeout) = std::chrono::minutes(30);
   /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, else the one that
   /// reaches the store.
@@ -59,16 +53,17 @@ class GPIPE_API Ranks {
   // A function with the parameter `poll` calls it while it waits, unless it is null, and throws what it throws.
 
   /// Joins the job that the environment describes: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Under torchrun uses its
-  /// store, and waits until all ranks have come. Otherwise rank 0 serves a store at MASTER_ADDR. Errors:
+  /// store, otherwise rank 0 serves one at MASTER_ADDR. Waits until all ranks have come. Errors:
   /// std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
   /// served or reached, or a rank does not come within the join time-out.
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
                                                  const std::function<void()>& poll = nullptr);
 
-  /// Joins a job that shares a store. All ranks make their Ranks in the same order. `connect_devices` serves
-  /// options.nccl(); null stands for NCCL. Errors: std::invalid_argument for a null store, a rank that is not in
-  /// 0..size-1, a time-out that is not positive, a number of replicas that does not divide `size`, or options.nccl()
-  /// where NCCL cannot be used; std::runtime_error if the store does not answer within the join time-out.
+  /// Joins a job that shares a store, and waits until all ranks have come. All of them make their Ranks in the same order.
+  /// `connect_devices` serves options.nccl(); null stands for NCCL. Errors: std::invalid_argument for a null store, a rank
+  /// that is not in 0..size-1, a time-out that is not positive, a number of replicas that does not divide `size`, or
+  /// options.nccl() where NCCL cannot be used; std::runtime_error if the store does not answer, or a rank does not come,
+  /// within the join time-out, or a rank has failed.
   Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {},
         const ConnectDevices& connect_devices = nullptr, const std::function<void()>& poll = nullptr);
 
@@ -92,7 +87,8 @@ class GPIPE_API Ranks {
   /// This rank's number on its host: LOCAL_RANK, or 0. Unknown if the environment describes a job of another size.
   std::optional<int> local_rank() const { return local_rank_; }
   const RanksOptions& options() const { return options_; }
-  const ListenAt& listen_at() const { return listen_at_; }
+  /// The address of this host at which other ranks connect.
+  const std::string& address() const { return address_; }
 
   /// Leaves the job, and waits until the other ranks have left too, for at most the time-out. With an `error`, instead
   /// fails the job, as an error in a call does. REQUIRES: without an error, no call runs.
@@ -106,7 +102,7 @@ class GPIPE_API Ranks {
   const std::optional<int> local_rank_;
   const RanksOptions options_;
   const Mesh mesh_;
-  const ListenAt listen_at_;
+  const std::string address_;
   std::unique_ptr<Job> job_;
 };
 

@@ -26,8 +26,8 @@ std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks)
     return factory();
   } catch (...) {
     if (ranks != nullptr) {
-      ranks->job().report(absl::StrCat("rank ", ranks->rank(), " cannot make layer '", factory.name(),
-                                       "': ", message_of(std::current_exception())));
+      ranks->job().connections().fail(absl::StrCat("rank ", ranks->rank(), " cannot make layer '", factory.name(),
+                                                   "': ", message_of(std::current_exception())));
     }
     throw;
   }

@@ -25,8 +25,7 @@ void visit_members(Proposal& proposal, Visit visit) {
   auto& key = proposal.key;
   visit(key.call, key.name, key.number, key.retains_graph, key.measures, key.returns_output, key.sums_losses,
         key.counts, key.scale, key.checkpoint, key.training, proposal.trained, proposal.trained_sizes, proposal.program,
-        proposal.number, proposal.weight, proposal.has_samples, proposal.has_loaded, proposal.failed_before,
-        proposal.has_one_caller);
+        proposal.number, proposal.weight, proposal.has_samples, proposal.has_loaded, proposal.failed_before);
 }
 
 Proposal to_proposal(std::string_view message) {
@@ -139,10 +138,8 @@ std::string decide(const std::vector<std::string>& messages, const Mesh& mesh) {
   return kAgreed + items.take();
 }
 
-std::string awaited_call(const std::string& message) {
-  if (!message.starts_with(kCall)) return "";
-  const auto proposal = to_proposal(message);
-  return proposal.has_one_caller ? to_string(proposal.key) : "";
+std::string proposed_call(const std::string& message) {
+  return message.starts_with(kCall) ? to_string(to_proposal(message).key) : "";
 }
 
 std::optional<std::string> reason_for_leaving(const std::string& message) {

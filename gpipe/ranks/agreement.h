@@ -41,8 +41,7 @@ struct Proposal {
   double weight = 0;                ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   bool has_samples = true;          ///< whether the replica's part has any
   bool has_loaded = false;          ///< a state, since the last call that took the first replica's
-  bool failed_before = false;   ///< whether this rank's last backward ended with an exception after it was agreed on
-  bool has_one_caller = false;  ///< Job::has_one_caller()
+  bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on
 };
 
 /// What the ranks have agreed on.
@@ -61,8 +60,8 @@ std::string encode_refusal(const std::string& reason);  ///< this rank cannot ma
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls
 std::string decide(const std::vector<std::string>& messages, const Mesh& mesh);
 
-/// Returns what a rank calls, if one thread of it makes all calls; else an empty text.
-std::string awaited_call(const std::string& message);
+/// Returns what a rank calls; empty if the message is no proposal.
+std::string proposed_call(const std::string& message);
 
 /// Returns the reason if the message is a farewell.
 std::optional<std::string> reason_for_leaving(const std::string& message);

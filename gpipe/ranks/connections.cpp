@@ -17,19 +17,19 @@ namespace gpipe {
 
 /// What stands before each message's text.
 struct MessageFrame {
-  enum Kind : std::uint32_t { kText = 0x67706d01, kLayout, kFailure };
+  enum Kind : std::uint64_t { kText = 0x67706d01, kLayout, kFailure };
   Kind kind;
   std::int32_t pipeline;
   std::int32_t topic;
-  std::uint32_t text_bytes;
+  std::uint64_t text_bytes;
   std::uint64_t label;
 };
 
 /// A message that has not been written.
 struct Sending {
-  std::string head;  // frame and text
-  std::vector<std::span<const std::byte>> parts;
-  std::shared_ptr<const void> owner;
+  MessageFrame frame;
+  Outgoing message;
+  std::vector<std::span<const std::byte>> parts = {};
   std::size_t part = 0;    // the next to write
   std::size_t offset = 0;  // written of it
 };
@@ -39,23 +39,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kBuffer = std::size_t{64} << 10;
-constexpr std::uint64_t kLongestText = std::uint64_t{16} << 20;  // the layout of about 200,000 tensors
 constexpr std::size_t kPartsAtOnce = 64;
 constexpr std::chrono::milliseconds kLastPatience{500};
 
 std::unique_ptr<Sending> to_sending(MessageFrame::Kind kind, Topic topic, Outgoing message) {
-  if (message.text.size() > kLongestText) {
-    throw_error("a message's layout has ", message.text.size(), " bytes, but at most ", kLongestText, " can be sent");
-  }
-  const MessageFrame frame{kind, topic.pipeline, topic.number, static_cast<std::uint32_t>(message.text.size()),
-                           message.label};
-  auto made = std::make_unique<Sending>();
-  made->head.assign(reinterpret_cast<const char*>(&frame), sizeof frame).append(message.text);
-  made->parts.push_back(std::as_bytes(std::span(made->head)));
-  for (const auto piece : message.pieces) {
+  auto made = std::make_unique<Sending>(
+      Sending{{kind, topic.pipeline, topic.number, message.text.size(), message.label}, std::move(message)});
+  made->parts.push_back(std::as_bytes(std::span(&made->frame, 1)));
+  made->parts.push_back(std::as_bytes(std::span(made->message.text)));
+  for (const auto piece : made->message.pieces) {
     if (!piece.empty()) made->parts.push_back(piece);
   }
-  made->owner = std::move(message.owner);
   return made;
 }
 
@@ -63,7 +57,7 @@ std::unique_ptr<Sending> to_sending(MessageFrame::Kind kind, Topic topic, Outgoi
 
 /// The connection to one rank.
 struct Connections::Peer {
-  Peer(Socket given, int rank) : socket(std::move(given)), rank(rank), buffer(kBuffer) {}
+  explicit Peer(int rank) : rank(rank), buffer(kBuffer) {}
 
   using Messages = std::deque<std::unique_ptr<Sending>>;
 
@@ -93,9 +87,24 @@ struct Connections::Peer {
     return complete;
   }
 
-  const Socket socket;
+  /// Sends the cause of a failure after what has been written in part, and nothing else.
+  void close(const std::string& cause) {
+    Messages dropped;
+    Messages written;
+    MutexLock lock(mutex);
+    if (!is_added || std::exchange(is_closing, true)) return;
+    dropped.swap(outbox);
+    if (!dropped.empty() && (dropped.front()->part > 0 || dropped.front()->offset > 0)) {
+      outbox.push_back(std::move(dropped.front()));
+    }
+    outbox.push_back(to_sending(MessageFrame::kFailure, {}, {.text = cause}));
+    written = flush();
+  }
+
   const int rank;
-  std::atomic<bool> is_open = true;  // what comes
+  Socket socket;  // does not change after is_added
+  std::atomic<bool> is_added = false;
+  std::atomic<bool> is_open = false;  // what comes
   std::atomic<bool> has_output = false;
   Mutex mutex;
   bool is_closing ABSL_GUARDED_BY(mutex) = false;
@@ -110,13 +119,11 @@ struct Connections::Peer {
   std::size_t next = 0;                       // of `missing`
 };
 
-Connections::Connections(std::vector<Socket> sockets, Allocate allocate, OnEnd on_end)
-    : allocate_(std::move(allocate)), on_end_(std::move(on_end)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+Connections::Connections(int size, Allocate allocate)
+    : allocate_(std::move(allocate)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_ < 0) throw ConnectionError(absl::StrCat("no event can be made: ", std::strerror(errno)));
-  for (std::size_t r = 0; r < sockets.size(); ++r) {
-    peers_.push_back(sockets[r] ? std::make_unique<Peer>(std::move(sockets[r]), static_cast<int>(r)) : nullptr);
-  }
-  thread_ = std::thread([this] { run(); });
+  for (int r = 0; r < size; ++r) peers_.push_back(std::make_unique<Peer>(r));
+  if (size > 1) thread_ = std::thread([this] { run(); });
 }
 
 Connections::~Connections() {
@@ -124,17 +131,30 @@ Connections::~Connections() {
     MutexLock lock(mutex_);
     changed_.wait_until(mutex_, std::min(end, end_after(std::chrono::milliseconds(1))));
   }
-  ending_ = true;
+  is_ending_ = true;
   wake();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   close(wake_);
+}
+
+bool Connections::has(int rank) const { return peers_.at(rank)->is_added; }
+
+void Connections::add(int rank, Socket socket) {
+  auto& peer = *peers_.at(rank);
+  {
+    MutexLock lock(peer.mutex);
+    peer.socket = std::move(socket);
+    peer.is_added = peer.is_open = true;
+  }
+  if (const auto cause = failure(); !cause.empty()) peer.close(cause);
+  wake();
 }
 
 bool Connections::is_quiet() {
   MutexLock lock(mutex_);
-  const bool failed = failed_;
+  const bool has_failed = !failure_.empty();
   return std::ranges::none_of(peers_,
-                              [&](const auto& peer) { return peer && peer->is_open && (failed || peer->has_output); });
+                              [&](const auto& peer) { return peer->is_open && (has_failed || peer->has_output); });
 }
 
 void Connections::wake() {
@@ -156,26 +176,38 @@ void Connections::send(int rank, Topic topic, Outgoing message) {
   if (peer.has_output) wake();
 }
 
-void Connections::fail(const std::string& cause) noexcept {
+void Connections::note(const std::string& cause, bool is_own) noexcept {
+  std::function<void()> on_failure;
   {
     MutexLock lock(mutex_);
-    if (std::exchange(failed_, true)) return;
+    if (!failure_.empty()) return;
+    failure_ = cause;
+    is_own_ = is_own;
+    on_failure.swap(on_failure_);
   }
   changed_.notify_all();
-  for (const auto& peer : peers_) {
-    if (!peer) continue;
-    Peer::Messages dropped;
-    Peer::Messages written;
-    MutexLock lock(peer->mutex);
-    peer->is_closing = true;
-    dropped.swap(peer->outbox);
-    if (!dropped.empty() && (dropped.front()->part > 0 || dropped.front()->offset > 0)) {
-      peer->outbox.push_back(std::move(dropped.front()));
-    }
-    peer->outbox.push_back(to_sending(MessageFrame::kFailure, {}, {.text = cause.substr(0, kLongestText)}));
-    written = peer->flush();
-  }
+  for (const auto& peer : peers_) peer->close(cause);
   wake();
+  if (on_failure) on_failure();
+}
+
+std::string Connections::failure() const {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
+bool Connections::is_own() const {
+  MutexLock lock(mutex_);
+  return is_own_;
+}
+
+void Connections::check(const std::string& what) const {
+  if (const auto cause = failure(); !cause.empty()) throw_error(what, ": ", cause);
+}
+
+void Connections::on_failure(std::function<void()> action) {
+  MutexLock lock(mutex_);
+  on_failure_ = std::move(action);
 }
 
 std::optional<Received> Connections::take(int rank, Topic topic, Clock::time_point end) {
@@ -186,7 +218,7 @@ std::optional<Received> Connections::take(int rank, Topic topic, Clock::time_poi
       queue.pop_front();
       return message;
     }
-    if (failed_) throw ConnectionError("the connections were closed");
+    if (!failure_.empty()) throw ConnectionError("the connections were closed");
     if (!peers_[rank]->is_open) throw ConnectionError(absl::StrCat("rank ", rank, " has ended"));
     if (Clock::now() >= end) return std::nullopt;
   }
@@ -220,11 +252,11 @@ void Connections::end(int pipeline) {
 
 void Connections::run() {
   std::vector<pollfd> states(peers_.size() + 1);
-  while (!ending_) {
+  while (!is_ending_) {
     for (std::size_t r = 0; r < peers_.size(); ++r) {
       const auto& peer = peers_[r];
-      states[r] = {.fd = peer && peer->is_open ? peer->socket.get() : -1, .events = POLLIN, .revents = 0};
-      if (peer && peer->has_output) states[r].events |= POLLOUT;
+      states[r] = {.fd = peer->is_open ? peer->socket.get() : -1, .events = POLLIN, .revents = 0};
+      if (peer->has_output) states[r].events |= POLLOUT;
     }
     states.back() = {.fd = wake_, .events = POLLIN, .revents = 0};
     poll(states.data(), states.size(), /*timeout=*/-1);
@@ -239,13 +271,15 @@ void Connections::run() {
         written = peer.flush();
       }
       if ((states[r].revents & ~POLLOUT) == 0) continue;
-      std::string cause;
       try {
         if (read(peer)) continue;
+        if (!is_leaving_) {
+          note(absl::StrCat("rank ", r, " was lost: its process has ended, or the network has failed"),
+               /*is_own=*/false);
+        }
       } catch (const std::exception& error) {
-        cause = error.what();
+        note(error.what(), /*is_own=*/false);
       }
-      on_end_(peer.rank, cause);
       MutexLock lock(mutex_);
       peer.is_open = false;
       changed_.notify_all();
@@ -279,8 +313,7 @@ bool Connections::read(Peer& peer) {
       if (left.size() < sizeof(MessageFrame)) break;
       std::memcpy(&peer.frame.emplace(), left.data(), sizeof(MessageFrame));
       left = left.subspan(sizeof(MessageFrame));
-      if (peer.frame->kind < MessageFrame::kText || peer.frame->kind > MessageFrame::kFailure ||
-          peer.frame->text_bytes > kLongestText) {
+      if (peer.frame->kind < MessageFrame::kText || peer.frame->kind > MessageFrame::kFailure) {
         throw_error("rank ", peer.rank, " sent bytes that are no message; run the same version of gpipe on all ranks");
       }
       peer.message.text.resize(peer.frame->text_bytes);
@@ -303,10 +336,10 @@ bool Connections::read(Peer& peer) {
 void Connections::deliver(Peer& peer) {
   const auto frame = *std::exchange(peer.frame, std::nullopt);
   auto message = std::exchange(peer.message, {});
-  if (frame.kind == MessageFrame::kFailure) return on_end_(peer.rank, message.text);
+  if (frame.kind == MessageFrame::kFailure) return note(message.text, /*is_own=*/false);
   message.label = frame.label;
   MutexLock lock(mutex_);
-  if (failed_ || ended_.contains(frame.pipeline)) return;
+  if (!failure_.empty() || ended_.contains(frame.pipeline)) return;
   arrived_[{peer.rank, {frame.pipeline, frame.topic}}].push_back(std::move(message));
   changed_.notify_all();
 }

@@ -38,9 +38,14 @@ class TimeoutError : public ConnectionError {
 /// Called every kPollPeriod by a function that waits, on the caller's thread. Its errors end the wait. May be null.
 using Poll = std::function<void()>;
 
-/// The time at which a wait of at most `limit` ends that begins now. `limit` may be the largest number.
+/// A limit that can be added to others.
+inline std::chrono::milliseconds at_most_a_year(std::chrono::milliseconds limit) {
+  return std::min<std::chrono::milliseconds>(limit, std::chrono::hours(24 * 365));
+}
+
+/// The time at which a wait of at most `limit` ends that begins now.
 inline std::chrono::steady_clock::time_point end_after(std::chrono::milliseconds limit) {
-  return std::chrono::steady_clock::now() + std::min<std::chrono::milliseconds>(limit, std::chrono::hours(24 * 365));
+  return std::chrono::steady_clock::now() + at_most_a_year(limit);
 }
 
 /// A message to send: a text, or a layout and the pieces of memory that it describes, which `owner` keeps. The label is
@@ -67,42 +72,55 @@ struct Received {
   std::unique_ptr<Incoming> memory = nullptr;
 };
 
-/// What carries messages of one kind from one rank to another, in order.
+/// What carries messages of one kind from one rank to another, in order. Those of the job have pipeline 0.
 struct Topic {
   int pipeline = 0;
   int number = 0;
   auto operator<=>(const Topic&) const = default;
 };
 
-/// This process's connections to the other ranks of a job. A thread reads what comes, as soon as it comes, and writes
-/// what the network has not taken at once. Thread-safe. Invariant: the cause of a failure comes before the connection ends.
+/// This process's connections to the other ranks of a job, and the first failure of any rank. A thread reads what comes,
+/// as soon as it comes, and writes what the network has not taken at once. A failure closes the connections: its cause
+/// reaches all ranks before. Thread-safe.
 class Connections {
  public:
   /// Makes the memory for a layout, on the thread. Errors: std::runtime_error for a layout that is not valid.
   using Allocate = std::function<std::unique_ptr<Incoming>(const std::string& layout)>;
-  /// Told on the thread that a connection has ended: why, if the other rank or the bytes that came tell it. It must not
-  /// throw.
-  using OnEnd = std::function<void(int rank, const std::string& cause)>;
 
-  /// `sockets`: one per rank, with none for the own one. They carry nothing else.
-  Connections(std::vector<Socket> sockets, Allocate allocate, OnEnd on_end);
-  /// Waits until all has been sent, and after fail() until the others have closed, but not long.
+  Connections(int size, Allocate allocate);
+  /// Waits until all has been sent, and after a failure until the others have closed, but not long.
   ~Connections();
 
-  /// Does not wait. Errors: ConnectionError after fail().
+  /// Adds the connection to a rank, which carries nothing else. Once per rank.
+  void add(int rank, Socket socket);
+  bool has(int rank) const;
+
+  /// Does not wait. REQUIRES: has(rank). Errors: ConnectionError after a failure.
   void send(int rank, Topic topic, Outgoing message);
-  /// Waits for the topic's next message. Errors: TimeoutError; ConnectionError after fail(); those of `poll`.
+  /// Waits for the topic's next message. REQUIRES: has(rank). Errors: TimeoutError; ConnectionError after a failure;
+  /// those of `poll`.
   Received receive(int rank, Topic topic, std::chrono::milliseconds limit, const Poll& poll);
   /// Returns the text of a topic's next message, if one has come.
   std::optional<std::string> peek(int rank, Topic topic);
   /// Drops what comes, or has come, for a pipeline.
   void end(int pipeline);
 
-  /// Tells the other ranks the cause of a failure, and closes the connections. Can be repeated.
-  void fail(const std::string& cause) noexcept;
+  /// Reports a failure of this rank, unless a rank has failed before.
+  void fail(const std::string& cause) noexcept { note(cause, /*is_own=*/true); }
+  /// The end of a connection is a failure of its rank, until this is called.
+  void begin_to_leave() { is_leaving_ = true; }
+  /// The first failure that this rank knows; empty if there is none.
+  std::string failure() const;
+  /// Whether this rank reported it.
+  bool is_own() const;
+  /// Errors: std::runtime_error if there is a failure; `what` says what it prevents.
+  void check(const std::string& what = "a rank has failed") const;
+  /// Calls `action` at a later failure, on any thread. It must not throw.
+  void on_failure(std::function<void()> action);
 
  private:
   struct Peer;
+  void note(const std::string& cause, bool is_own) noexcept;
   void run();
   bool read(Peer& peer);
   void deliver(Peer& peer);
@@ -111,15 +129,17 @@ class Connections {
   bool is_quiet();
 
   const Allocate allocate_;
-  const OnEnd on_end_;
   const int wake_;
-  std::atomic<bool> ending_ = false;
+  std::atomic<bool> is_ending_ = false;
+  std::atomic<bool> is_leaving_ = false;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;
   std::map<std::pair<int, Topic>, std::deque<Received>> arrived_ ABSL_GUARDED_BY(mutex_);
   std::set<int> ended_ ABSL_GUARDED_BY(mutex_);  // pipelines
-  bool failed_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string failure_ ABSL_GUARDED_BY(mutex_);
+  bool is_own_ ABSL_GUARDED_BY(mutex_) = false;
+  std::function<void()> on_failure_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;  // last, because it uses the other members
 };
 

@@ -1,27 +1,97 @@
 #include "gpipe/ranks/device_wire.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <dlfcn.h>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/parcel_message.h"
+#include "gpipe/ranks/transport.h"
 
 namespace gpipe {
+
+namespace {
+
+template <typename Function>
+auto or_connection_error(Function function) {
+  try {
+    return function();
+  } catch (const c10::Error& error) {
+    throw ConnectionError(error.what_without_backtrace());
+  }
+}
+
+}  // namespace
+
+DeviceGroup DeviceConnections::join(const std::string& name, int rank, int size) {
+  auto group = or_connection_error([&] { return join_(name, rank, size); });
+  MutexLock lock(mutex_);
+  if (is_aborted_) throw ConnectionError("the connections were closed");
+  if (group) groups_.push_back(group);
+  return group;
+}
+
+// All at once: ending one communicator waits for its device, where another's kernels may wait for the other rank.
+void DeviceConnections::abort() noexcept {
+  std::vector<std::thread> threads;
+  MutexLock lock(mutex_);
+  if (std::exchange(is_aborted_, true)) return;
+  for (const auto& group : groups_) {
+    threads.emplace_back([&group] {
+      try {
+        group->abort();
+      } catch (const std::exception&) {  // the process ends soon
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
 
 // The code is in a library of its own, beside this one, because it needs libraries that a torch without CUDA lacks.
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit) {
-  using Connect = DeviceConnections*(const c10::intrusive_ptr<c10d::Store>&, std::chrono::milliseconds);
+  using Join = c10d::Backend*(const c10::intrusive_ptr<c10d::Store>&, const std::string& name, int rank, int size,
+                              std::chrono::milliseconds);
   Dl_info here;
   dladdr(reinterpret_cast<void*>(&connect_by_nccl), &here);
   const std::string path(here.dli_fname);
   void* library = dlopen((path.substr(0, path.rfind('/') + 1) + "libgpipe_nccl.so").c_str(), RTLD_NOW);
-  auto* connect = library == nullptr ? nullptr : dlsym(library, "gpipe_connect_by_nccl");
-  if (connect == nullptr) {
+  auto* join = library == nullptr ? nullptr : dlsym(library, "gpipe_join_by_nccl");
+  if (join == nullptr) {
     refuse_argument("nccl is set, but this gpipe was built without NCCL, or this torch has no CUDA (", dlerror(),
                     "); build gpipe with a torch that has CUDA, or leave nccl out");
   }
-  return std::unique_ptr<DeviceConnections>(reinterpret_cast<Connect*>(connect)(store, limit));
+  // The groups' threads use a connection of their own to the store, because a wait there blocks it.
+  return std::make_unique<DeviceConnections>(
+      c10::kCUDA, [own = store->clone(), limit, join = reinterpret_cast<Join*>(join)](auto& name, int rank, int size) {
+        return DeviceGroup::reclaim(join(own, name, rank, size, limit));
+      });
+}
+
+DeviceLink::DeviceLink(DeviceGroup group, c10::Device device)
+    : group_(std::move(group)), device_(device), stream_(new_stream(device)) {
+  or_connection_error([&] { group_->eagerConnectSingleDevice(device); });
+  transfer(std::vector{at::zeros({1}, at::TensorOptions(at::kByte).device(device))});  // makes the connection
+}
+
+// One group of operations, so that the device runs one kernel for all tensors, on a stream of the group's own.
+void DeviceLink::transfer(std::span<const at::Tensor> tensors) {
+  const at::NoGradGuard no_grad;
+  or_connection_error([&] {
+    group_->startCoalescing();
+    try {
+      for (const auto& tensor : tensors) {
+        if (tensor.numel() == 0) continue;
+        std::vector<at::Tensor> bytes{tensor.as_strided({tensor.numel()}, {1}).view(at::kByte)};
+        group_->getRank() == kSender ? group_->send(bytes, kReceiver, /*tag=*/0)
+                                     : group_->recv(bytes, kSender, /*tag=*/0);
+      }
+    } catch (...) {
+      group_->endCoalescing();  // or NCCL keeps collecting the operations of this thread
+      throw;
+    }
+    if (const auto work = group_->endCoalescing()) work->blockCurrentStream();
+  });
 }
 
 void DeviceLink::send(std::span<const at::Tensor> tensors) {
@@ -30,7 +100,7 @@ void DeviceLink::send(std::span<const at::Tensor> tensors) {
   const c10::OptionalStreamGuard copying(stream_);
   wait(ready, device_);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
-  wire_.transfer(tensors);
+  transfer(tensors);
 }
 
 StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
@@ -44,7 +114,7 @@ StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
     }
   }
   if (landing.received().empty()) return {};
-  wire_.transfer(landing.received());
+  transfer(landing.received());
   landing.scatter();
   for (auto& parcel : parcels) parcel.renew_versions();
   return {record_event(device_)};

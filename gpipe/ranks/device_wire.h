@@ -5,43 +5,39 @@
 
 #include <chrono>
 
+#include "gpipe/base/mutex.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
-/// An end of a wire that carries tensors from one rank's device to another's, in order. Used by one thread at a time.
-class DeviceWire {
- public:
-  virtual ~DeviceWire() = default;
+using DeviceGroup = c10::intrusive_ptr<c10d::Backend>;
 
-  /// Sends the tensors, or at the receiving end receives into them. Enqueues this on the current stream of the end's
-  /// device, and does not wait for the device. REQUIRES: the tensors are on that device, have no gaps, and have the
-  /// same types, sizes and strides at both ends; a send is enqueued before its receive. Errors: ConnectionError.
-  virtual void transfer(std::span<const at::Tensor> tensors) = 0;
-};
-
-/// This process's wires between devices. Thread-safe.
+/// This process's groups of ranks with one device each, between which tensors go without the host. Thread-safe.
 class DeviceConnections {
  public:
-  virtual ~DeviceConnections() = default;
+  /// Joins a group of `size` ranks, which all join it under one name; null if there is none for them.
+  using Join = std::function<DeviceGroup(const std::string& name, int rank, int size)>;
+  DeviceConnections(c10::DeviceType type, Join join) : type_(type), join_(std::move(join)) {}
+  ~DeviceConnections() { abort(); }
 
   /// The type of the devices that can be connected.
-  virtual c10::DeviceType device_type() const = 0;
-
-  /// Makes an end of a wire, which lives as long as this. Waits for the end of the same name. Errors: ConnectionError.
-  virtual DeviceWire& connect(const std::string& name, bool sends, c10::Device device) = 0;
-
-  /// Makes a group of `size` ranks, one device each, which all make it under one name; null if it cannot. Gradients are
-  /// summed by its all-reduce. Errors: ConnectionError.
-  virtual c10::intrusive_ptr<c10d::Backend> group(const std::string& name, int rank, int size) = 0;
-
+  c10::DeviceType device_type() const { return type_; }
+  /// Errors: ConnectionError, also after abort().
+  DeviceGroup join(const std::string& name, int rank, int size);
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
-  virtual void abort() noexcept = 0;
+  void abort() noexcept;
+
+ private:
+  const c10::DeviceType type_;
+  const Join join_;
+  Mutex mutex_;
+  bool is_aborted_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<DeviceGroup> groups_ ABSL_GUARDED_BY(mutex_);
 };
 
-/// Makes wires between GPUs by c10d's NCCL backend. Each rank must call this with the same store. `limit`: the longest
-/// that a transfer may take. Errors: std::invalid_argument if gpipe was built without NCCL, or torch has no CUDA.
+/// Connects GPUs by c10d's NCCL backend. Each rank must call this with the same store. `limit`: the longest that a
+/// transfer may take. Errors: std::invalid_argument if gpipe was built without NCCL, or torch has no CUDA.
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit);
 
@@ -50,13 +46,16 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
 c10::intrusive_ptr<c10d::Backend> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                   const std::string& host, std::chrono::milliseconds limit);
 
-/// A worker's end of a DeviceWire, with its copy stream. Used by the worker, while its compute stream is current.
+/// A worker's end of a wire to a worker of another rank, with its copy stream: carries tensors from device to device, in
+/// order. Used by the worker, while its compute stream is current.
 class DeviceLink {
  public:
-  /// `wire` must outlive this.
-  DeviceLink(DeviceWire& wire, c10::Device device) : wire_(wire), device_(device), stream_(new_stream(device)) {}
+  static constexpr int kSender = 0;
+  static constexpr int kReceiver = 1;
+  /// Waits for the other end. `group`: of the sender and the receiver. Errors: ConnectionError.
+  DeviceLink(DeviceGroup group, c10::Device device);
 
-  /// Sends tensors after the worker's present work. Errors: ConnectionError.
+  /// Sends tensors after the worker's present work, before their header is sent. Errors: ConnectionError.
   void send(std::span<const at::Tensor> tensors);
   /// Receives the parcels' meta tensors. Returns the event after which they have come. Errors: ConnectionError.
   StreamEvents receive(std::vector<Parcel>& parcels);
@@ -64,7 +63,9 @@ class DeviceLink {
   bool settle(std::chrono::milliseconds limit);
 
  private:
-  DeviceWire& wire_;
+  void transfer(std::span<const at::Tensor> tensors);
+
+  const DeviceGroup group_;
   const c10::Device device_;
   const std::optional<c10::Stream> stream_;
 };

@@ -9,9 +9,11 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <deque>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
@@ -19,21 +21,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kSecretBytes = 32;
+constexpr Topic kAddresses{0, 1};
 constexpr std::size_t kMostGuests = 64;
 constexpr std::chrono::seconds kLongestGreeting{5};
 
-/// What both ends of a connection send first.
+/// What both ends of a connection send first. Rank 0's is on the board.
 struct Greeting {
-  std::array<char, kSecretBytes> secret;
-  std::int32_t rank;
+  std::array<char, 32> secret = {};
+  std::array<char, 8> name = {};
+  std::int64_t rank = 0;
+  Endpoint listens_at = {};
 };
 
 /// A connection whose other end has not greeted yet.
 struct Stranger {
   Socket socket;
-  Clock::time_point came = {};
-  bool is_connected = false;
+  Clock::time_point came = Clock::now();
   Greeting greeting = {};
   std::size_t received = 0;
 
@@ -48,120 +51,130 @@ struct Stranger {
   }
 };
 
-// A rank calls each other one. Of the two connections of a pair, the one that the higher rank made remains. The other
-// tells the lower rank if the higher one ends before it has called. The higher rank greets back there only when its own
-// is complete: so whoever has got all greetings knows that the others need only the connections that remain.
 class Handshake {
  public:
-  Handshake(Socket listener, const JobAddresses& job)
-      : listener_(std::move(listener)), job_(job), peers_(job.endpoints.size()) {
-    std::memcpy(own_.secret.data(), job.secret.data(), std::min(job.secret.size(), kSecretBytes));
-    own_.rank = job.rank;
+  Handshake(Connections& connections, int rank, int size, Socket listener, const Poll& poll)
+      : connections_(connections), size_(size), listener_(std::move(listener)), poll_(poll), addresses_(size) {
+    own_.rank = rank;
+    own_.listens_at = Endpoint::of(listener_.get());
     fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
   }
 
-  std::vector<Socket> run(std::chrono::milliseconds limit, const Poll& poll) {
-    for (const auto end = end_after(limit);;) {
-      accept_guests();
-      hear_guests();
-      std::vector<int> missing;
-      for (int r = 0; r < std::ssize(peers_); ++r) {
-        if (r != job_.rank && !advance(r)) missing.push_back(r);
-      }
-      if (missing.empty()) break;
-      if (Clock::now() >= end) {
-        throw ConnectionError(
-            absl::StrCat("rank ", absl::StrJoin(missing, ", "), " did not connect within ", limit.count(), " ms"));
-      }
-      await_events();
-      if (poll) poll();
+  void lead(const Board& board, std::chrono::milliseconds limit) {
+    if (getentropy(own_.secret.data(), own_.secret.size()) != 0 ||
+        getentropy(own_.name.data(), own_.name.size()) != 0) {
+      throw_error("this system has no random bytes");
     }
-    std::vector<Socket> sockets;
-    for (auto& peer : peers_) sockets.push_back(std::move(is_mine(peer) ? peer.called.socket : peer.calls));
-    return sockets;
+    board.write(to_bytes(std::vector{own_}));
+    try {
+      accept_from(1, limit);
+    } catch (const ConnectionError& error) {
+      const auto cause = connections_.failure();
+      board.write(absl::StrCat("; the last job has failed: ", cause.empty() ? error.what() : cause));
+      throw;
+    }
+    for (int r = 1; r < size_; ++r) connections_.send(r, kAddresses, {.text = to_bytes(addresses_)});
   }
 
+  void follow(const Board& board, std::chrono::milliseconds join_limit, std::chrono::milliseconds limit) {
+    call_leader(board, join_limit);
+    const auto longest = at_most_a_year(join_limit) + at_most_a_year(limit);  // rank 0's wait ends before
+    addresses_ = to_items<Endpoint>(connections_.receive(0, kAddresses, longest, poll_).text);
+    for (int other = 1; other < own_.rank; ++other) {
+      for (const auto end = end_after(limit); !call(other, addresses_.at(other), end); wait({})) {
+        if (Clock::now() >= end) throw late({other}, limit);
+      }
+    }
+    accept_from(static_cast<int>(own_.rank) + 1, limit);
+  }
+
+  std::string name() const { return absl::BytesToHexString({own_.name.data(), own_.name.size()}); }
+
  private:
-  struct Peer {
-    Stranger called;  // by this rank
-    bool has_answered = false;
-    Socket calls;  // this rank
-    bool is_answered = false;
-  };
+  void call_leader(const Board& board, std::chrono::milliseconds limit) {
+    std::string why;
+    for (const auto end = end_after(limit);; wait({})) {
+      const auto text = board.read();
+      if (text.size() != sizeof(Greeting)) {
+        why = text;
+      } else {
+        const auto leader = ByteReader(text).get<Greeting>();
+        own_.secret = leader.secret;
+        own_.name = leader.name;
+        // Looks at the board meanwhile: a rank 0 that is gone may not refuse the call.
+        if (call(0, leader.listens_at, end, [&] { return board.read() == text; })) return;
+      }
+      if (Clock::now() >= end) throw late({0}, limit, why);
+    }
+  }
 
-  /// Whether the connection that this rank made remains.
-  bool is_mine(const Peer& peer) const { return &peer - peers_.data() < job_.rank; }
+  /// Connects to a rank. Returns false if it does not listen there, or is no rank of this job, or does not answer.
+  bool call(int rank, const Endpoint& to, Clock::time_point end, const std::function<bool()>& goes_on = nullptr) {
+    Stranger called{
+        Socket([&] { return socket(to.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); })};
+    for (bool is_connected = false; Clock::now() < end && (!goes_on || goes_on());) {
+      if (!is_connected) {
+        is_connected = connect(called.socket.get(), to.any(), to.size) == 0 || errno == EISCONN;
+        if (!is_connected && errno != EINPROGRESS && errno != EALREADY && errno != EINTR) return false;
+        if (is_connected) greet(called.socket);
+      }
+      if (is_connected && !called.receive()) return false;
+      if (called.has_greeted()) {
+        if (!is_of_job(called.greeting) || called.greeting.rank != rank) return false;
+        connections_.add(rank, std::move(called.socket));
+        return true;
+      }
+      wait({{.fd = called.socket.get(), .events = static_cast<short>(is_connected ? POLLIN : POLLOUT), .revents = 0}});
+    }
+    return false;
+  }
 
-  void accept_guests() {
+  /// Waits until all ranks from `first` on have called. Then it listens no more.
+  void accept_from(int first, std::chrono::milliseconds limit) {
+    std::deque<Stranger> guests;
+    for (const auto end = end_after(limit);;) {
+      std::vector<int> missing;
+      for (int r = first; r < size_; ++r) {
+        if (!connections_.has(r)) missing.push_back(r);
+      }
+      if (missing.empty()) break;
+      if (Clock::now() >= end) throw late(missing, limit);
+      std::vector<pollfd> states{{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
+      for (const auto& guest : guests) states.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
+      wait(std::move(states));
+      accept_guests(guests);
+      for (auto& guest : guests) {
+        const bool goes_on = guest.receive() && Clock::now() - guest.came < kLongestGreeting;
+        if (guest.has_greeted() && is_of_job(guest.greeting) && guest.greeting.rank >= first &&
+            !connections_.has(static_cast<int>(guest.greeting.rank))) {
+          const auto rank = static_cast<int>(guest.greeting.rank);
+          greet(guest.socket);
+          addresses_[rank] = guest.greeting.listens_at;
+          connections_.add(rank, std::move(guest.socket));
+        }
+        if (!goes_on || guest.has_greeted()) guest.socket = Socket();
+      }
+      std::erase_if(guests, [](const Stranger& guest) { return !guest.socket; });
+    }
+    listener_ = Socket();
+  }
+
+  void accept_guests(std::deque<Stranger>& guests) {
     for (std::size_t count = 0; count < kMostGuests; ++count) {
       Socket guest([&] { return accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
       if (!guest && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)) {
         throw ConnectionError(absl::StrCat("no connection can be accepted: ", std::strerror(errno)));
       }
       if (!guest) return;
-      guests_.push_back({std::move(guest), Clock::now()});
-      if (guests_.size() > kMostGuests) guests_.pop_front();
+      guests.push_back({std::move(guest)});
+      if (guests.size() > kMostGuests) guests.pop_front();
     }
-  }
-
-  void hear_guests() {
-    for (auto& guest : guests_) {
-      const bool goes_on = guest.receive() && Clock::now() - guest.came < kLongestGreeting;
-      if (guest.has_greeted() && is_of_job(guest.greeting)) {
-        auto& peer = peers_[guest.greeting.rank];
-        peer.calls = std::move(guest.socket);
-        peer.is_answered = false;
-      }
-      if (!goes_on || guest.has_greeted()) guest.socket = Socket();
-    }
-    std::erase_if(guests_, [](const Stranger& guest) { return !guest.socket; });
   }
 
   bool is_of_job(const Greeting& greeting) const {
     unsigned char difference = 0;
-    for (std::size_t i = 0; i < kSecretBytes; ++i) difference |= greeting.secret[i] ^ own_.secret[i];
-    return difference == 0 && greeting.rank >= 0 && greeting.rank < std::ssize(peers_) && greeting.rank != job_.rank;
-  }
-
-  /// Returns whether both ends have greeted on both connections.
-  bool advance(int rank) {
-    auto& peer = peers_[rank];
-    if (!peer.has_answered) call(rank);
-    if (peer.calls && !peer.is_answered && (peer.has_answered || !is_mine(peer))) {
-      greet(peer.calls);
-      peer.is_answered = true;
-    }
-    const auto& remaining = is_mine(peer) ? peer.called.socket : peer.calls;
-    const bool is_complete = is_mine(peer) ? peer.has_answered : peer.is_answered;
-    if (is_complete && remaining.is_ended()) throw RankLost(rank);
-    return peer.has_answered && peer.is_answered;
-  }
-
-  void call(int rank) {
-    auto& called = peers_[rank].called;
-    const auto& to = job_.endpoints[rank];
-    if (!called.socket) {
-      if (Clock::now() - called.came < kPollPeriod) return;
-      called = {Socket([&] { return socket(to.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); }),
-                Clock::now()};
-    }
-    if (!called.is_connected) {
-      if (connect(called.socket.get(), to.any(), to.size) != 0 && errno != EISCONN) {
-        if (errno == EINPROGRESS || errno == EALREADY || errno == EINTR) return;
-        if (errno == ECONNREFUSED) throw RankLost(rank);  // it listens until all have connected to it
-        throw ConnectionError(
-            absl::StrCat("rank ", rank, " cannot be reached at ", to.text(), ": ", std::strerror(errno)));
-      }
-      called.is_connected = true;
-      greet(called.socket);
-    }
-    const bool goes_on = called.receive();
-    if (!goes_on) called.socket = Socket();  // it may have closed this among others; calls again
-    if (!called.has_greeted()) return;
-    if (!is_of_job(called.greeting) || called.greeting.rank != rank) {
-      throw ConnectionError(absl::StrCat("another program has the address of rank ", rank, ", ", to.text()));
-    }
-    peers_[rank].has_answered = true;
+    for (std::size_t i = 0; i < own_.secret.size(); ++i) difference |= greeting.secret[i] ^ own_.secret[i];
+    return difference == 0 && greeting.rank >= 0 && greeting.rank < size_;
   }
 
   void greet(const Socket& socket) {
@@ -171,42 +184,34 @@ class Handshake {
     static_cast<void>(send(socket.get(), &own_, sizeof own_, MSG_DONTWAIT | MSG_NOSIGNAL));
   }
 
-  void await_events() {
-    std::vector<pollfd> states{{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
-    const auto add = [&](const Socket& socket, short events) {
-      if (socket) states.push_back({.fd = socket.get(), .events = events, .revents = 0});
-    };
-    for (const auto& guest : guests_) add(guest.socket, POLLIN);
-    for (const auto& peer : peers_) {
-      if (!peer.has_answered) add(peer.called.socket, peer.called.is_connected ? POLLIN : POLLOUT);
-    }
-    ::poll(states.data(), states.size(), static_cast<int>(kPollPeriod.count()));
+  ConnectionError late(const std::vector<int>& ranks, std::chrono::milliseconds limit,
+                       const std::string& why = "") const {
+    return ConnectionError(absl::StrFormat("rank %s of %d did not come within %.1f s%s", absl::StrJoin(ranks, ", "),
+                                           size_, std::chrono::duration<double>(limit).count(), why));
   }
 
-  const Socket listener_;
-  const JobAddresses& job_;
-  Greeting own_ = {};
-  std::vector<Peer> peers_;  // by rank
-  std::deque<Stranger> guests_;
+  /// Waits for an event, but not long.
+  void wait(std::vector<pollfd> events) {
+    ::poll(events.data(), events.size(), static_cast<int>(kPollPeriod.count()));
+    if (!connections_.failure().empty()) throw ConnectionError("a rank has failed");
+    if (poll_) poll_();
+  }
+
+  Connections& connections_;
+  const int size_;
+  Socket listener_;
+  const Poll& poll_;
+  Greeting own_;
+  std::vector<Endpoint> addresses_;  // by rank
 };
 
 }  // namespace
 
-std::string make_secret() {
-  std::string secret(kSecretBytes, '\0');
-  if (getentropy(secret.data(), secret.size()) != 0) throw_error("this system has no random bytes");
-  return secret;
-}
-
-std::vector<Socket> connect_ranks(Socket listener, const JobAddresses& job, std::chrono::milliseconds limit,
-                                  const Poll& poll, const std::function<void(const ConnectionError&)>& report) {
-  Handshake handshake(std::move(listener), job);
-  try {
-    return handshake.run(limit, poll);
-  } catch (const ConnectionError& error) {
-    if (report) report(error);
-    throw;
-  }
+std::string connect_ranks(Connections& connections, int rank, int size, Socket listener, const Board& board,
+                          std::chrono::milliseconds join_timeout, std::chrono::milliseconds timeout, const Poll& poll) {
+  Handshake handshake(connections, rank, size, std::move(listener), poll);
+  rank == 0 ? handshake.lead(board, join_timeout) : handshake.follow(board, join_timeout, timeout);
+  return handshake.name();
 }
 
 }  // namespace gpipe

@@ -1,36 +1,25 @@
 #pragma once
 
-#include <vector>
-
 #include "gpipe/ranks/connections.h"
 
 namespace gpipe {
 
-/// A rank has ended while the ranks connect.
-class RankLost : public ConnectionError {
- public:
-  explicit RankLost(int rank) : ConnectionError("another rank was lost"), rank(rank) {}
-  const int rank;
+/// A text that all ranks can read, such as in a store. It replaces the one before.
+struct Board {
+  std::function<void(const std::string& text)> write;
+  std::function<std::string()> read;  ///< empty: there is none yet
 };
 
-/// What a rank must know to connect to the others. `secret`: random bytes that only the job's ranks have.
-struct JobAddresses {
-  int rank;
-  std::string secret;
-  std::vector<Endpoint> endpoints;  ///< by rank; the own one is that of the listener
-};
-
-/// Returns random bytes.
-std::string make_secret();
-
-/// Connects each rank to each other one. Returns a socket per rank, with none for the own one. Closes the listener.
+/// Connects this rank to each other one. Rank 0 leaves its address and a secret on the board, the others call it, and it
+/// tells them where the others listen. Returns a name that is the same on all ranks, and unique.
 ///
 /// What connects to the listener must say the secret before all else, and soon. Others are closed, the oldest ones if
-/// there are many. Errors: RankLost; ConnectionError, also for ranks that have not connected within `limit`, with their
-/// numbers; those of `poll`. Calls `report` with a ConnectionError before it closes any socket, which the
-/// other ranks take for the end of this one.
-std::vector<Socket> connect_ranks(Socket listener, const JobAddresses& job, std::chrono::milliseconds limit,
-                                  const Poll& poll,
-                                  const std::function<void(const ConnectionError&)>& report = nullptr);
+/// there are many. The board may have an address of an earlier job, whose rank 0 has stopped to listen. If no others
+/// come in time, rank 0 leaves the reason there.
+///
+/// `join_timeout`: until all ranks have called rank 0. `timeout`: from then on. Errors: ConnectionError, also for ranks
+/// that do not come in time, with their numbers; those of `poll` and of the board.
+std::string connect_ranks(Connections& connections, int rank, int size, Socket listener, const Board& board,
+                          std::chrono::milliseconds join_timeout, std::chrono::milliseconds timeout, const Poll& poll);
 
 }  // namespace gpipe

@@ -4,49 +4,67 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
-#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/agreement.h"
 #include "gpipe/ranks/handshake.h"
-#include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/team.h"
+#include "gpipe/ranks/transport.h"
 
 namespace gpipe {
 namespace {
 
-constexpr Topic kEnd{};
-constexpr char kSecretKey[] = "secret";
-constexpr char kFailureKey[] = "failure";
-constexpr std::chrono::milliseconds kStorePatience{1000};  // with the store
-std::string address_key(int rank) { return absl::StrCat("address/", rank); }
+constexpr Topic kEnd{0, 2};
+constexpr Topic kShared{0, 3};
+constexpr char kInvitation[] = "invitation";  // of rank 0, in the store
 
 }  // namespace
 
-Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices)
+Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const ConnectDevices& connect_devices,
+         const Poll& poll)
     : ranks_(ranks),
       rank_(ranks.rank()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
       caller_(std::this_thread::get_id()),
-      shared_(std::move(store)),
-      devices_(std::move(devices)),
-      store_(std::make_unique<StoreThread>([store = shared_] { return store->clone(); })) {}
+      store_(std::move(store)),
+      connections_(std::make_unique<Connections>(ranks.size(), allocate_parcels)) {
+  try {
+    if (ranks.size() > 1) connect(poll);
+    if (!ranks.options().nccl()) return;
+    const auto of_job = c10::make_intrusive<c10d::PrefixStore>(name_, store_);
+    devices_ = (connect_devices ? connect_devices : connect_by_nccl)(of_job, ranks.options().join_timeout());
+    connections_->on_failure([this] { devices_->abort(); });
+  } catch (const ConnectionError& error) {
+    connections_->fail(absl::StrCat("rank ", rank_, " cannot connect to the others: ", error.what()));
+    connections_->check();
+  } catch (const std::exception& error) {
+    connections_->fail(absl::StrCat("rank ", rank_, " ended while the ranks connected: ", error.what()));
+    throw;
+  }
+}
 
 Job::~Job() {
   if (getpid() != process_) {  // a forked process has none of the threads
     static_cast<void>(connections_.release());
-    static_cast<void>(store_.release());
     static_cast<void>(devices_.release());
     return;
   }
   finish(unwinding().value_or(""), /*poll=*/nullptr);
-  std::unique_ptr<Connections> last;  // its thread may report
-  {
-    MutexLock lock(mutex_);
-    last = std::move(connections_);
-  }
+}
+
+void Job::connect(const Poll& poll) {
+  const auto limit = ranks_.options().join_timeout();
+  const auto write = [&](const std::string& text) {
+    const auto set = [text, store = store_] { return store->set(kInvitation, text), true; };
+    apart(set, limit, poll);
+  };
+  const auto read = [&] {
+    const auto get = [store = store_] { return store->check({kInvitation}) ? store->get_to_str(kInvitation) : ""; };
+    return apart(get, limit, poll);
+  };
+  name_ = connect_ranks(*connections_, rank_, ranks_.size(),
+                        Socket([&] { return listen_at(rank_, ranks_.address(), /*port=*/0); }), {write, read}, limit,
+                        ranks_.options().timeout(), poll);
 }
 
 std::optional<std::string> Job::unwinding() const {
@@ -54,231 +72,91 @@ std::optional<std::string> Job::unwinding() const {
   return absl::StrCat("rank ", rank_, " ended with an exception outside of the pipeline");
 }
 
-// Settles which failure is the first by the store.
-std::string Job::first_failure(const std::string& cause) noexcept try {
-  const auto settle = [cause](c10d::Store& store) { return store.compareSet(kFailureKey, "", cause); };
-  return store_->ask<std::string>(settle, kStorePatience, nullptr);
-} catch (const std::exception&) {
-  return cause;
-}
-
-void Job::report(const std::string& cause) noexcept {
-  if (!failure().empty()) return;
-  const auto first = is_joined_ ? cause : first_failure(cause);
-  note(first, first == cause);
-}
-
-void Job::note(const std::string& cause, bool is_own) noexcept {
-  {
-    MutexLock lock(mutex_);
-    if (!failure_.empty()) return;
-    failure_ = cause;
-    is_own_ = is_own;
-    if (connections_) connections_->fail(cause);
-  }
-  if (devices_) devices_->abort();
-}
-
-void Job::note_end(int rank, const std::string& cause) noexcept {
-  if (!cause.empty()) return note(cause, /*is_own=*/false);
-  if (leaving_ || !failure().empty()) return;
-  const auto lost = absl::StrCat("rank ", rank, " was lost: its process has ended, or the network has failed");
-  note(is_joined_ ? lost : first_failure(lost), /*is_own=*/false);
-}
-
-std::string Job::failure() const {
-  MutexLock lock(mutex_);
-  return failure_;
-}
-
-bool Job::is_own() const {
-  MutexLock lock(mutex_);
-  return is_own_;
-}
-
-void Job::check(const std::string& what) const {
-  if (const auto cause = failure(); !cause.empty()) throw_error(what, ": ", cause);
-}
-
-void Job::check_and_poll(const Poll& poll) {
-  check();
-  if (!poll) return;
-  try {
-    poll();
-  } catch (const std::exception& error) {
-    report(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
-    throw;
-  }
-}
-
-void Job::finish(const std::string& cause, const Poll& poll) {
-  if (getpid() != process_ || std::exchange(finished_, true)) return;
-  if (!cause.empty()) {
-    report(cause);
-  } else {
-    MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
-    for (const auto& [pipeline, leave] : members_) leave();
-  }
-  if (!connections_ && ranks_.size() > 1) {
-    report(absl::StrCat("rank ", rank_, " has left the job before the ranks have made a pipeline"));
-  }
-  if (!connections_ || !failure().empty()) return;
-  try {
-    leave_together(poll);
-  } catch (const ConnectionError&) {  // a rank is lost, or has failed
-  } catch (const std::exception& error) {
-    report(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
-    throw;
-  }
-}
-
-// A connection ends only after all ranks have begun to leave.
-void Job::leave_together(const Poll& poll) {
-  leaving_ = true;
-  const auto end = end_after(ranks_.options().timeout());
-  const auto send = [&](int rank) { connections_->send(rank, kEnd, {.text = ""}); };
-  const auto receive = [&](int rank) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-    connections_->receive(rank, kEnd, left, poll);
+Poll Job::reporting(const Poll& poll) {
+  if (!poll) return nullptr;
+  return [this, poll] {
+    try {
+      poll();
+    } catch (const std::exception& error) {
+      connections_->fail(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
+      throw;
+    }
   };
-  if (rank_ != 0) {
-    send(0);
-    receive(0);
-  } else {
-    for (int r = 1; r < ranks_.size(); ++r) receive(r);
-    for (int r = 1; r < ranks_.size(); ++r) send(r);
-  }
 }
 
-void Job::add(int pipeline, std::function<void()> leave) {
-  is_joined_ = true;
-  MutexLock lock(mutex_);
-  members_[pipeline] = std::move(leave);
+int Job::join() {
+  if (is_finished_) throw_error("no pipeline can be made: this rank has left the job");
+  return ++pipelines_;
 }
 
-void Job::remove(int pipeline) {
-  MutexLock lock(mutex_);
-  members_.erase(pipeline);
+void Job::check_stays(int rank, Topic topic) {
+  if (!connections_->peek(rank, kEnd) || connections_->peek(rank, topic)) return;  // in this order: its end comes last
+  connections_->fail(absl::StrCat("rank ", rank, " has left the job"));
+  connections_->check();
 }
 
-bool Job::has_one_caller() {
-  MutexLock lock(mutex_);
-  has_one_caller_ = has_one_caller_ && std::this_thread::get_id() == caller_;
-  return has_one_caller_;
-}
-
-// Another thread of this rank, or of that one, could still make the call that is waited for.
+// Another thread of this rank could still make the call that the other one waits for.
 void Job::check_order(int pipeline, int rank) {
-  MutexLock lock(mutex_);
-  if (!has_one_caller_) return;
-  for (const auto& [other, leave] : members_) {
+  for (int other = 1; other <= pipelines_ && has_one_caller_; ++other) {
     if (other == pipeline) continue;
     const auto message = connections_->peek(rank, Team::topic_of_calls(other));
-    const auto call = message ? awaited_call(*message) : "";
+    const auto call = message ? proposed_call(*message) : "";
     if (call.empty()) continue;
-    throw_error("rank 0 ", members_.contains(pipeline) ? "uses" : "makes", " pipeline ", pipeline - 1, ", but rank ",
-                rank, " uses pipeline ", other - 1, " for '", call,
-                "'; use pipelines, which are numbered as they are made, in the same order on all ranks");
+    throw_error("rank 0 uses pipeline ", pipeline - 1, ", but rank ", rank, " uses pipeline ", other - 1, " for '",
+                call, "'; use pipelines, which are numbered as they are made, in the same order on all ranks");
   }
-}
-
-// Returns "" if the value does not come before `end`. Notes a failure that is in the store.
-std::string Job::await_key(const std::string& key, std::chrono::steady_clock::time_point end, const Poll& poll) {
-  const auto poll_or_fail = [&] {
-    check();
-    if (poll) poll();
-  };
-  const auto [found, value] = store_->await_any({kFailureKey, key}, end, ranks_.options().join_timeout(), poll_or_fail);
-  if (found == kFailureKey) note(value, /*is_own=*/false);
-  check();
-  return value;
 }
 
 std::string Job::share(const std::string& text, const Poll& poll) {
-  const auto key = absl::StrCat("text", texts_++);
-  const auto limit = ranks_.options().join_timeout();
-  if (rank_ == 0) {
-    store_->ask<int>([=](c10d::Store& store) { return store.set(key, "=" + text), 0; }, limit, poll);
+  try {
+    const auto check_and_poll = [&] {
+      check_stays(0, kShared);
+      if (poll) poll();
+    };
+    if (rank_ != 0) return connections_->receive(0, kShared, ranks_.options().join_timeout(), check_and_poll).text;
+    for (int r = 1; r < ranks_.size(); ++r) connections_->send(r, kShared, {.text = text});
     return text;
-  }
-  const auto shared = await_key(key, end_after(limit), poll);
-  if (shared.empty()) {
-    throw_error("rank 0 has shared nothing within the join time-out, ", limit.count(),
-                " ms; share() must be called on all ranks, as often on each");
-  }
-  return shared.substr(1);
-}
-
-// A rank listens before its address is in the store.
-void Job::connect(const Poll& poll) {
-  const auto limit = ranks_.options().join_timeout();
-  const auto& [interface, address] = ranks_.listen_at();
-  host_ = !interface.empty() ? address_of_interface(interface) : !address.empty() ? address : address_of_this_host();
-  Socket listener([&] { return listen_at(rank_, host_, /*port=*/0); });
-  ByteWriter bytes;
-  bytes.add(Endpoint::of(listener.get()));
-  const auto publish = [rank = rank_, address = bytes.take()](c10d::Store& store) {
-    if (rank == 0) store.set(kSecretKey, make_secret());
-    store.set(address_key(rank), address);
-    return 0;
-  };
-  store_->ask<int>(publish, limit, poll);
-  JobAddresses job{rank_, "", {}};
-  std::vector<int> missing;
-  const auto end = end_after(limit);
-  for (int r = 0; r < ranks_.size(); ++r) {
-    const auto found = await_key(address_key(r), end, poll);
-    found.empty() ? missing.push_back(r) : job.endpoints.push_back(ByteReader(found).get<Endpoint>());
-  }
-  if (!missing.empty()) {
-    throw_error("the ranks cannot make the pipeline: rank ", absl::StrJoin(missing, ", "), " of ", ranks_.size(),
-                " did not come within ", absl::StrFormat("%.1f s", static_cast<double>(limit.count()) / 1000));
-  }
-  job.secret = await_key(kSecretKey, end, poll);
-  const auto report_end = [&](const ConnectionError& error) {
-    const auto* lost = dynamic_cast<const RankLost*>(&error);
-    if (lost != nullptr) return note_end(lost->rank, "");
-    report(absl::StrCat("rank ", rank_, " cannot connect to the others: ", error.what()));
-  };
-  auto sockets = connect_ranks(std::move(listener), job, ranks_.options().timeout(), poll, report_end);
-  auto made = std::make_unique<Connections>(std::move(sockets), allocate_parcels,
-                                            [this](int rank, const std::string& cause) { note_end(rank, cause); });
-  MutexLock lock(mutex_);
-  connections_ = std::move(made);
-  if (!failure_.empty()) connections_->fail(failure_);
-}
-
-int Job::join(const Poll& poll) {
-  if (finished_) throw_error("no pipeline can be made: this rank has left the job");
-  check_and_poll(poll);
-  ++pipelines_;
-  has_one_caller();
-  if (connections_) return pipelines_;
-  try {
-    connect([&] { check_and_poll(poll); });
+  } catch (const TimeoutError& late) {
+    throw_error(late.what(), ": share() must be called on all ranks, as often on each");
   } catch (const ConnectionError&) {
-    check();
-    throw;
-  } catch (const std::exception& error) {
-    report(error.what());
+    connections_->check();
     throw;
   }
-  return pipelines_;
 }
 
-// On a thread of its own, because nothing ends Gloo's wait.
-c10::intrusive_ptr<c10d::Backend> Job::connect_sums(const std::string& name, int rank, int size, const Poll& poll) {
-  using Group = c10::intrusive_ptr<c10d::Backend>;
-  std::packaged_task<Group()> connect([=, host = host_, store = shared_, limit = ranks_.options().timeout()] {
-    return connect_by_gloo(c10::make_intrusive<c10d::PrefixStore>(name, store->clone()), rank, size, host, limit);
-  });
-  auto connected = connect.get_future();
-  std::thread(std::move(connect)).detach();
-  while (connected.wait_for(kPollPeriod) != std::future_status::ready) check_and_poll(poll);
+// A process that closes its sockets with unread data resets them, so it waits until all ranks have begun to leave.
+void Job::finish(const std::string& cause, const Poll& poll) {
+  if (getpid() != process_ || std::exchange(is_finished_, true)) return;
+  if (!cause.empty()) connections_->fail(cause);
+  if (!connections_->failure().empty()) return;
+  connections_->begin_to_leave();
+  const auto end = end_after(ranks_.options().timeout());
   try {
-    return connected.get();
+    for (int r = 0; r < ranks_.size(); ++r) {
+      if (r != rank_) connections_->send(r, kEnd, {.text = ""});
+    }
+    for (int r = 0; r < ranks_.size(); ++r) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+      if (r != rank_) connections_->receive(r, kEnd, left, reporting(poll));
+    }
+  } catch (const ConnectionError&) {  // a rank is lost, or has failed
+  }
+}
+
+// Nothing ends Gloo's wait.
+c10::intrusive_ptr<c10d::Backend> Job::connect_sums(const std::string& name, int rank, int size, const Poll& poll) {
+  const auto connect = [=, host = ranks_.address(), store = store_, name = name_ + name,
+                        limit = ranks_.options().timeout()] {
+    return connect_by_gloo(c10::make_intrusive<c10d::PrefixStore>(name, store->clone()), rank, size, host, limit);
+  };
+  const auto check_and_poll = [&] {
+    connections_->check();
+    if (poll) poll();
+  };
+  try {
+    return apart(connect, std::chrono::milliseconds::max(), check_and_poll);
   } catch (const std::exception& error) {
-    report(absl::StrCat("rank ", rank_, " cannot connect to the replicas: ", error.what()));
+    connections_->fail(absl::StrCat("rank ", rank_, " cannot connect to the replicas: ", error.what()));
     throw;
   }
 }

@@ -2,91 +2,104 @@
 
 #include <sys/types.h>
 
+#include <future>
+
 #include "gpipe/ranks.h"
+#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
-#include "gpipe/ranks/store_thread.h"
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections, which any failure closes, and the first failure. The end of a
-/// connection before all ranks leave is a failure. Until a first pipeline is made, failures are told by the store too.
+/// The store of a job has not answered in time.
+class StoreTimeout : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Returns use(), which runs on a thread of its own, because it may never return: as a use of c10d's stores when the
+/// process that serves one is stopped. `use` is destroyed before. Errors: those of `use` and `poll`; StoreTimeout.
+template <typename Use>
+auto apart(Use use, std::chrono::milliseconds limit, const Poll& poll) {
+  std::promise<std::invoke_result_t<Use>> promise;
+  auto answer = promise.get_future();
+  std::thread([promise = std::move(promise), use = std::optional(std::move(use))]() mutable {
+    try {
+      auto result = (*use)();
+      use.reset();
+      promise.set_value(std::move(result));
+    } catch (...) {
+      use.reset();
+      promise.set_exception(std::current_exception());
+    }
+  }).detach();
+  for (const auto end = end_after(limit); answer.wait_for(kPollPeriod) != std::future_status::ready;) {
+    if (std::chrono::steady_clock::now() >= end) {
+      throw StoreTimeout("[gpipe] the store of the job has not answered within " + std::to_string(limit.count()) +
+                         " ms: the process that serves it, rank 0 or torchrun, is stopped or cut off");
+    }
+    if (poll) poll();
+  }
+  return answer.get();
+}
+
+/// What the pipelines of a job share: the connections, which know the first failure. The end of a connection before all
+/// ranks leave is a failure.
 ///
-/// Thread safety: join() and share() on one thread at a time; the other functions on any thread.
+/// Thread safety: share() and finish() on one thread at a time; the other functions on any thread.
 class Job {
  public:
-  /// `devices` may be null. `ranks` must outlive this.
-  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
+  /// Connects the ranks. `ranks` must outlive this. Errors: std::runtime_error for ranks that do not come, and on all
+  /// ranks after a failure of one; those of `poll` and of `connect_devices`, which serves options.nccl().
+  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const ConnectDevices& connect_devices,
+      const Poll& poll);
   /// finish(), unless it was called; reports an exception that unwinds the stack. REQUIRES: no pipelines are left.
   ~Job();
 
-  /// Begins the next pipeline, in the same order on all ranks. Connects the ranks for the first one. Returns the
-  /// pipeline's number, from 1 on. Errors: std::runtime_error for ranks that do not come, and after a failure.
-  int join(const Poll& poll);
-  /// Call it when a pipeline is made on all ranks. `leave` ends its calls, and tells the other ranks.
-  void add(int pipeline, std::function<void()> leave);
-  void remove(int pipeline);
-
-  /// Connects `size` ranks that sum on the CPU, this one as `rank` among them. All of them call it, after join().
-  /// Errors: std::runtime_error if they cannot connect, or after a failure; those of `poll`.
-  c10::intrusive_ptr<c10d::Backend> connect_sums(const std::string& name, int rank, int size, const Poll& poll);
-
-  std::string share(const std::string& text, const Poll& poll);  ///< as Ranks::share()
-
-  /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
   /// Wires between devices; null if tensors pass through the hosts.
   DeviceConnections* devices() const { return devices_.get(); }
+  /// Connects `size` ranks that sum on the CPU, this one as `rank` among them. All of them call it. Errors:
+  /// std::runtime_error if they cannot connect, or after a failure; those of `poll`.
+  c10::intrusive_ptr<c10d::Backend> connect_sums(const std::string& name, int rank, int size, const Poll& poll);
 
-  /// Reports a failure of this rank to all, and closes the connections, unless a rank has failed before.
-  void report(const std::string& cause) noexcept;
-  /// The first failure that this rank knows; empty if there is none.
-  std::string failure() const;
-  /// Whether this rank reported it.
-  bool is_own() const;
-  /// Errors: std::runtime_error if there is a failure; `what` says what it prevents.
-  void check(const std::string& what = "a rank has failed") const;
+  /// Begins the next pipeline, in the same order on all ranks. Returns its number, from 1 on.
+  int join();
+  /// Call it while a message of a call that `rank` has to make has not come. If the rank has left the job, that is a
+  /// failure. Errors: std::runtime_error then.
+  void check_stays(int rank, Topic topic);
+  /// Returns `poll`, whose exceptions are failures.
+  Poll reporting(const Poll& poll);
 
-  /// Whether only the thread that made this has made calls. Call it before each.
-  bool has_one_caller();
+  /// Call it before each call of a pipeline.
+  void note_caller() {
+    if (std::this_thread::get_id() != caller_) has_one_caller_ = false;
+  }
   /// Call it on rank 0 while it waits for a rank to make a call of a pipeline. Errors: std::runtime_error if that rank
-  /// waits in a call of another pipeline, and no other thread of either rank makes calls.
+  /// waits in a call of another pipeline, and only the thread that made this has made calls.
   void check_order(int pipeline, int rank);
 
+  bool is_finished() const { return is_finished_; }
+  std::string share(const std::string& text, const Poll& poll);  ///< as Ranks::share()
   /// As Ranks::finish(). REQUIRES: without a cause, no call runs.
   void finish(const std::string& cause, const Poll& poll);
-
   /// The cause of a failure, if an exception unwinds the stack.
   std::optional<std::string> unwinding() const;
 
  private:
-  std::string first_failure(const std::string& cause) noexcept;
-  void note(const std::string& cause, bool is_own) noexcept;
-  void note_end(int rank, const std::string& cause) noexcept;
-  void check_and_poll(const Poll& poll);
-  std::string await_key(const std::string& key, std::chrono::steady_clock::time_point end, const Poll& poll);
   void connect(const Poll& poll);
-  void leave_together(const Poll& poll);
 
   const Ranks& ranks_;
   const int rank_;
   const int exceptions_;  // on the stack when this was made
   const pid_t process_;
   const std::thread::id caller_;
-  const c10::intrusive_ptr<c10d::Store> shared_;
-  std::string host_;  // at which this rank listens
-  int pipelines_ = 0;
-  int texts_ = 0;
-  bool finished_ = false;
-  std::atomic<bool> is_joined_ = false;  // a pipeline has been made
-  std::atomic<bool> leaving_ = false;
-  mutable Mutex mutex_;
-  std::string failure_ ABSL_GUARDED_BY(mutex_);
-  bool is_own_ ABSL_GUARDED_BY(mutex_) = false;
-  std::map<int, std::function<void()>> members_ ABSL_GUARDED_BY(mutex_);  // what leaves, by pipeline
-  bool has_one_caller_ ABSL_GUARDED_BY(mutex_) = true;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::string name_;  // of this job in the store
+  std::atomic<int> pipelines_ = 0;
+  std::atomic<bool> has_one_caller_ = true;
+  bool is_finished_ = false;
   std::unique_ptr<DeviceConnections> devices_;
-  std::unique_ptr<StoreThread> store_;
-  std::unique_ptr<Connections> connections_;  // changed under the lock
+  std::unique_ptr<Connections> connections_;
 };
 
 }  // namespace gpipe

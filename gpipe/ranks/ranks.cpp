@@ -3,8 +3,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <limits>
+#include <random>
 
 #include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"
@@ -43,18 +46,33 @@ Mesh divide(int size, int replicas) {
   return {size / replicas, replicas};
 }
 
-ListenAt choose_interface(const RanksOptions& options) {
-  if (!options.interface().empty()) return {options.interface(), ""};
-  if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return {interface, ""};
+std::string choose_address(const RanksOptions& options) {
+  if (!options.interface().empty()) return address_of_interface(options.interface());
+  if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return address_of_interface(interface);
   const auto master = variable("MASTER_ADDR");
-  if (master.empty()) return {};
+  if (master.empty()) return address_of_this_host();
   const auto address = local_address_towards(master);
   const bool is_loopback = address.starts_with("127.") || address == "::1";
   if (is_loopback && variable("LOCAL_WORLD_SIZE") != variable("WORLD_SIZE") && !variable("LOCAL_WORLD_SIZE").empty()) {
     refuse_argument("MASTER_ADDR is '", master, "', which is ", address,
                     " on this host, where other hosts cannot reach it; give the interface");
   }
-  return {"", address};
+  return address;
+}
+
+// Tells the store that this process is a rank. Errors: std::runtime_error if another process has come as this rank.
+void claim_rank(const c10::intrusive_ptr<c10d::Store>& store, int rank, std::chrono::milliseconds limit,
+                const Poll& poll) {
+  char host[256] = {};
+  gethostname(host, sizeof host - 1);
+  // Containers may share a host's name and the numbers of processes.
+  static const auto number = std::random_device()();
+  const auto mine = absl::StrCat("process ", getpid(), " (", number, ") on host '", host, "'");
+  const auto claim = [=] { return store->compareSet(absl::StrCat("rank ", rank), "", mine); };
+  const std::string first = apart(claim, limit, poll);
+  if (first == mine) return;
+  throw_error("rank ", rank, " has already come to this job: ", first, ", but this is ", mine,
+              "; give each job a MASTER_PORT of its own, and each process a RANK of its own");
 }
 
 }  // namespace
@@ -77,23 +95,14 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
   const auto cannot_reach = [&](const auto&... why) {
     throw_error("rank ", rank, " cannot reach the store at ", host, ":", port, ": ", why...);
   };
-  using Store = c10::intrusive_ptr<c10d::Store>;
   try {
-    StoreThread joining([host, store] {
-      return c10::make_intrusive<c10d::PrefixStore>("gpipe", c10::make_intrusive<c10d::TCPStore>(host, store));
-    });
     constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason
-    const auto shared =
-        joining.ask<Store>([](c10d::Store& opened) { return Store::reclaim_copy(&opened); },
-                           std::min<std::chrono::milliseconds>(limit, std::chrono::hours(24 * 365)) + kGrace, poll);
-    std::string attempt = "attempt";
-    if (outlives_job) {  // a restarted job must not read what the job before it has left in torchrun's store
-      attempt = name_attempt(joining, rank, size, limit, poll);
-    } else {
-      claim_rank(joining, rank, limit, poll);
-    }
-    auto job = c10::make_intrusive<c10d::PrefixStore>(attempt, shared);
-    return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options), nullptr, poll);
+    const auto open = [=] {
+      return c10::make_intrusive<c10d::PrefixStore>("gpipe", c10::make_intrusive<c10d::TCPStore>(host, store));
+    };
+    const auto opened = apart(open, at_most_a_year(limit) + kGrace, poll);
+    if (!outlives_job) claim_rank(opened, rank, limit, poll);
+    return std::make_shared<Ranks>(opened, rank, size, std::move(options), nullptr, poll);
   } catch (const c10::Error& error) {
     cannot_reach(error.what_without_backtrace());
   } catch (const StoreTimeout&) {
@@ -110,7 +119,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       local_rank_(local_rank_in(size)),
       options_(std::move(options)),
       mesh_(divide(size, options_.replicas())),
-      listen_at_(choose_interface(options_)) {
+      address_(choose_address(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
   if (rank < 0 || rank >= size) refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
   const auto timeout = options_.timeout().count();
@@ -118,16 +127,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   if (timeout <= 0 || join_timeout <= 0) {
     refuse_argument("the time-outs of the ranks must be positive, but are ", timeout, " ms and ", join_timeout, " ms");
   }
-  // A store can serve several jobs, one after the other.
-  const auto key = "jobs of rank " + std::to_string(rank);
-  const auto number =
-      StoreThread([=] {
-        return store->clone();
-      }).ask<std::int64_t>([=](c10d::Store& shared) { return shared.add(key, 1); }, options_.join_timeout(), poll);
-  const auto job = c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store);
-  std::unique_ptr<DeviceConnections> devices;
-  if (options_.nccl()) devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());
-  job_ = std::make_unique<Job>(job, *this, std::move(devices));
+  job_ = std::make_unique<Job>(std::move(store), *this, connect_devices, poll);
 }
 
 Ranks::~Ranks() = default;

@@ -2,7 +2,6 @@
 
 #include <ifaddrs.h>
 #include <net/if.h>
-#include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -94,11 +93,6 @@ Socket::~Socket() {
   if (descriptor_ >= 0) Registry::get().remove(descriptor_);
 }
 
-bool Socket::is_ended() const {
-  pollfd state{.fd = descriptor_, .events = POLLRDHUP, .revents = 0};
-  return poll(&state, 1, /*timeout=*/0) == 1;
-}
-
 std::string local_address_towards(const std::string& host) {
   std::string text;
   // Connecting a datagram socket sends nothing.
@@ -130,17 +124,11 @@ std::string address_of_interface(const std::string& name) {
 std::string address_of_this_host() {
   char name[256] = {};
   gethostname(name, sizeof name - 1);
-  std::string text;
   try {
-    const int found = first_socket(name, /*port=*/0, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
-      text = numbers_of(address.ai_addr, address.ai_addrlen);
-      return bind(descriptor, address.ai_addr, address.ai_addrlen) == 0;
-    });
-    if (found >= 0) close(found);
-    if (found >= 0) return text;
+    return local_address_towards(name);
   } catch (const std::runtime_error&) {  // the name leads nowhere
+    return "127.0.0.1";
   }
-  return "127.0.0.1";
 }
 
 int listen_at(int rank, const std::string& host, int port) {
@@ -154,12 +142,6 @@ Endpoint Endpoint::of(int socket) {
   Endpoint endpoint;
   if (getsockname(socket, endpoint.any(), &endpoint.size) != 0) endpoint.size = 0;
   return endpoint;
-}
-
-std::string Endpoint::text() const {
-  char port[NI_MAXSERV] = {};
-  getnameinfo(any(), size, nullptr, 0, port, sizeof port, NI_NUMERICSERV);
-  return absl::StrCat(numbers_of(any(), size), ":", port);
 }
 
 }  // namespace gpipe

@@ -30,9 +30,6 @@ class Socket {
   int get() const { return descriptor_; }
   explicit operator bool() const { return descriptor_ >= 0; }
 
-  /// Whether the other end has closed the connection. What it has sent before may not have been read.
-  bool is_ended() const;
-
  private:
   int descriptor_ = -1;
 };
@@ -44,7 +41,6 @@ struct Endpoint {
 
   /// That of a socket that listens.
   static Endpoint of(int socket);
-  std::string text() const;  ///< such as "127.0.0.1:29500"
   sockaddr* any() { return reinterpret_cast<sockaddr*>(&address); }
   const sockaddr* any() const { return reinterpret_cast<const sockaddr*>(&address); }
 };

@@ -17,7 +17,6 @@ constexpr int kLeader = 0;
 constexpr int kPings = 16;
 constexpr std::chrono::seconds kUntilNoticed{2};  // until a connection tells that a rank has ended
 
-constexpr char kNextCall[] = "its next call";
 constexpr char kResultOfCall[] = "the result of a call";
 
 std::string to_text(const Manifest& manifest) {
@@ -58,49 +57,42 @@ Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Mani
       rank_(ranks_->rank()),
       of_workers_(std::move(of_workers)),
       codec_(std::move(codec)),
-      poll_(poll == nullptr ? nullptr : Poll([this, poll] {
-        try {
-          poll();
-        } catch (const std::exception& error) {
-          fail(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
-          throw;
-        }
-      })),
-      pipeline_(job_->join(poll)) {
+      poll_(job_->reporting(poll)),
+      pipeline_(job_->join()) {
   std::string different;
-  transfer("its pipeline", [&] { different = decide_on(to_text(manifest), difference); });
+  transfer("its pipeline", [&] {
+    const auto all = collect(kCall, to_text(manifest));
+    different = distribute(kDecision, difference(all));
+  });
   if (!different.empty()) {
     fail(different);
     throw_error("the ranks cannot make the pipeline: ", different);
   }
   if (replicas() > 1) sums_[""] = job_->connect_sums(sums_name(), replica(), replicas(), poll_);
-  job_->add(pipeline_, [this] { leave("has ended"); });
 }
 
 Team::~Team() {
   if (job_ == nullptr) return;
-  job_->remove(pipeline_);
-  leave("has destroyed its pipeline");
+  if (gone_.empty()) leave();  // else no rank waits for this one
   // Gloo waits for sums that another rank does not make.
-  if (!job_->failure().empty()) std::thread([sums = std::move(sums_)]() mutable { sums.clear(); }).detach();
+  if (has_failed()) std::thread([sums = std::move(sums_)]() mutable { sums.clear(); }).detach();
   job_->connections().end(pipeline_);
 }
 
-void Team::leave(const std::string& how) {
-  if (!gone_.empty()) return;  // nobody waits for this rank
-  gone_ = job_->unwinding().value_or(absl::StrCat("rank ", rank(), " ", how));
-  try {
-    if (rank() != kLeader) return send(kCall, kLeader, {.text = encode_leaving(gone_)});
-    for (int r = 1; r < size(); ++r) send(kDecision, r, {.text = encode_leaving(gone_)});
-  } catch (const std::exception&) {  // a rank has failed
-  }
+void Team::leave() noexcept try {
+  const auto message =
+      encode_leaving(job_->unwinding().value_or(absl::StrCat("rank ", rank(), " has destroyed its pipeline")));
+  if (rank() != kLeader) return send(kCall, kLeader, {.text = message});
+  for (int r = 1; r < size(); ++r) send(kDecision, r, {.text = message});
+} catch (const std::exception&) {  // a rank has failed
 }
 
-DeviceWire& Team::connect_devices(int from, int to, c10::Device device) {
+DeviceLink Team::connect_devices(int from, int to, c10::Device device) {
   const auto name = absl::StrCat("pipeline ", pipeline_, ", from worker ", from, " of rank ", of_workers_[from],
                                  " to worker ", to, " of rank ", of_workers_[to]);
   try {
-    return job_->devices()->connect(name, /*sends=*/is_here(from), device);
+    return {job_->devices()->join(name, is_here(from) ? DeviceLink::kSender : DeviceLink::kReceiver, /*size=*/2),
+            device};
   } catch (const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
     throw;
@@ -112,7 +104,7 @@ std::string Team::sums_name() const { return absl::StrCat("sums ", pipeline_, " 
 c10d::Backend& Team::sums(c10::Device device) {
   if (!has_device_wires() || device.is_cpu()) return *sums_.at("");
   auto& group = sums_[device.str()];
-  if (!group) group = job_->devices()->group(absl::StrCat(sums_name(), sums_.size()), replica(), replicas());
+  if (!group) group = job_->devices()->join(absl::StrCat(sums_name(), sums_.size()), replica(), replicas());
   return group ? *group : *sums_.at("");
 }
 
@@ -145,20 +137,15 @@ void Team::fail_in_sums(const std::string& error) {
 
 void Team::send(int from, int to, const Action& action, Outgoing message) {
   const auto number = [](int of) { return static_cast<std::uint64_t>(of); };
-  message.label = calls_ << 45 | number(action.micro_batch) << 23 | number(action.stage) << 1 |
-                  number(action.kind == Kind::F);  // see kMostCells
+  message.label = number(action.micro_batch) << 32 | number(action.stage) << 1 | number(action.kind == Kind::F);
   job_->connections().send(of_workers_[to], topic(topic_of_workers(from, to)), std::move(message));
 }
 
 std::pair<Action, Received> Team::receive_next(int from, int to) {
   auto message = job_->connections().receive(of_workers_[from], topic(topic_of_workers(from, to)), timeout(), nullptr);
   const auto label = message.label;
-  constexpr std::uint64_t kLast = kMostCells - 1;
-  if (label >> 45 != (calls_ << 45) >> 45) {
-    throw_error("rank ", of_workers_[from], " sent a message of another call; the ranks must run the same program");
-  }
-  const Action action{(label & 1) != 0 ? Kind::F : Kind::B, static_cast<int>(label >> 1 & kLast),
-                      static_cast<int>(label >> 23 & kLast)};
+  const Action action{(label & 1) != 0 ? Kind::F : Kind::B, static_cast<int>((label & 0xffffffff) >> 1),
+                      static_cast<int>(label >> 32)};
   return {action, std::move(message)};
 }
 
@@ -167,21 +154,21 @@ void Team::send(Subject subject, int to, Outgoing message) {
 }
 
 Received Team::receive(Subject subject, int from) {
-  const bool within_call = subject != kCall && subject != kDecision;
-  const auto poll = [&] {
+  const bool begins_call = subject == kCall || subject == kDecision;
+  const auto limit = begins_call ? ranks_->options().join_timeout() : timeout();
+  return job_->connections().receive(from, topic(subject), limit, [&] {
     if (poll_) poll_();
+    if (begins_call) job_->check_stays(from, topic(subject));
     if (subject == kCall) job_->check_order(pipeline_, from);
-  };
-  return job_->connections().receive(from, topic(subject), within_call ? timeout() : ranks_->options().join_timeout(),
-                                     poll);
+  });
 }
 
 void Team::check() const {
-  if (job_ != nullptr) job_->check();
+  if (job_ != nullptr) job_->connections().check();
 }
 
 void Team::rethrow(const std::exception_ptr& error) const {
-  bool is_own = job_ == nullptr || job_->is_own();
+  bool is_own = job_ == nullptr || job_->connections().is_own();
   try {
     std::rethrow_exception(error);
   } catch (const ConnectionError&) {  // only says that another rank has failed
@@ -192,24 +179,26 @@ void Team::rethrow(const std::exception_ptr& error) const {
   std::rethrow_exception(error);
 }
 
-// Rank 0 decides on what all ranks say.
-std::string Team::decide_on(const std::string& mine,
-                            absl::FunctionRef<std::string(const std::vector<std::string>&)> decide) {
-  if (rank() != kLeader) {
-    send(kCall, kLeader, {.text = mine});
-    return receive(kDecision, kLeader).text;
-  }
-  std::vector<std::string> all{mine};
-  for (int r = 1; r < size(); ++r) all.push_back(receive(kCall, r).text);
-  auto decision = decide(all);
-  for (int r = 1; r < size(); ++r) send(kDecision, r, {.text = decision});
-  return decision;
+std::vector<std::string> Team::collect(Subject subject, std::string mine) {
+  std::vector<std::string> all;
+  if (rank() != kLeader) return send(subject, kLeader, {.text = std::move(mine)}), all;
+  all.push_back(std::move(mine));
+  for (int r = 1; r < size(); ++r) all.push_back(receive(subject, r).text);
+  return all;
+}
+
+std::string Team::distribute(Subject subject, std::string text) {
+  if (rank() != kLeader) return receive(subject, kLeader).text;
+  for (int r = 1; r < size(); ++r) send(subject, r, {.text = text});
+  return text;
 }
 
 std::string Team::decide_on_call(const std::string& mine) {
   std::string decision;
-  transfer(kNextCall,
-           [&] { decision = decide_on(mine, [&](const auto& messages) { return decide(messages, mesh_); }); });
+  transfer("its next call", [&] {
+    const auto all = collect(kCall, mine);
+    decision = distribute(kDecision, all.empty() ? "" : decide(all, mesh_));
+  });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
   ++calls_;
   return decision;
@@ -220,17 +209,18 @@ Agreement Team::agree(Proposal proposal) {
     ++calls_;
     return {proposal.number, false, {proposal.weight}, {static_cast<int>(proposal.key.sizes.size())}};
   }
-  job_->check("this pipeline cannot be used any more, because a rank has failed");
+  job_->connections().check("this pipeline cannot be used any more, because a rank has failed");
+  if (job_->is_finished()) throw_error("this pipeline cannot be used any more: this rank has left the job");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
-  proposal.has_one_caller = job_->has_one_caller();
+  job_->note_caller();
   return decode_agreement(decide_on_call(encode(proposal)), mesh_);
 }
 
 void Team::withdraw(const std::string& reason) noexcept {
   try {
-    if (job_ == nullptr || !job_->failure().empty() || !gone_.empty()) return;
-    job_->has_one_caller();
+    if (job_ == nullptr || !job_->connections().failure().empty() || !gone_.empty()) return;
+    job_->note_caller();
     decide_on_call(encode_refusal(reason));
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }
@@ -272,7 +262,7 @@ void Team::send_copies(Group group, Parcel parcel) {
   for (int other = 0; other < size(); ++other) {
     const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());
     const bool is_in_replica = replica_of(other) == replica();
-    const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica || group == Group::kAll;
+    const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica;
     if (is_in_group && other != rank()) send(kResult, other, to_message({parcel}, rank(), codec_));
   }
 }
@@ -302,14 +292,13 @@ std::vector<Parcel> Team::all_gather(Parcel parcel) {
 
 std::vector<std::string> Team::gather(std::string bytes) {
   std::vector<std::string> all;
-  transfer(kResultOfCall, [&] {
-    if (rank() != kLeader) {
-      return send(kResult, kLeader, to_message({parcel_of(std::move(bytes))}, rank(), codec_));
-    }
-    all.push_back(std::move(bytes));
-    for (int r = 1; r < size(); ++r) all.push_back(bytes_of(receive_parcel(r)));
-  });
+  transfer(kResultOfCall, [&] { all = collect(kResult, std::move(bytes)); });
   return all;
+}
+
+std::string Team::share(std::string bytes) {
+  transfer(kResultOfCall, [&] { bytes = distribute(kResult, std::move(bytes)); });
+  return bytes;
 }
 
 // The other rank's clock was read between the two readings of this one. The ping that took least tells most.
@@ -340,7 +329,7 @@ std::vector<Team::Clock> Team::clocks() {
 }
 
 void Team::fail(const std::string& cause) noexcept {
-  if (job_ != nullptr) job_->report(cause);
+  if (job_ != nullptr) job_->connections().fail(cause);
 }
 
 void Team::fail(const std::exception_ptr& error, const std::string& where) noexcept {

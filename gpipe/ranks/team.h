@@ -5,7 +5,7 @@
 #include "absl/functional/function_ref.h"
 #include "gpipe/ranks/agreement.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/parcel_message.h"
+#include "gpipe/ranks/transport.h"
 
 namespace gpipe {
 
@@ -48,8 +48,8 @@ class Team {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// The ranks that share a value: of a replica, with the same stages, or all.
-  enum class Group { kReplica, kCounterparts, kAll };
+  /// The ranks that share a value: of a replica, or with the same stages.
+  enum class Group { kReplica, kCounterparts };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
 
@@ -59,6 +59,8 @@ class Team {
   std::vector<Parcel> all_gather(Parcel parcel);
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the other ranks.
   std::vector<std::string> gather(std::string bytes);
+  /// Returns rank 0's bytes on all ranks.
+  std::string share(std::string bytes);
 
   /// A rank's clock, as rank 0 has measured it.
   struct Clock {
@@ -71,7 +73,7 @@ class Team {
   /// Sends a message of an action to a worker of another rank. Errors: ConnectionError.
   void send(int from, int to, const Action& action, Outgoing message);
   /// Waits for the next message between two workers. Returns also its action, whose kind is F or B. Errors:
-  /// ConnectionError; std::runtime_error for a message of another call.
+  /// ConnectionError.
   std::pair<Action, Received> receive_next(int from, int to);
   const StructureCodec& codec() const { return codec_; }
 
@@ -80,7 +82,7 @@ class Team {
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
   /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
-  DeviceWire& connect_devices(int from, int to, c10::Device device);
+  DeviceLink connect_devices(int from, int to, c10::Device device);
 
   /// The group that sums over the ranks with the same stages on a device, or on the CPU if there is none for it. The
   /// first call for a device makes its group, in the same order on all of them.
@@ -96,7 +98,7 @@ class Team {
   void fail(const std::string& cause) noexcept;
   /// The same for an error, whose place `where` tells: of a rank that did not answer in time, or of this one.
   void fail(const std::exception_ptr& error, const std::string& where) noexcept;
-  bool has_failed() const { return job_ != nullptr && !job_->failure().empty(); }
+  bool has_failed() const { return job_ != nullptr && !job_->connections().failure().empty(); }
   /// Errors: std::runtime_error if a rank has failed.
   void check() const;
   /// Throws the first failure: `error` if that is this rank's own.
@@ -115,13 +117,15 @@ class Team {
   void transfer(const char* what, absl::FunctionRef<void()> run);
   void send_copies(Group group, Parcel parcel);
   Parcel receive_parcel(int from);
-  std::string decide_on(const std::string& mine,
-                        absl::FunctionRef<std::string(const std::vector<std::string>&)> decide);
+  /// Returns the texts of all ranks, in order, on rank 0; nothing on the others.
+  std::vector<std::string> collect(Subject subject, std::string mine);
+  /// Returns rank 0's text on all ranks.
+  std::string distribute(Subject subject, std::string text);
   std::string decide_on_call(const std::string& mine);
   std::string sums_name() const;
   void fail_in_sums(const std::string& error);
   bool has_failed_backward();
-  void leave(const std::string& how);
+  void leave() noexcept;
 
   const std::shared_ptr<Ranks> ranks_;  // null in a team of one, as is the next member
   Job* const job_ = nullptr;

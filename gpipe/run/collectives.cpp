@@ -15,16 +15,10 @@
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/gradients.h"
-#include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/call.h"
 
 namespace gpipe {
 namespace {
-
-// Returns rank 0's numbers on all ranks. REQUIRES: within a call.
-std::vector<double> broadcast(Team& team, const std::vector<double>& numbers) {
-  return to_items<double>(bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(to_bytes(numbers)))));
-}
 
 void check_positive(GPipeImpl& pipe, double value, const std::string& name) {
   if (value > 0) return;
@@ -101,7 +95,7 @@ std::vector<double> TeamCalls::sum_over_replicas(std::vector<double> numbers) {
       const auto of_replica = to_items<double>(of_ranks[team.mesh().rank_at(/*position=*/0, replica)]);
       for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_replica.at(i);
     }
-    return broadcast(team, sums);
+    return to_items<double>(team.share(to_bytes(sums)));
   });
 }
 
@@ -134,7 +128,7 @@ std::vector<double> TeamCalls::of_all_parameters(std::vector<double> numbers, co
       const auto in_layers = all;
       for (std::size_t p = 0; p < all.size(); ++p) all.at(places.at(p)) = in_layers[p];
     }
-    return broadcast(team, all);
+    return to_items<double>(team.share(to_bytes(all)));
   });
 }
 

@@ -93,7 +93,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   }
   absl::Cleanup tell_counterparts = [&] {
     if (options_.ranks() && options_.ranks()->replicas() > 1) {
-      options_.ranks()->job().report(
+      options_.ranks()->job().connections().fail(
           absl::StrCat("rank ", options_.ranks()->rank(), " failed when it made its pipeline"));
     }
   };

@@ -173,7 +173,7 @@ void Pipeline::connect_devices() {
   }
   for (const auto& [from, to] : wires) {
     const auto device = devices_[team_->is_here(from) ? from : to];
-    device_links_.try_emplace({from, to}, team_->connect_devices(from, to, device), device);
+    device_links_.try_emplace({from, to}, team_->connect_devices(from, to, device));
   }
 }
 

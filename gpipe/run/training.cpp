@@ -13,7 +13,6 @@
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/mini_batch.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedules.h"
@@ -138,7 +137,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
     name =
         fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
-  if (team.size() > 1) name = bytes_of(team.broadcast(Team::Group::kAll, /*owner=*/0, parcel_of(name)));
+  if (team.size() > 1) name = team.share(name);
   if (!name.empty()) pipeline.calls().set_schedule(name);
 }
 

@@ -35,7 +35,7 @@ class Ranks:
     Args:
         group: a process group of torch.distributed with any back-end, which may be destroyed afterwards.
         timeout: the longest wait for a message within a call, in seconds. A rank that hangs is reported after this time.
-        join_timeout: the longest wait for a rank, in seconds, when a pipeline is made and at the start of each call.
+        join_timeout: the longest wait for a rank, in seconds, when this or a pipeline is made and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
             the environment, or else the interface that reaches the store.
         replicas: the number of equal pipelines, a divisor of the number of processes. Each trains on its own part of the

@@ -31,29 +31,53 @@ struct CheckedWires::Network {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<std::string, std::deque<Sent>> sent;  // by wire
-  std::set<std::pair<std::string, bool>> ends;   // those that are connected
-  int aborted = 0;
+  std::set<std::pair<std::string, int>> ends;    // those that are connected
+  std::atomic<int> ranks = 0;
+  std::set<int> aborted;
 };
 
-class CheckedWires::Wire : public DeviceWire {
+class CheckedWires::Wire : public c10d::Backend {
  public:
-  Wire(Network& network, std::string name, bool sends, c10::Device device)
-      : network_(network), name_(std::move(name)), sends_(sends), device_(device) {}
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  Wire(std::shared_ptr<Network> network, std::string name, int rank, int job_rank)
+      : Backend(rank, /*size=*/2), network_(std::move(network)), name_(std::move(name)), job_rank_(job_rank) {}
 
-  void transfer(std::span<const at::Tensor> tensors) override {
+  void eagerConnectSingleDevice(at::Device device) override { device_ = device; }
+  void startCoalescing() override { tensors_.clear(); }
+  Work send(std::vector<at::Tensor>& tensors, int /*to*/, int /*tag*/) override { return add(tensors); }
+  Work recv(std::vector<at::Tensor>& tensors, int /*from*/, int /*tag*/) override { return add(tensors); }
+  Work endCoalescing() override {
+    if (std::exchange(is_connected_, true)) transfer();  // the first transfer only connects
+    return {};
+  }
+  void abort() override {
+    std::lock_guard lock(network_->mutex);
+    network_->aborted.insert(job_rank_);
+    held() = false;
+    network_->changed.notify_all();
+  }
+
+ private:
+  Work add(const std::vector<at::Tensor>& tensors) {
+    tensors_.insert(tensors_.end(), tensors.begin(), tensors.end());
+    return {};
+  }
+
+  void transfer() {
+    const bool sends = getRank() == DeviceLink::kSender;
     std::vector<Access> accesses;
-    for (const auto& tensor : tensors) {
+    for (const auto& tensor : tensors_) {
       if (tensor.device() != device_) stream_order().report("a wire of " + device_.str() + " gets a tensor elsewhere");
-      add_access(tensor, /*writes=*/!sends_, accesses);
+      add_access(tensor, /*writes=*/!sends, accesses);
     }
-    std::lock_guard lock(network_.mutex);
-    if (network_.aborted > 0) throw ConnectionError("the wires were aborted");
-    auto& queue = network_.sent[name_];
+    std::lock_guard lock(network_->mutex);
+    TORCH_CHECK(network_->aborted.empty(), "the wires were aborted");
+    auto& queue = network_->sent[name_];
     const KernelsOnly kernels;
     const int stream = current_stream(device_);
-    if (sends_) {
+    if (sends) {
       auto& sent = queue.emplace_back();
-      for (const auto& tensor : tensors) sent.values.push_back(alias_on_host(tensor).clone());
+      for (const auto& tensor : tensors_) sent.values.push_back(alias_on_host(tensor).clone());
       stream_order().launch(stream, "send", accesses);
       stream_order().record(sent.event, stream);
       return;
@@ -63,60 +87,40 @@ class CheckedWires::Wire : public DeviceWire {
     queue.pop_front();
     stream_order().wait(stream, sent.event);
     stream_order().launch(stream, "receive", accesses);
-    if (!std::ranges::equal(sent.values, tensors, alike)) {
+    if (!std::ranges::equal(sent.values, tensors_, alike)) {
       return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
     }
-    for (std::size_t i = 0; i < tensors.size(); ++i) alias_on_host(tensors[i]).copy_(sent.values[i]);
+    for (std::size_t i = 0; i < tensors_.size(); ++i) alias_on_host(tensors_[i]).copy_(sent.values[i]);
   }
 
- private:
-  Network& network_;
-  const std::string name_;
-  const bool sends_;
-  const c10::Device device_;
-};
-
-class CheckedWires::Connections : public DeviceConnections {
- public:
-  explicit Connections(std::shared_ptr<Network> network) : network_(std::move(network)) {}
-
-  c10::DeviceType device_type() const override { return kType; }
-
-  DeviceWire& connect(const std::string& name, bool sends, c10::Device device) override {
-    std::unique_lock lock(network_->mutex);
-    if (!network_->ends.insert({name, sends}).second) stream_order().report("a wire is made twice: " + name);
-    network_->changed.notify_all();
-    const bool met = network_->changed.wait_for(lock, kPatience, [&] {
-      return network_->aborted > 0 || network_->ends.contains({name, !sends});
-    });
-    if (!met || network_->aborted > 0) throw ConnectionError("nobody is at the other end of the wire " + name);
-    return *wires_.emplace_back(std::make_unique<Wire>(*network_, name, sends, device));
-  }
-
-  c10::intrusive_ptr<c10d::Backend> group(const std::string&, int, int) override { return nullptr; }
-
-  void abort() noexcept override {
-    std::lock_guard lock(network_->mutex);
-    if (!std::exchange(aborted_, true)) ++network_->aborted;
-    held() = false;
-    network_->changed.notify_all();
-  }
-
- private:
   const std::shared_ptr<Network> network_;
-  bool aborted_ = false;
-  std::vector<std::unique_ptr<Wire>> wires_;
+  const std::string name_;
+  const int job_rank_;
+  c10::Device device_ = c10::kCPU;
+  bool is_connected_ = false;
+  std::vector<at::Tensor> tensors_;
 };
 
 CheckedWires::CheckedWires() : network_(std::make_shared<Network>()) {}
 
 ConnectDevices CheckedWires::connect() {
-  return [network = network_](const auto&, auto) { return std::make_unique<Connections>(network); };
+  const auto connect = [network = network_, job_rank = network_->ranks++](const std::string& name, int rank, int size) {
+    if (size != 2 || name.starts_with("sums")) return DeviceGroup();
+    std::unique_lock lock(network->mutex);
+    if (!network->ends.insert({name, rank}).second) stream_order().report("a wire is made twice: " + name);
+    network->changed.notify_all();
+    const bool met = network->changed.wait_for(lock, kPatience, [&] {
+      return !network->aborted.empty() || network->ends.contains({name, 1 - rank});
+    });
+    TORCH_CHECK(met && network->aborted.empty(), "nobody is at the other end of the wire ", name);
+    return DeviceGroup(c10::make_intrusive<Wire>(network, name, rank, job_rank));
+  };
+  return [connect](const auto&, auto) { return std::make_unique<DeviceConnections>(kType, connect); };
 }
 
 int CheckedWires::aborted() const {
   std::lock_guard lock(network_->mutex);
-  return network_->aborted;
+  return static_cast<int>(network_->aborted.size());
 }
 
 }  // namespace accelerator

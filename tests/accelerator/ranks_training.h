@@ -23,7 +23,6 @@ class CheckedWires {
 
  private:
   class Wire;
-  class Connections;
   struct Network;
   const std::shared_ptr<Network> network_;
 };

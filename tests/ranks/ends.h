@@ -63,4 +63,10 @@ inline std::vector<std::vector<Socket>> connect_all(int ranks) {
   return sockets;
 }
 
+inline void add_all(Connections& connections, int own, std::vector<Socket> sockets) {
+  for (int r = 0; r < static_cast<int>(sockets.size()); ++r) {
+    if (r != own) connections.add(r, std::move(sockets[r]));
+  }
+}
+
 }  // namespace gpipe::testing

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <mutex>
 
 #include "tests/ranks/ends.h"
 #include "tests/runtime/fake_cells.h"
@@ -41,25 +40,17 @@ struct GeneratedJob {
   int size() const { return ranks.back() + 1; }
 };
 
-/// The first failure of any rank.
-struct Cause {
-  std::mutex mutex;
-  std::condition_variable changed;
-  RankFault::Kind kind = RankFault::kNone;  ///< as the ranks see it; kNone for an error that no fault explains
-  int rank = -1;                            ///< that threw, or that did not answer
-  std::string text;                         ///< empty: there is none
-};
-
 /// One rank of a job, as a process would be: workers, connections, and the calls that all ranks make. Between calls all
 /// ranks meet, so that each of them learns of any failure.
 class FakeRank {
  public:
-  FakeRank(const GeneratedJob& job, int rank, std::vector<Socket> sockets, Cause& cause)
-      : job_(job), rank_(rank), cause_(cause), limit_(job.fault.kind == RankFault::kStop ? kShortLimit : kLongLimit) {
+  FakeRank(const GeneratedJob& job, int rank, std::vector<Socket> sockets)
+      : job_(job),
+        rank_(rank),
+        limit_(job.fault.kind == RankFault::kStop ? kShortLimit : kLongLimit),
+        connections_(job.size(), allocate) {
     for (const auto& socket : sockets) descriptors_.push_back(socket.get());
-    const std::lock_guard lock(mutex_);
-    connections_ = std::make_unique<Connections>(std::move(sockets), allocate,
-                                                 [this](int other, const std::string& text) { note_end(other, text); });
+    add_all(connections_, rank, std::move(sockets));
   }
 
   /// Makes all calls and checks their results. Reports the first error, which ends it.
@@ -73,11 +64,7 @@ class FakeRank {
   }
   /// Whether run() has ended with an error.
   bool failed() const { return failed_; }
-  /// What this rank was told first; empty if nothing yet.
-  std::string told() {
-    const std::lock_guard lock(mutex_);
-    return told_;
-  }
+  std::string failure() const { return connections_.failure(); }
 
  private:
   /// What a fault throws.
@@ -99,7 +86,7 @@ class FakeRank {
         const auto& ends = program_.edges()[edge];
         const int from = placement[action.kind == Kind::F ? ends.from : ends.to];
         while (ranks[from] != rank_.rank_ && slot(edge, action) == 0) {
-          auto next = rank_.connections_->receive(ranks[from], topic(from, worker), rank_.limit_, nullptr);
+          auto next = rank_.connections_.receive(ranks[from], topic(from, worker), rank_.limit_, nullptr);
           const Action sender{next.label % 2 != 0 ? Kind::F : Kind::B, static_cast<int>(next.label / 2 % 1000),
                               static_cast<int>(next.label / 2000)};
           put_on(edges_of_message(sender, worker), sender, std::move(next));
@@ -108,7 +95,7 @@ class FakeRank {
       FakeCells::run(action, measure);
       for (int to = 0; to < static_cast<int>(ranks.size()); ++to) {
         const auto edges = ranks[to] == rank_.rank_ ? std::vector<int>() : edges_of_message(action, to);
-        if (!edges.empty()) rank_.connections_->send(ranks[to], topic(worker, to), take_off(edges, action));
+        if (!edges.empty()) rank_.connections_.send(ranks[to], topic(worker, to), take_off(edges, action));
       }
     }
     void cancel(const Failure& failure) noexcept override { rank_.report(failure.error); }
@@ -195,8 +182,8 @@ class FakeRank {
 
   /// All ranks tell rank 0, and then it tells them.
   void meet() {
-    const auto send = [&](int to) { connections_->send(to, {0, 0}, {.text = "word"}); };
-    const auto receive = [&](int from) { connections_->receive(from, {0, 0}, limit_, nullptr); };
+    const auto send = [&](int to) { connections_.send(to, {0, 0}, {.text = "word"}); };
+    const auto receive = [&](int from) { connections_.receive(from, {0, 0}, limit_, nullptr); };
     if (rank_ == 0) {
       for (int r = 1; r < job_.size(); ++r) receive(r);
       for (int r = 1; r < job_.size(); ++r) send(r);
@@ -211,65 +198,38 @@ class FakeRank {
     const auto& fault = job_.fault;
     if (fault.rank != rank_ || fault.call != call || fault.action != action) return;
     if (fault.kind == RankFault::kLate) std::this_thread::sleep_for(kShortLimit / 4);
-    if (fault.kind == RankFault::kStop) {
-      std::unique_lock lock(cause_.mutex);
-      cause_.changed.wait(lock, [&] { return !cause_.text.empty(); });
-      lock.unlock();
-      while (told().empty())
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // else the others may get its word
+    while (fault.kind == RankFault::kStop && failure().empty()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // until the others have told it
     }
     if (fault.kind == RankFault::kDeath) {
       dead_ = true;
+      connections_.begin_to_leave();  // tells no cause
       for (const int descriptor : descriptors_) shutdown(descriptor, SHUT_RDWR);
     }
     if (fault.kind == RankFault::kDeath || fault.kind == RankFault::kThrow) throw Struck();
   }
 
   void report(const std::exception_ptr& error) {
-    if (dead_) return fail("dead");
+    if (dead_) return;
     try {
       std::rethrow_exception(error);
     } catch (const Struck&) {
-      note(RankFault::kThrow, rank_, "struck");
+      connections_.fail("rank " + std::to_string(rank_) + " was struck");
     } catch (const TimeoutError& late) {
-      note(RankFault::kStop, late.rank, late.what());
+      connections_.fail(late.what());
     } catch (const ConnectionError&) {  // another rank has failed
     } catch (const std::exception& other) {
-      note(RankFault::kNone, rank_, other.what());
+      connections_.fail(other.what());
     }
-  }
-  void note_end(int other, const std::string& text) {
-    if (dead_) return;
-    text.empty() ? note(RankFault::kDeath, other, "lost") : fail(text);
-  }
-  void note(RankFault::Kind kind, int rank, const std::string& text) {
-    {
-      const std::lock_guard lock(cause_.mutex);
-      if (cause_.text.empty()) {
-        cause_.kind = kind;
-        cause_.rank = rank;
-        cause_.text = text;
-        cause_.changed.notify_all();
-      }
-    }
-    fail(text);
-  }
-  void fail(const std::string& text) {
-    const std::lock_guard lock(mutex_);
-    if (told_.empty()) told_ = text;
-    connections_->fail(text);
   }
 
   const GeneratedJob& job_;
   const int rank_;
-  Cause& cause_;
   const std::chrono::milliseconds limit_;
   std::vector<int> descriptors_;
   std::atomic<bool> dead_ = false;
   bool failed_ = false;
-  std::mutex mutex_;
-  std::string told_;
-  std::unique_ptr<Connections> connections_;
+  Connections connections_;
 };
 
 }  // namespace gpipe::testing

@@ -10,90 +10,22 @@
 #include <fstream>
 #include <iostream>
 #include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "gpipe/ranks/store_thread.h"
+#include "gpipe/ranks/job.h"
 #include "gpipe/timeline.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {
 namespace {
 
-/// Names an attempt on all ranks, which come in this order, a while one after the other.
-std::vector<std::string> attempt(const StoreThread::Open& store, const std::vector<int>& order) {
-  std::vector<std::string> names(order.size());
-  std::vector<std::thread> threads;
-  for (const int rank : order) {
-    threads.emplace_back([&, rank] {
-      StoreThread thread(store);
-      names[rank] = name_attempt(thread, rank, static_cast<int>(order.size()), seconds(20), nullptr);
-    });
-    std::this_thread::sleep_for(milliseconds(20));
-  }
-  for (auto& thread : threads) thread.join();
-  return names;
-}
-
-StoreThread::Open new_store() {
-  return [store = c10::make_intrusive<c10d::HashStore>()] { return store; };
-}
-
-TEST(Attempt, HasANameOfItsOwn) {
-  const auto store = new_store();
-  std::set<std::string> seen;
-  for (const auto& order : std::vector<std::vector<int>>{{0, 1, 2}, {2, 1, 0}, {1, 0, 2}, {0, 2, 1}}) {
-    const auto names = attempt(store, order);
-    EXPECT_THAT(names, Each(names[0]));
-    EXPECT_TRUE(seen.insert(names[0]).second) << names[0];
-  }
-}
-
-TEST(Attempt, IgnoresRanksThatCameBefore) {
-  const auto store = new_store();
-  const auto come = [&](int rank, milliseconds limit, const Poll& poll = nullptr) {
-    StoreThread thread(store);
-    return message_from([&] { name_attempt(thread, rank, 3, limit, poll); });
-  };
-  // Ranks 1 and 2 come and die before rank 0 comes, and rank 0 before rank 2.
-  EXPECT_THAT(come(1, milliseconds(30)), HasSubstr("rank 0"));
-  EXPECT_THAT(come(2, milliseconds(30)), HasSubstr("rank 0"));
-  EXPECT_THAT(come(0, milliseconds(50)), HasSubstr(": 1, 2"));
-  for (const int rank : {0, 1}) EXPECT_EQ(come(rank, seconds(20), [] { throw std::domain_error("stop"); }), "stop");
-  const auto names = attempt(store, {1, 2, 0});
-  EXPECT_THAT(names, Each(names[0]));
-}
-
-TEST(Attempt, HasOneProcessPerRank) {
-  StoreThread store(new_store());
-  for (const int rank : {0, 1, 1}) claim_rank(store, rank, seconds(20), nullptr);
-  const auto come_elsewhere = [](c10d::Store& of_job) {
-    of_job.set("rank 2", "process 1 on host 'another'");
+RANKS_TEST(StoreFailure, AStoreThatDoesNotAnswer, 1) {
+  const auto use = [] {
+    for (;;) pause();
     return 0;
   };
-  store.ask<int>(come_elsewhere, seconds(20), nullptr);
-  EXPECT_THAT(message_from([&] { claim_rank(store, 2, seconds(20), nullptr); }),
-              HasSubstr("rank 2 has already come to this job: process 1 on host 'another', but this is process "));
-}
-
-/// A store whose process is stopped.
-struct StuckStore : c10d::HashStore {
-  bool check(const std::vector<std::string>&) override {
-    for (;;) pause();
-  }
-};
-
-TEST(StoreFailure, AStoreThatDoesNotAnswer) {
-  for (const bool is_stopped : {false, true}) {
-    StoreThread store([] { return c10::make_intrusive<StuckStore>(); });
-    int polls = 0;
-    const auto poll = [&] {
-      if (is_stopped && ++polls == 3) throw std::domain_error("stop");
-    };
-    const auto limit = is_stopped ? milliseconds(20'000) : milliseconds(120);
-    const auto error =
-        message_from([&] { store.await_any({"key"}, std::chrono::steady_clock::now() + seconds(60), limit, poll); });
-    EXPECT_THAT(error, HasSubstr(is_stopped ? "stop" : "the store of the job has not answered within 120 ms"));
-  }
+  EXPECT_THAT([&] { apart(use, milliseconds(120), nullptr); },
+              throws<StoreTimeout>("the store of the job has not answered within 120 ms"));
+  EXPECT_THROW(apart(use, seconds(20), [] { throw std::domain_error("stop"); }), std::domain_error);
 }
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
@@ -145,7 +77,7 @@ void step(const std::shared_ptr<Ranks>& ranks, const std::shared_ptr<Timeline>& 
   if (timeline) *timeline = pipe->team().gather(*timeline);
 }
 
-TEST(RanksEnvironment, VariablesAreChecked) {
+RANKS_TEST(RanksEnvironment, VariablesAreChecked, 1) {
   const std::vector<std::string> names = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "LOCAL_RANK"};
   const auto from_environment = [] { Ranks::from_environment(); };
   const auto good = loopback(0, 1, free_port());
@@ -169,7 +101,7 @@ TEST(RanksEnvironment, VariablesAreChecked) {
   unset(names);
 }
 
-TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
+RANKS_TEST(RanksEnvironment, TheStoreCannotBeServedOrReached, 1) {
   const int taken = listen_somewhere().second;  // until the process ends, because a thread waits for its answer
   const auto error_of = [](int rank, int port, const Variables& more = {}) {
     set(loopback(rank, 2, port));
@@ -226,27 +158,15 @@ RANKS_TEST(RanksEnvironment, RanksConnectOnlyOnTheLoopbackInterface, 2) {
   EXPECT_EQ(new_ranks(2)->local_rank(), ranks->rank());
 }
 
-// Rank 0 serves the store.
-TEST(RanksEnvironment, TheProcessOfTheStoreIsStopped) {
-  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
-    const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
-    const auto first = ranks->share(std::to_string(getpid()));
-    set(loopback(ranks->rank(), 2, std::stoi(port)));
-    const auto named = Ranks::from_environment(patient().join_timeout(seconds(2)));
-    while (ranks->rank() == 0) pause();
-    kill(std::stoi(first), SIGSTOP);
-    EXPECT_THAT(message_from([&] {
-                  named->share("", [polls = 0]() mutable {
-                    if (++polls == 3) throw std::domain_error("stop");
-                  });
-                }),
-                "stop");
-    EXPECT_THAT(message_from([&] { named->share(""); }),
-                HasSubstr("the store of the job has not answered within 2000 ms"));
-    std::_Exit(::testing::Test::HasFailure() ? 1 : 0);
-  };
-  const auto ends = run_job(2, body);
-  EXPECT_EQ(ends[1].status, 0) << ends[1].output;
+/// Two processes come as rank 1.
+RANKS_TEST(RanksEnvironment, ASecondProcessOfARankIsRefused, 3) {
+  const auto port = ranks->share(std::to_string(ranks->rank() == 0 ? free_port() : 0));
+  set(loopback(std::min(ranks->rank(), 1), 2, std::stoi(port)));
+  std::shared_ptr<Ranks> named;
+  const auto error = message_from([&] { named = Ranks::from_environment(patient()); });
+  const bool is_refused = error.find("rank 1 has already come to this job") != error.npos;
+  EXPECT_TRUE(error == "nothing" || (ranks->rank() > 0 && is_refused)) << error;
+  ranks->finish();  // the store lives until all have come
 }
 
 /// Returns the command's exit status, or minus a signal, and its output.
@@ -267,39 +187,6 @@ std::string this_test_as_a_rank() {
          " --gtest_brief=1 --gtest_filter=" + info->test_suite_name() + "." + info->name();
 }
 bool is_a_rank() { return std::getenv("GPIPE_TEST_AS_RANK") != nullptr; }
-
-// c10d prints a warning for each use of a store whose process has ended, here rank 0. Ranks look there five times per
-// second. A look that rank 0 has not answered when it is killed still prints one, before the error.
-TEST(RanksEnvironment, TheEndOfTheStorePrintsNothingAfterTheError) {
-  if (is_a_rank()) {
-    const bool is_killed = std::getenv("GPIPE_TEST_KILL") != nullptr;
-    const auto ranks = Ranks::from_environment(patient());
-    std::string message = "all is well";
-    try {
-      step(ranks);
-      if (is_killed && ranks->rank() == 0) raise(SIGKILL);
-      if (is_killed) step(ranks);
-    } catch (const std::exception& error) {
-      message = error.what();
-    }
-    if (!is_killed) ranks->finish();
-    if (ranks->rank() == 0) std::_Exit(0);
-    std::cout << "rank 1 says: " << message << std::endl;
-    std::this_thread::sleep_for(milliseconds(600));  // several looks
-    ranks->finish();
-    std::_Exit(0);
-  }
-  for (const std::string kill : {"", "GPIPE_TEST_KILL=1 "}) {
-    const auto run = shell("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) +
-                           "\n" + kill + "RANK=0 " + this_test_as_a_rank() + " >/dev/null 2>&1 &\n" + kill +
-                           "RANK=1 timeout 60 " + this_test_as_a_rank() + "; wait");
-    const auto said = run.output.find("rank 1 says: ");
-    ASSERT_NE(said, run.output.npos) << run.output;
-    EXPECT_THAT(run.output.substr(said),
-                AllOf(HasSubstr(kill.empty() ? "all is well" : "rank 0"), Not(HasSubstr("c10d"))));
-    if (kill.empty()) EXPECT_THAT(run.output, Not(HasSubstr("c10d")));
-  }
-}
 
 TEST(RanksEnvironment, ARankWithAnotherClock) {
   if (is_a_rank()) {

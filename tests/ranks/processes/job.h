@@ -10,9 +10,6 @@ namespace gpipe {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// The rank of this process in a job of run_job(); -1 in the process that starts the job.
-int rank_of_this_process();
-
 /// How a process ended.
 struct End {
   int status = 0;  ///< exit status, or minus the signal that ended it
@@ -31,9 +28,9 @@ struct JobOptions {
 /// What a process of a job does.
 using Body = std::function<void(std::shared_ptr<Ranks>)>;
 
-/// Runs the current test in `size` new processes, where this function calls `body` and then ends the process: with
-/// status 0 if no expectation failed, 1 if one did, 2 for an exception. In the process that starts the job, returns how
-/// the processes ended. Stopped processes are killed when the others have ended.
+/// Calls `body` in `size` forked processes, each of which ends with status 0 if no expectation failed, 1 if one did, 2 for
+/// an exception. Returns how they ended. Stopped processes are killed when the others have ended. REQUIRES: this process
+/// has no threads, which a fork would lose.
 std::vector<End> run_job(int size, const Body& body, const JobOptions& options = {});
 
 /// The same, and expects each process to end with status 0.
@@ -48,11 +45,8 @@ void expect_job(int size, const Body& body, const JobOptions& options = {});
 /// Expects that the other ranks ended with an exception that names the cause.
 void expect_failed(const std::vector<End>& ends, int culprit, const std::string& cause);
 
-/// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the
-/// job's number only. Stops when an expectation has failed.
-void repeat_job(int count, const std::function<void(int number)>& run);
-
-/// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
+/// Makes Ranks of the same job of `size` ranks, independent of those before, in a process of a job. All ranks call this
+/// equally often.
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 
 /// The message of the exception that a function throws; "nothing" if it throws none.

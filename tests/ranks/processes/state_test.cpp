@@ -203,15 +203,18 @@ RANKS_TEST(RanksFactories, ARankHoldsItsOwnLayersAndOneMoreWithValuesOfAnyCut, 3
 RANKS_TEST(RanksFactories, AFactoryThrowsOnOneRank, 3) {
   for (int culprit = 0; culprit < 3; ++culprit) {
     SCOPED_TRACE("rank " + std::to_string(culprit));
-    const auto of_case = new_ranks(3);
+    std::shared_ptr<Ranks> of_case;  // not made on a rank that is told before it has connected
     const auto throwing = [&] {
       if (ranks->rank() == culprit) throw std::runtime_error("injected");
       return Counted();
     };
     const LayerFactories model{[] { return Counted(); }, {"bad", throwing}, [] { return Counted(); }};
-    const auto make = [&] { GPipe(model, Balance{1, 1, 1}, GPipeOptions().ranks(of_case)); };
+    const auto make = [&] {
+      if (!of_case) of_case = new_ranks(3);
+      GPipe(model, Balance{1, 1, 1}, GPipeOptions().ranks(of_case));
+    };
     const auto cause = "rank " + std::to_string(culprit) + " cannot make layer 'bad': injected";
-    for (int repeat = 0; repeat < 2; ++repeat) {
+    for (int repeat = 0; repeat == 0 || (repeat == 1 && of_case); ++repeat) {
       EXPECT_THAT(message_from(make), HasSubstr(ranks->rank() == culprit ? "injected" : cause));
     }
   }

@@ -1,10 +1,6 @@
 // Trainings over processes leave what they leave in one process, bit by bit: outputs, parameters, gradients, buffers,
 // random numbers, and snapshots, from which a training goes on at another cut.
 
-#include <malloc.h>
-
-#include <iterator>
-
 #include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"
@@ -344,31 +340,6 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
 // Pipelines over processes equal the reference bit by bit.
 RANKS_TEST(RanksTransparency, TwoRanks, 2, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
 RANKS_TEST(RanksTransparency, FourRanks, 4, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
-
-/// What a process has in use.
-struct Used {
-  std::size_t bytes = mallinfo2().uordblks;  // 0 with sanitizers
-  std::size_t threads = thread_count();
-  std::ptrdiff_t descriptors = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
-};
-
-RANKS_TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind, 2) {
-  GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
-  int step = 0;
-  const auto step_some = [&] {
-    for (int i = 0; i < 150; ++i, ++step) {
-      const auto x = torch::ones({1 + step * 7 % 50, 4});
-      pipe->step(x, x, kMse, StepOptions().scale(1 + step / 1e4));
-    }
-    return Used();
-  };
-  step_some();
-  const auto before = step_some();
-  const auto after = step_some();
-  EXPECT_LT(after.bytes, before.bytes + 200'000);
-  EXPECT_LE(after.threads, before.threads);
-  EXPECT_LE(after.descriptors, before.descriptors);
-}
 
 }  // namespace
 }  // namespace gpipe

@@ -1,4 +1,4 @@
-#include "gpipe/ranks/parcel_message.h"
+#include "gpipe/ranks/transport.h"
 
 #include <cstring>
 
@@ -85,16 +85,6 @@ TEST(ParcelMessage, RefusesTensorsThatSizesAndStridesDoNotDescribe) {
   EXPECT_TRUE(torch::equal(carried(torch::_efficientzerotensor({2, 3}, torch::kDouble)), x.to(torch::kDouble) * 0));
 }
 
-TEST(ParcelMessage, RefusesBytesThatAreNone) {
-  EXPECT_EQ(bytes_of(parcel_of("abc")), "abc");
-  for (const auto& other :
-       {Tensor(), torch::ones({3}), torch::ones({1}, torch::kByte).expand({1 << 20}), torch::ones({3}, torch::kMeta)}) {
-    Parcel parcel;
-    parcel.add(other, /*gradient_wanted=*/false);
-    EXPECT_THAT([&] { bytes_of(parcel); }, throws<std::runtime_error>("malformed layout"));
-  }
-}
-
 TEST(ParcelMessage, SendsNoRepeatsAndNoGaps) {
   const auto x = torch::ones({6, 8});
   EXPECT_EQ(bytes_of_pieces(message_of(x.slice(1, 0, 2))), 6 * 2 * 4);
@@ -102,26 +92,12 @@ TEST(ParcelMessage, SendsNoRepeatsAndNoGaps) {
   EXPECT_EQ(bytes_of_pieces(message_of(torch::ones({}).expand({1000, 8}))), 4);
 }
 
-TEST(ParcelMessage, RefusesLayoutsThatNeedTooMuchMemory) {
-  // Of one tensor with two dimensions: parcels, form, tensors, gradient, alias group (two numbers), type, device,
-  // dimensions, sizes, strides, lead.
-  const auto changed = [](std::vector<std::pair<int, std::int64_t>> words) {
-    auto layout = message_of(torch::ones({2, 3})).text;
-    EXPECT_EQ(layout.size(), 14 * sizeof(std::int64_t));
-    for (const auto& [place, word] : words) std::memcpy(layout.data() + place * sizeof word, &word, sizeof word);
-    return [layout] { allocate_parcels(layout); };
-  };
-  constexpr std::int64_t kHuge = std::int64_t{1} << 50;
-  constexpr std::int64_t kMost = std::int64_t{1} << 62;
-  const std::vector<std::vector<std::pair<int, std::int64_t>>> too_much = {
-      {{9, kHuge}}, {{11, kHuge}}, {{9, 1}, {10, kHuge}}, {{7, 1}, {9, kHuge}}, {{9, kMost}}, {{9, 3}, {11, kMost}}};
-  for (const auto& words : too_much) {
-    EXPECT_THAT(changed(words), throws<std::runtime_error>("needs more memory than this host has"));
+TEST(ParcelMessage, RefusesMalformedLayouts) {
+  const auto layout = message_of(torch::ones({2, 3})).text;
+  for (const auto& other : {std::string(), layout.substr(0, layout.size() - 1), layout + "x"}) {
+    EXPECT_THAT([&] { allocate_parcels(other); }, throws<std::runtime_error>("malformed layout"));
   }
-  // The last ones: no multiple of the size of an element, no lead, too many dimensions.
-  const std::vector<std::pair<int, std::int64_t>> malformed = {{9, -1}, {11, -1}, {13, 2}, {13, 64}, {8, 3}};
-  for (const auto& word : malformed) EXPECT_THAT(changed({word}), throws<std::runtime_error>("malformed layout"));
-  EXPECT_NO_THROW(changed({{13, 4}})());
+  EXPECT_NO_THROW(allocate_parcels(layout));
 }
 
 }  // namespace
