@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from gpipe.exported.exporter import NotExported, innermost_line
+from gpipe.exported.exporter import innermost_line
 from gpipe.exported.sizes import Sizes
 
 
@@ -210,7 +210,7 @@ class Reader:
                 self._read_nested(module, node, contexts)
             elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
                 self._values[node] = of[node.args[1]]  # an output of a nested module
-            elif self.graph.sizes.knows(number := node.meta.get("val")):
+            elif self.graph.sizes.knows(number := node.meta.get("val")) and not self._is_of_data(node):
                 named = self.graph.sizes.named(number)
                 self._values[node] = named if isinstance(named, int) else Number(named)
             elif not self._is_own_check(node):
@@ -219,18 +219,19 @@ class Reader:
                 self.graph.operations.append(Operation(self._value(node), node.target, tuple(args), dict(kwargs), *place))
         raise AssertionError("a graph without output")
 
-    def _is_own_check(self, node: fx.Node) -> bool:
-        """Returns whether a node is a check that is not needed; layers make the others, the model's and those of operators.
-        Raises NotExported for a condition of the model's code, which the example has decided."""
+    def _is_of_data(self, node: fx.Node) -> bool:
+        """Returns whether a number depends on data, maybe one that the model's checks leave a single value."""
+        given = [self._values.get(each) for each in node.all_input_nodes]
+        is_read = torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+        return is_read or any(isinstance(each, Value) and each.is_number for each in given)
+
+    @staticmethod
+    def _is_own_check(node: fx.Node) -> bool:
+        """Returns whether a node is a check that is not needed. Layers make the others: the model's, and those of operators."""
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-        if name != "aten::_assert_scalar":
-            return bool(_CHECKS.match(name))
-        text = str(node.args[1])
-        if not _OF_SIZES.search(text) and self.graph.sizes.are_decided(set(re.findall(r"\bu\d+", text))):
-            path = _innermost(node).path
-            where = f"'{path}'" if path else "it"
-            raise NotExported(f"cannot convert the model: {where} decides by its data: {text} ({_line_of(node)})", path)
-        return bool(_OF_SIZES.search(text))
+        if name == "aten::_assert_scalar":
+            return _OF_SIZES.search(str(node.args[1])) is not None
+        return _CHECKS.match(name) is not None
 
     def _read_nested(self, module: fx.GraphModule, node: fx.Node, contexts: tuple[Context, ...]) -> None:
         """Adds the operations under ``torch.no_grad`` or ``torch.autocast``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -73,12 +72,6 @@ class Sizes:
         """Adds what the export took for granted about the sizes."""
         for guard in self._environment.guards if self._environment else ():
             self._require(self._environment.replace(guard.expr).xreplace(self._names), _is_of_operator(guard))
-
-    def are_decided(self, names: set[str]) -> bool:
-        """Returns whether the code has decided by one of some numbers that depend on data, as the example had it."""
-        asserts = itertools.chain(*self._environment.deferred_runtime_asserts.values()) if self._environment else ()
-        decided = (each.expr.free_symbols for each in asserts if str(each.msg).startswith("propagate_real_tensors"))
-        return any(str(symbol) in names for symbols in decided for symbol in symbols)
 
     def guards_of_one(self) -> Iterator[tuple[Any, list[bool]]]:
         """Yields the symbol of each size, and whether each guard is about it only and excludes 1 because torch does: the shapes
