@@ -79,7 +79,7 @@ struct Topic {
   auto operator<=>(const Topic&) const = default;
 };
 
-/// This process's connections to the other ranks of a job, and the first failure of any rank. A thread reads what comes,
+/// This process's connections to the other ranks of a job, and the first failure of any rank. A thread reads what comes
 /// as soon as it comes, and writes what the network has not taken at once. A failure closes the connections: its cause
 /// reaches all ranks before. Thread-safe.
 class Connections {

@@ -41,13 +41,13 @@ class DeviceConnections {
 std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
                                                    std::chrono::milliseconds limit);
 
-/// Makes a group of ranks that sums on the CPU, by c10d's Gloo backend. Waits until all have come. `host`: an address of
-/// this host. `limit`: the longest that a sum may take. Errors: those of c10d.
+/// Makes a group of ranks that sums on the CPU, by c10d's Gloo backend. Waits until all have come. `host`: an address
+/// of this host. `limit`: the longest that a sum may take. Errors: those of c10d.
 c10::intrusive_ptr<c10d::Backend> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                   const std::string& host, std::chrono::milliseconds limit);
 
-/// A worker's end of a wire to a worker of another rank, with its copy stream: carries tensors from device to device, in
-/// order. Used by the worker, while its compute stream is current.
+/// A worker's end of a wire to a worker of another rank, with its copy stream: carries tensors from device to device,
+/// in order. Used by the worker, while its compute stream is current.
 class DeviceLink {
  public:
   static constexpr int kSender = 0;

@@ -10,8 +10,8 @@ struct Board {
   std::function<std::string()> read;  ///< empty: there is none yet
 };
 
-/// Connects this rank to each other one. Rank 0 leaves its address and a secret on the board, the others call it, and it
-/// tells them where the others listen. Returns a name that is the same on all ranks, and unique.
+/// Connects this rank to each other one. Rank 0 leaves its address and a secret on the board, the others call it, and
+/// it tells them where the others listen. Returns a name that is the same on all ranks, and unique.
 ///
 /// What connects to the listener must say the secret before all else, and soon. Others are closed, the oldest ones if
 /// there are many. The board may have an address of an earlier job, whose rank 0 has stopped to listen. If no others

@@ -3,8 +3,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-// The caller owns the group. Its streams come from another pool than a pipeline's, so that no computation waits behind a
-// transfer.
+// The caller owns the group. Its streams come from another pool than a pipeline's, so that no computation waits behind
+// a transfer.
 extern "C" c10d::Backend* gpipe_join_by_nccl(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                                              int rank, int size, std::chrono::milliseconds limit) {
   const auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);

@@ -28,9 +28,9 @@ struct JobOptions {
 /// What a process of a job does.
 using Body = std::function<void(std::shared_ptr<Ranks>)>;
 
-/// Calls `body` in `size` forked processes, each of which ends with status 0 if no expectation failed, 1 if one did, 2 for
-/// an exception. Returns how they ended. Stopped processes are killed when the others have ended. REQUIRES: this process
-/// has no threads, which a fork would lose.
+/// Calls `body` in `size` forked processes, each of which ends with status 0 if no expectation failed, 1 if one did, 2
+/// for an exception. Returns how they ended. Stopped processes are killed when the others have ended. REQUIRES: this
+/// process has no threads, which a fork would lose.
 std::vector<End> run_job(int size, const Body& body, const JobOptions& options = {});
 
 /// The same, and expects each process to end with status 0.
