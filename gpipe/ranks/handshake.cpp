@@ -74,12 +74,15 @@ class Handshake {
       throw;
     }
     for (int r = 1; r < size_; ++r) connections_.send(r, kAddresses, {.text = to_bytes(addresses_)});
+    // A rank that does not know yet that it was taken must not see the invitation to the next job.
+    for (int r = 1; r < size_; ++r) connections_.receive(r, kAddresses, at_most_a_year(limit), poll_);
   }
 
   void follow(const Board& board, std::chrono::milliseconds join_limit, std::chrono::milliseconds limit) {
     call_leader(board, join_limit);
     const auto longest = at_most_a_year(join_limit) + at_most_a_year(limit);  // rank 0's wait ends before
     addresses_ = to_items<Endpoint>(connections_.receive(0, kAddresses, longest, poll_).text);
+    connections_.send(0, kAddresses, {});
     for (int other = 1; other < own_.rank; ++other) {
       for (const auto end = end_after(limit); !call(other, addresses_.at(other), end); wait({})) {
         if (Clock::now() >= end) throw late({other}, limit);
