@@ -106,7 +106,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   if (stage_.run_layers) {
     const auto begin = [&](int layer) {
       if (layer < 0 || layer >= std::ssize(stage_.layers)) {
-        refuse_argument("stage ", stage_.index, " has no layer ", layer);
+        throw_error("stage ", stage_.index, " has no layer ", layer);
       }
       start(layer);
     };
@@ -179,24 +179,22 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
 
   std::vector<Parcel> out(1);
   out.front().add_leaving(value);
+  // Without a graph, a view that a layer changed in place would refuse to tell its history.
+  const auto root = [&](const at::Tensor& tensor) { return graph ? leave(tensor) : torch::autograd::Edge(); };
   roots_.assign(1, {});
-  for (const auto& tensor : value.tensors()) roots_.front().push_back(leave(tensor));
+  for (const auto& tensor : value.tensors()) roots_.front().push_back(root(tensor));
   // Their nodes are made last, so that a backward first adds the gradients of later stages, as without stages.
   for (auto& skip : skips.leaving()) {
     out.push_back(std::move(skip.parcel));
-    roots_.push_back({leave(skip.tensor)});
+    roots_.push_back({root(skip.tensor)});
   }
   for (const auto& parameter : lent) {
     out.emplace_back().add_leaving(parameter);
-    roots_.push_back({leave(parameter)});
+    roots_.push_back({root(parameter)});
   }
   for (std::size_t p = 0; p + lent.size() < out.size(); ++p) separate_from_state(out[p]);
   aliases.leaves(out, stage_.receivers);
-  if (!graph) {
-    roots_.clear();
-    return out;
-  }
-  sinks_.redirect(all_roots(), begin, borrowed);
+  graph ? sinks_.redirect(all_roots(), begin, borrowed) : roots_.clear();
   return out;
 }
 

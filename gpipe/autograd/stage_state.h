@@ -42,7 +42,7 @@ class StageState {
   void check(const Stage& stage);
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
   void forbid_writes(const at::Tensor& buffer, std::string what);
-  /// Whether a buffer is copied, because it is small or layers have written to it. True for one that is not known.
+  /// Whether a buffer is copied, because it is small or layers have written to it. True for one that no save() has seen.
   bool may_change(const at::Tensor& buffer) const;
   /// Whether a tensor shares memory with one of the layers, so that it must be copied when it leaves the stage.
   bool has_memory_of(const at::Tensor& tensor) const;

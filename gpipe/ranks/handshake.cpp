@@ -68,9 +68,12 @@ class Handshake {
     board.write(to_bytes(std::vector{own_}));
     try {
       accept_from(1, limit);
-    } catch (const ConnectionError& error) {
+    } catch (const std::exception& error) {
       const auto cause = connections_.failure();
-      board.write(absl::StrCat("; the last job has failed: ", cause.empty() ? error.what() : cause));
+      try {
+        board.write(absl::StrCat("; the last job has failed: ", cause.empty() ? error.what() : cause));
+      } catch (const std::exception&) {  // the first error says more
+      }
       throw;
     }
     for (int r = 1; r < size_; ++r) connections_.send(r, kAddresses, {.text = to_bytes(addresses_)});
@@ -170,7 +173,7 @@ class Handshake {
       }
       if (!guest) return;
       guests.push_back({std::move(guest)});
-      if (guests.size() > kMostGuests) guests.pop_front();
+      if (guests.size() > std::max<std::size_t>(kMostGuests, size_)) guests.pop_front();
     }
   }
 

@@ -16,8 +16,8 @@ class StoreTimeout : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Returns use(), which runs on a thread of its own, because it may never return: as a use of c10d's stores when the
-/// process that serves one is stopped. `use` is destroyed before. Errors: those of `use` and `poll`; StoreTimeout.
+/// Returns use(), which runs on a thread of its own: a use of a c10d store never returns if the process that serves the
+/// store is stopped. Destroys `use` before it returns. Errors: those of `use` and `poll`; StoreTimeout.
 template <typename Use>
 auto apart(Use use, std::chrono::milliseconds limit, const Poll& poll) {
   std::promise<std::invoke_result_t<Use>> promise;

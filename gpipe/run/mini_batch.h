@@ -49,7 +49,7 @@ class MiniBatch : private ActionRunner {
       StreamEvent begin;                 // the caller's work on its device
       StreamEvents end;                  // its work, on all devices
       std::optional<ActionClock> clock;  // if actions are timed on its device
-      std::deque<StreamEvent> ahead;     // behind the actions that its device may not have run yet
+      std::deque<StreamEvent> ahead;     // one event after each of the last actions
     };
     std::vector<Worker> workers;
     Edges edges;

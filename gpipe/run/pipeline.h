@@ -70,7 +70,8 @@ class CallState {
     int step = 0;
     std::shared_ptr<ByteCounter> counter = nullptr;  ///< for the timeline
   };
-  /// Returns where the next mini-batch records, and its step there. If that is nowhere and `needed`, a new timeline.
+  /// Returns where the next mini-batch records, and its step there. If there is no timeline and one is
+  /// `needed`, a new one.
   Recording next_recording(int workers, bool needed);
 
  private:

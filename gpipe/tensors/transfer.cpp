@@ -152,6 +152,7 @@ class ForeachCopy {
   void add(const at::Tensor& to, const at::Tensor& from) {
     auto& [targets, sources] = lists_[{to.device().index(), to.scalar_type()}];
     targets.push_back(to.variable_data());
+    use_on_current_stream(from);
     sources.push_back(from);
   }
   void run() {
@@ -182,7 +183,8 @@ void overwrite(const std::vector<TensorCopy>& copies) {
   at::NoGradGuard no_grad;
   ForeachCopy together;
   for (const auto& [tensor, value] : copies) {
-    const bool is_one_of_many = ForeachCopy::takes(tensor) && tensor.strides() == value.strides();
+    const bool is_one_of_many =
+        ForeachCopy::takes(tensor) && tensor.sizes() == value.sizes() && tensor.strides() == value.strides();
     is_one_of_many ? together.add(tensor, value) : overwrite(tensor, value);
   }
   together.run();

@@ -21,7 +21,7 @@ from gpipe.exported.conversion import as_sequential, converted
 from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
-Output = tuple[str, object, int]  # what a command prints, also with --json, and the exit status
+Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
 _FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing".split()
 _OF_NAMES = ["workers", "stages", "placement", "chunks", "checkpoint"]  # flags of a schedule that is given by its name
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}

@@ -103,6 +103,9 @@ def split(
 ) -> list[Partition]:
     """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Raises ValueError as
     :func:`materialize`, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
+    for layer in layers_in(module).values():
+        if isinstance(layer, ConvertedLayer):
+            layer.follow_model()
     layers = iter(layers_in(module).items())
     stages = [Partition(OrderedDict(islice(layers, count))) for count in balance]
     for stage in stages:

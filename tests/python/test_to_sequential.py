@@ -556,3 +556,36 @@ def test_tensors_in_containers_of_a_module_stay():
     before = model[0].cache["last"]
     gpipe.to_sequential(model, torch.rand(6, 4))
     assert list(model[0].cache.values())[0] is before
+
+
+def test_a_replaced_module_is_noticed_after_a_call_and_stays_in_the_model():
+    class Scale(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.by = nn.Parameter(torch.full((4,), by))
+
+        def forward(self, x):
+            return x * self.by
+
+    for native in (True, False):
+        model, x = nn.Sequential(nn.Linear(4, 4), Scale(2.0), nn.Linear(4, 4)), torch.randn(3, 4)
+
+        class Whole(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = model
+
+            def forward(self, x):
+                return self.inner(x) + 1
+
+        whole = Whole()
+        sequence = gpipe.to_sequential(whole, x, native=native)
+        sequence(x)
+        whole.inner[1] = Scale(5.0)
+        if native:
+            with pytest.raises(RuntimeError, match="replaced since the conversion"):
+                sequence(x)
+        else:
+            torch.testing.assert_close(sequence(x), whole(x))
+            gpipe.GPipe(sequence, [len(sequence)], chunks=1)
+            assert whole.inner[1].by[0] == 5

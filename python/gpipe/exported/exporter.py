@@ -146,7 +146,7 @@ def _symbolic_lengths(module: nn.Module) -> Iterator[None]:
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else len(value)
 
-    functions = (getattr(type(each), "forward", None) for each in module.modules())
+    functions = (inspect.unwrap(each.__class__.forward) for each in module.modules())
     spaces = {getattr(each, "__module__", None) or "": getattr(each, "__globals__", {}) for each in functions}
     changed = [space for name, space in spaces.items() if name.partition(".")[0] != "torch" and "len" not in space]
     for space in changed:

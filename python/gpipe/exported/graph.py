@@ -138,8 +138,8 @@ def name_of(constant: object) -> str:
     return str(constant).removeprefix("torch.")
 
 
-# Checks that an export adds: of its own devices and types, and that numbers which it cannot know may be sizes. Those of
-# sizes only are guards.
+# Checks that an export adds: of its own devices and types, and that numbers which it cannot know may be sizes. Checks of
+# sizes alone are guards.
 _CHECKS = re.compile(r"aten::(_assert_tensor_metadata|sym_constrain_range)")
 _OF_SIZES = re.compile(r"expression (u\d+ >= 0|((?!\bu\d).)*) on node")
 

@@ -96,6 +96,13 @@ def _is_object(value: object) -> bool:
     return not callable(value) and not isinstance(value, ModuleType)
 
 
+def _module_at(path: str, model: nn.Module) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def _frozen(value: Any) -> Any:
     """Returns a value with what can change in it: elements, versions and states."""
     if type(value) in _COLLECTIONS:
@@ -144,7 +151,7 @@ class Watched:
         spaces = [_names_of_globals(each) for each in functions]
         self._globals = [(space, name) for space, names in spaces for name in names]
         objects = [space[name] for space, name in self._globals if _is_object(space[name])]
-        self._tables = [vars(each)[name] for each in self._modules for name in _HOOKS]
+        self._tables = [vars(each)[name] for each in self._modules for name in (*_HOOKS, "_modules")]
         self._tables += [vars(each) for each in objects if hasattr(each, "__dict__")]
         self._objects, self._sizes = list(self._now()), [len(table) for table, _ in self._attributes]
 
@@ -220,7 +227,7 @@ class Guards:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
         known = self._watched is not None and self._watched.is_same()
         for path, module, attributes in () if known else self._exported:
-            if self._model.get_submodule(path) is not module:
+            if _module_at(path, self._model) is not module:
                 raise RuntimeError(
                     f"'{path}' of the model was replaced since the conversion; change the model first, then convert it and make "
                     "the pipeline"
