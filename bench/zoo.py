@@ -413,7 +413,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
 
     ours, theirs = (state_after(model, step) for step in (by_pipeline, by_micro_batch))
     if difference(ours, theirs) > ROUNDING and difference(state_after(model, by_micro_batch, seed=2), theirs):
-        # Draws random numbers in evaluation mode, too. Those of a pipeline are others.
+        # Draws random numbers in evaluation mode, too. A pipeline draws other ones.
         theirs = state_after(model, lambda: on(run_layers, layers_in(sequence).values(), input, chunks))
     return of_sequence, difference(ours, theirs)
 

@@ -72,7 +72,7 @@ struct Received {
   std::unique_ptr<Incoming> memory = nullptr;
 };
 
-/// What carries messages of one kind from one rank to another, in order. Those of the job have pipeline 0.
+/// What carries messages of one kind from one rank to another, in order. The job's topics have pipeline 0.
 struct Topic {
   int pipeline = 0;
   int number = 0;

@@ -42,7 +42,7 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
                                                    std::chrono::milliseconds limit);
 
 /// Makes a group of ranks that sums on the CPU, by c10d's Gloo backend. Waits until all have come. `host`: an address
-/// of this host. `limit`: the longest that a sum may take. Errors: those of c10d.
+/// of this host. `limit`: the longest that a sum may take. Errors: c10d's.
 c10::intrusive_ptr<c10d::Backend> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                   const std::string& host, std::chrono::milliseconds limit);
 

@@ -18,7 +18,7 @@ struct Board {
 /// come in time, rank 0 leaves the reason there.
 ///
 /// `join_timeout`: until all ranks have called rank 0. `timeout`: from then on. Errors: ConnectionError, also for ranks
-/// that do not come in time, with their numbers; those of `poll` and of the board.
+/// that do not come in time, with their numbers; what `poll` and the board throw.
 std::string connect_ranks(Connections& connections, int rank, int size, Socket listener, const Board& board,
                           std::chrono::milliseconds join_timeout, std::chrono::milliseconds timeout, const Poll& poll);
 

@@ -17,7 +17,7 @@ class StoreTimeout : public std::runtime_error {
 };
 
 /// Returns use(), which runs on a thread of its own: a use of a c10d store never returns if the process that serves the
-/// store is stopped. Destroys `use` before it returns. Errors: those of `use` and `poll`; StoreTimeout.
+/// store is stopped. Destroys `use` before it returns. Errors: what `use` and `poll` throw; StoreTimeout.
 template <typename Use>
 auto apart(Use use, std::chrono::milliseconds limit, const Poll& poll) {
   std::promise<std::invoke_result_t<Use>> promise;
@@ -49,7 +49,7 @@ auto apart(Use use, std::chrono::milliseconds limit, const Poll& poll) {
 class Job {
  public:
   /// Connects the ranks. `ranks` must outlive this. Errors: std::runtime_error for ranks that do not come, and on all
-  /// ranks after a failure of one; those of `poll` and of `connect_devices`, which serves options.nccl().
+  /// ranks after a failure of one; what `poll` and `connect_devices`, which serves options.nccl(), throw.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const ConnectDevices& connect_devices,
       const Poll& poll);
   /// finish(), unless it was called; reports an exception that unwinds the stack. REQUIRES: no pipelines are left.
@@ -59,7 +59,7 @@ class Job {
   /// Wires between devices; null if tensors pass through the hosts.
   DeviceConnections* devices() const { return devices_.get(); }
   /// Connects `size` ranks that sum on the CPU, this one as `rank` among them. All of them call it. Errors:
-  /// std::runtime_error if they cannot connect, or after a failure; those of `poll`.
+  /// std::runtime_error if they cannot connect, or after a failure; what `poll` throws.
   c10::intrusive_ptr<c10d::Backend> connect_sums(const std::string& name, int rank, int size, const Poll& poll);
 
   /// Begins the next pipeline, in the same order on all ranks. Returns its number, from 1 on.

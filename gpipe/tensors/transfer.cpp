@@ -130,12 +130,21 @@ at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking) 
 
 at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.device()); }
 
+namespace {
+
+// Whether a tensor can take another's values in place and then has its sizes and strides.
+bool fits(const at::Tensor& to, const at::Tensor& from) {
+  const bool has_strides = to.layout() == at::kStrided && !to.is_nested();
+  return !has_strides || (to.sizes() == from.sizes() && to.strides() == from.strides());
+}
+
+}  // namespace
+
 void overwrite(const at::Tensor& to, const at::Tensor& from) {
   at::NoGradGuard no_grad;
   use_on_current_stream(from);
-  const bool has_strides = to.layout() == at::kStrided && !to.is_nested();
-  const bool fits = !has_strides || (to.sizes() == from.sizes() && to.strides() == from.strides());
-  if (!fits || to.is_sparse()) return to.set_data(copy_of(from));  // a sparse one has no memory that an alias shares
+  if (!fits(to, from) || to.is_sparse())
+    return to.set_data(copy_of(from));  // a sparse one has no memory that an alias shares
   const auto data = to.variable_data();
   has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
 }
@@ -152,7 +161,6 @@ class ForeachCopy {
   void add(const at::Tensor& to, const at::Tensor& from) {
     auto& [targets, sources] = lists_[{to.device().index(), to.scalar_type()}];
     targets.push_back(to.variable_data());
-    use_on_current_stream(from);
     sources.push_back(from);
   }
   void run() {
@@ -183,9 +191,12 @@ void overwrite(const std::vector<TensorCopy>& copies) {
   at::NoGradGuard no_grad;
   ForeachCopy together;
   for (const auto& [tensor, value] : copies) {
-    const bool is_one_of_many =
-        ForeachCopy::takes(tensor) && tensor.sizes() == value.sizes() && tensor.strides() == value.strides();
-    is_one_of_many ? together.add(tensor, value) : overwrite(tensor, value);
+    if (!ForeachCopy::takes(tensor) || !fits(tensor, value)) {
+      overwrite(tensor, value);
+      continue;
+    }
+    use_on_current_stream(value);
+    together.add(tensor, value);
   }
   together.run();
 }

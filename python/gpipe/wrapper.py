@@ -100,7 +100,7 @@ class Shell(nn.Module):
 
 
 class ConvertedLayer(nn.Module):
-    """A layer of a converted model. Its children stand for modules of the ``model``: those of the model that the layer calls,
+    """A layer of a converted model. Its children stand for modules of the ``model``: the modules that the layer calls,
     and shells."""
 
     model: nn.Module

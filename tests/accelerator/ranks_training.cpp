@@ -31,7 +31,7 @@ struct CheckedWires::Network {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<std::string, std::deque<Sent>> sent;  // by wire
-  std::set<std::pair<std::string, int>> ends;    // those that are connected
+  std::set<std::pair<std::string, int>> ends;    // the ends that are connected
   std::atomic<int> ranks = 0;
   std::set<int> aborted;
 };

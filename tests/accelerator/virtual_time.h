@@ -40,7 +40,7 @@ struct Request {
   int stream;                     ///< by index; of kAllocate: the home
   std::int64_t id = 0;            ///< of an event, or of an allocation
   Work work = {};                 ///< of kLaunch; the bytes of kAllocate
-  std::vector<int> streams = {};  ///< of kFree: those that the allocator was told of
+  std::vector<int> streams = {};  ///< of kFree: the streams that the allocator was told of
   std::string_view operation = {};
   std::string action = {};
 };

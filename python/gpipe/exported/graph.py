@@ -227,7 +227,7 @@ class Reader:
 
     @staticmethod
     def _is_own_check(node: fx.Node) -> bool:
-        """Returns whether a node is a check that is not needed. Layers make the others: the model's, and those of operators."""
+        """Returns whether a node is a check that is not needed. Layers make the other checks: the model's, and the operators'."""
         name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
         if name == "aten::_assert_scalar":
             return _OF_SIZES.search(str(node.args[1])) is not None
