@@ -82,8 +82,8 @@ RANKS_TEST(RanksCalls, LeaveNothingBehind, 4, {.ranks = patient().replicas(2)}) 
   const auto before = use(20);
   const auto after = use(20);
   EXPECT_LT(after.bytes, before.bytes + 250'000);  // a FileStore keeps what was said
-  EXPECT_EQ(after.threads, before.threads);
-  EXPECT_EQ(after.files, before.files);
+  EXPECT_LT(after.threads, before.threads + 10);   // one may be about to end; 20 pipelines would leave 20
+  EXPECT_LT(after.files, before.files + 10);
   EXPECT_LE(after.mappings, before.mappings + 10);
 }
 
