@@ -64,7 +64,7 @@ double least_seconds(const Share& share, Checkpoint checkpoint, int workers) {
     again += layer.stored + layer.recompute - layer.forward;
   }
   int recomputed = 0;
-  for (int m = 0; m < share.chunks; ++m) recomputed += recomputes(checkpoint, m, share.chunks) ? 1 : 0;
+  for (int m = 0; m < share.chunks; ++m) recomputed += checkpoint.recomputes(m, share.chunks, share.chunks) ? 1 : 0;
   return (share.chunks * once + recomputed * again) / workers;
 }
 

@@ -42,7 +42,7 @@ std::size_t index_of(const LayerTrace::Part& part, Kind action) {
 }
 
 /// All forwards, then the I of each micro-batch and the W of the one before it. The last micro-batch comes first.
-Schedule split_backwards(const Layout& layout, Checkpoint) {
+Schedule split_backwards(const Layout& layout) {
   auto lists = fill(layout);
   const auto add = [&](Kind kind, int micro_batch) {
     for (int stage = layout.stages; stage-- > 0;) lists[layout.placement[stage]].push_back({kind, stage, micro_batch});

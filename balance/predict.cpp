@@ -33,7 +33,7 @@ Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
 
 const Program& Predictor::program(const Layout& layout, const std::vector<Edge>& edges) {
   if (program_ && edges == program_->edges()) return *program_;
-  program_ = Program::make(layout, edges, source_.make(layout, options_.checkpoint));
+  program_ = Program::make(layout, edges, with_recomputes(source_.make(layout), options_.checkpoint, layout));
   return *program_;
 }
 

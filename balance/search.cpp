@@ -151,7 +151,7 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
   const auto add = [&](const ScheduleRule& rule, std::vector<int> placement) {
     const Layout layout{static_cast<int>(placement.size()), 2 * workers, placement};
     if (layout.workers() != workers || !rule.misfit(layout).empty()) return;
-    if (!too_few_stages(rule.name, workers, layout.stages).empty()) return;
+    if (!too_few_stages(rule.name, layout.placement).empty()) return;
     auto schedule = rule.generate(layout);
     if (std::find(lists.begin(), lists.end(), schedule) != lists.end()) return;
     lists.push_back(std::move(schedule));

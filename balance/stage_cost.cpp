@@ -49,8 +49,10 @@ void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
 }
 
 double share_recomputed(const RunOptions& options) {
-  if (options.checkpoint == Checkpoint::kNever) return 0;
-  return options.checkpoint == Checkpoint::kAlways ? 1 : (options.chunks - 1.0) / options.chunks;
+  int recomputed = 0;
+  for (int m = 0; m < options.chunks; ++m)
+    recomputed += options.checkpoint.recomputes(m, options.chunks, options.chunks);
+  return 1.0 * recomputed / options.chunks;
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   if (per_worker == 1 && scheduling.placement.empty()) {  // as many as the rule needs
     const auto workers = static_cast<int>(devices);
     const Layout one_each{workers, std::ranges::max(counts), looped_placement(workers, workers)};
-    const bool fits = too_few_stages(name, workers, workers).empty() && schedule_rule(name).misfit(one_each).empty();
+    const bool fits = too_few_stages(name, one_each.placement).empty() && schedule_rule(name).misfit(one_each).empty();
     per_worker = fits ? 1 : 2;
   }
   if (per_worker < 1) refuse_argument("stages_per_worker must be positive, but is ", per_worker);
@@ -46,7 +46,7 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   const auto layers = model.named_layers().size();
   if (stages > layers) refuse_argument(stages, " stages need as many layers, but the model has ", layers);
   const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
-  for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
+  for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement});
   return {scheduling.schedule, 1, source.placement};
 }
 

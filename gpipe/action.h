@@ -1,7 +1,9 @@
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -35,19 +37,56 @@ GPIPE_API std::string to_string(const Action& action);
 /// One ordered list of actions per worker.
 using Schedule = std::vector<std::vector<Action>>;
 
-/// Which cells recompute their forward instead of storing its graph.
-enum class Checkpoint {
-  kNever,
-  kExceptLast,  ///< all except those of the mini-batch's last micro-batch
-  kAlways,
-};
+/// Which cells of a stage recompute their forward instead of storing its graph.
+class GPIPE_API Checkpoint {
+ public:
+  static const Checkpoint kNever;
+  static const Checkpoint kExceptLast;  ///< all except the mini-batch's last micro-batch
+  static const Checkpoint kAlways;
+  /// So many of the micro-batches that the stage has in flight. E.g. 1f1b has at most 4 in flight on the first of 4
+  /// workers; 1 of them recomputes micro-batches 0, 4, 8 and so on. Errors: std::invalid_argument for count < 0.
+  static Checkpoint in_flight(int count);
+  constexpr Checkpoint() = default;  // kNever
 
-/// Returns all modes by name: "never", "except_last", "always".
+  /// `in_flight`: the most micro-batches that the stage has in flight at once.
+  bool recomputes(int micro_batch, int micro_batches, int in_flight) const;
+
+  /// A mode that recomputes less comes first.
+  friend auto operator<=>(const Checkpoint&, const Checkpoint&) = default;
+  friend GPIPE_API std::string to_string(Checkpoint checkpoint);
+
+ private:
+  explicit constexpr Checkpoint(int count) : count_(count) {}
+
+  int count_ = 0;
+};
+inline constexpr Checkpoint Checkpoint::kNever(0);
+inline constexpr Checkpoint Checkpoint::kExceptLast(std::numeric_limits<int>::max() - 1);
+inline constexpr Checkpoint Checkpoint::kAlways(std::numeric_limits<int>::max());
+
+/// Returns the modes that have names: "never", "except_last", "always".
 GPIPE_API std::map<std::string, Checkpoint> checkpoints();
+/// Returns the name of a mode, or the number of Checkpoint::in_flight().
 GPIPE_API std::string to_string(Checkpoint checkpoint);
 
-/// Whether the mode recomputes a cell of this micro-batch.
-GPIPE_API bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
+/// The checkpoint mode of each stage, or one for all.
+struct GPIPE_API Checkpoints {
+  /*implicit*/ Checkpoints(Checkpoint of_all = {}) : modes{of_all} {}
+  /*implicit*/ Checkpoints(std::vector<Checkpoint> of_stages) : modes(std::move(of_stages)) {}
+  Checkpoints(std::initializer_list<Checkpoint> of_stages) : modes(of_stages) {}
+
+  /// Errors: std::invalid_argument unless there is one mode for all, or one for each stage.
+  void check(int stages) const;
+  /// REQUIRES: check() for a number of stages that includes `stage`.
+  Checkpoint of(int stage) const { return modes.size() == 1 ? modes.front() : modes[stage]; }
+
+  std::vector<Checkpoint> modes;
+
+  friend auto operator<=>(const Checkpoints&, const Checkpoints&) = default;
+};
+
+/// "always", or "[always, 2, never]".
+GPIPE_API std::string to_string(const Checkpoints& checkpoints);
 
 /// The schedule of forward() and its backward, and the default of step().
 inline constexpr char kFillAndDrain[] = "gpipe";
@@ -56,7 +95,8 @@ inline constexpr char kAnySchedule[] = "auto";
 
 struct GPIPE_API Layout;
 
-/// Generates the schedule of a training step. Throws std::invalid_argument for a layout that it has no schedule for.
-using ScheduleFunction = std::function<Schedule(const Layout& layout, Checkpoint checkpoint)>;
+/// Generates the schedule of a training step. If it has no R, the pipeline adds those of the checkpoint mode. Throws
+/// std::invalid_argument for a layout that it has no schedule for.
+using ScheduleFunction = std::function<Schedule(const Layout& layout)>;
 
 }  // namespace gpipe

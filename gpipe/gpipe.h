@@ -84,7 +84,7 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input) &;
   /// The same, with these chunks and this checkpoint mode instead of the options', also in eval mode.
-  Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint) &;
+  Value forward(Value input, std::int64_t chunks, const Checkpoints& checkpoints) &;
 
   /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds to `.grad` of the
   /// parameters and of inputs that require grad, as a backward does; zero it first.
@@ -170,7 +170,7 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   /// All others delegate to this one.
   GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding);
   std::int64_t least_samples() const;  // of a micro-batch
-  Value run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint);
+  Value run(Value input, std::int64_t chunks, std::int64_t split_size, const Checkpoints& checkpoints);
   StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                       std::shared_ptr<const at::Tensor> unit);
 

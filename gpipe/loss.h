@@ -33,7 +33,7 @@ struct StepOptions {
   /// Instead of the pipeline's chunks or split_size, for this step. 0: those of the pipeline.
   TORCH_ARG(std::int64_t, chunks) = 0;
   /// Instead of the pipeline's checkpoint mode, for this step.
-  TORCH_ARG(std::optional<Checkpoint>, checkpoint);
+  TORCH_ARG(std::optional<Checkpoints>, checkpoint);
 };
 
 struct StepResult {

@@ -31,7 +31,8 @@ struct GPipeOptions {
   /// from a file have their own placement. With fewer `devices` than stages, 1 gives an interleaved schedule and "auto"
   /// a worker per device.
   TORCH_ARG(int, stages_per_worker) = 1;
-  /// The worker of each stage, numbered without gaps, instead of `stages_per_worker`. Such as v_placement(4).
+  /// The worker of each stage, numbered without gaps, instead of `stages_per_worker`. Such as v_placement(4). Stages
+  /// that follow each other on a worker run as one, so that each can have its own checkpoint mode.
   TORCH_ARG(std::vector<int>, placement);
   /// Generates the schedules of step() instead of `schedule`. Called on threads that call step() and program(). Each R
   /// must come directly before its B or I among its stage's actions, W's aside.
@@ -41,10 +42,10 @@ struct GPipeOptions {
   TORCH_ARG(std::int64_t, chunks) = 1;
   /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
   TORCH_ARG(std::int64_t, split_size) = 0;
-  /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
-  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes
-  /// needs kNever.
-  TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
+  /// Which micro-batches recompute their forward in training mode instead of storing its graph: in all stages, or per
+  /// stage. A recompute gets the same inputs, buffers and random numbers. A layer whose output depends on other state
+  /// that each forward changes needs kNever.
+  TORCH_ARG(Checkpoints, checkpoint) = Checkpoint::kExceptLast;
   /// Updates the running statistics of batch norm once per mini-batch, from all its samples. Instance norms must not
   /// have any. In any case each micro-batch is normalized by its own statistics.
   TORCH_ARG(bool, deferred_batch_norm) = false;

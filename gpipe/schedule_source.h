@@ -33,10 +33,9 @@ struct ScheduleSource {
 GPIPE_API ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`, or
-/// if that is empty where the rule places them. A file implies its own placement. If it has no R, the checkpoint mode
-/// adds them. Errors: as read_schedule() and the rule; std::invalid_argument for a file for another number of
-/// stages or another placement, stages_per_worker together with a placement or a file, or a schedule that does not fit
-/// the placement.
+/// if that is empty where the rule places them. A file implies its own placement. Errors: as read_schedule() and the rule;
+/// std::invalid_argument for a file for another number of stages or another placement, stages_per_worker together with
+/// a placement or a file, or a schedule that does not fit the placement.
 GPIPE_API ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                          std::vector<int> placement = {});
 

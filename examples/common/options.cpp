@@ -63,9 +63,10 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
                  "number of equal pipelines, over processes that torchrun starts; each trains on its part of a "
                  "mini-batch, of --chunks micro-batches, and their gradients are summed")
       ->check(in_range(1));
-  app.add_option("--checkpoint", options.checkpoint,
-                 "which micro-batches recompute their activations instead of storing them: never, except_last, always")
-      ->transform(CLI::CheckedTransformer(checkpoints()).description(""))
+  app.add_option_function<std::string>(
+         "--checkpoint", [&](const std::string& name) { options.checkpoint = checkpoints().at(name); },
+         "which micro-batches recompute their activations instead of storing them: never, except_last, always")
+      ->check(CLI::IsMember({"never", "except_last", "always"}))
       ->default_str(to_string(options.checkpoint));
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->check(in_range(1));
   app.add_option("-l,--learning-rate", options.learning_rate, "of Adam at the start")->check(in_range(1e-12, 1e3));

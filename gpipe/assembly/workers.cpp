@@ -121,10 +121,8 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto ranks = place_ranks(options, workers);
   const int rank = options.ranks() ? options.ranks()->rank() : 0;
   const auto own = static_cast<std::size_t>(std::ranges::count(ranks, rank));
-  if (const auto why = too_few_stages(options.schedule(), static_cast<int>(workers), static_cast<int>(stages));
-      !why.empty()) {
-    refuse_argument(why);
-  }
+  options.checkpoint().check(static_cast<int>(stages));
+  if (const auto why = too_few_stages(options.schedule(), placement); !why.empty()) refuse_argument(why);
   if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
     const bool is_even = !options.ranks() && stages % workers == 0;
     refuse_argument("balance has ", stages, " stages, which are on ", own, own == 1 ? " worker" : " workers",

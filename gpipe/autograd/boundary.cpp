@@ -57,7 +57,8 @@ void GradientSums::add(std::size_t index, at::Tensor gradient) {
   } else if (owned_[index] && sum.layout() == gradient.layout()) {
     sum.add_(gradient);
   } else {
-    sum = sum.is_sparse() ? gradient + sum : sum + gradient;  // sparse + dense is not supported
+    const bool is_refused = sum.is_sparse() && !gradient.is_sparse();  // by PyTorch, as sparse + dense
+    sum = is_refused ? gradient + sum : sum + gradient;
     owned_[index] = true;
   }
 }

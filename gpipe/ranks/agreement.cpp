@@ -24,8 +24,16 @@ template <typename Proposal, typename Visit>
 void visit_members(Proposal& proposal, Visit visit) {
   auto& key = proposal.key;
   visit(key.call, key.name, key.number, key.retains_graph, key.measures, key.returns_output, key.sums_losses,
-        key.counts, key.scale, key.checkpoint, key.training, proposal.trained, proposal.trained_sizes, proposal.program,
+        key.counts, key.scale, key.training, proposal.trained, proposal.trained_sizes, proposal.program,
         proposal.number, proposal.weight, proposal.has_samples, proposal.has_loaded, proposal.failed_before);
+}
+
+// The same for the lists.
+template <typename Proposal, typename Visit>
+void visit_lists(Proposal& proposal, Visit visit) {
+  visit(proposal.key.checkpoints.modes);
+  visit(proposal.key.autocast);
+  visit(proposal.key.sizes);
 }
 
 Proposal to_proposal(std::string_view message) {
@@ -33,11 +41,12 @@ Proposal to_proposal(std::string_view message) {
   ByteReader items(message.substr(1));
   Proposal proposal;
   visit_members(proposal, [&](auto&... members) { ((members = items.get<std::decay_t<decltype(members)>>()), ...); });
-  for (auto* list : {&proposal.key.autocast, &proposal.key.sizes}) {
+  visit_lists(proposal, [&]<typename Item>(std::vector<Item>& list) {
+    list.clear();
     for (auto left = items.count(static_cast<std::int64_t>(message.size())); left > 0; --left) {
-      list->push_back(items.get<std::int64_t>());
+      list.push_back(items.get<Item>());
     }
-  }
+  });
   if (!items.done() || proposal.key.call < 0 || proposal.key.call > StepKey::kBackward) ByteReader::refuse();
   return proposal;
 }
@@ -67,7 +76,7 @@ std::string to_string(const StepKey& key) {
   add(key.sums_losses, " with a sum of losses");
   add(key.counts, " with counts");
   add(key.measures, " that measures");
-  add(true, " of micro-batches [", absl::StrJoin(key.sizes, ", "), "], checkpoint ", to_string(key.checkpoint));
+  add(true, " of micro-batches [", absl::StrJoin(key.sizes, ", "), "], checkpoint ", to_string(key.checkpoints));
   add(!key.training, ", evaluation mode");
   for (std::size_t i = 0; i + 1 < key.autocast.size(); i += 2) {
     add(true, ", autocast of ", c10::DeviceTypeName(static_cast<c10::DeviceType>(key.autocast[i]), /*lower_case=*/true),
@@ -79,10 +88,10 @@ std::string to_string(const StepKey& key) {
 std::string encode(const Proposal& proposal) {
   ByteWriter items;
   visit_members(proposal, [&](const auto&... members) { items.add(members...); });
-  for (const auto* list : {&proposal.key.autocast, &proposal.key.sizes}) {
-    items.add(list->size());
-    for (const auto item : *list) items.add(item);
-  }
+  visit_lists(proposal, [&](const auto& list) {
+    items.add(list.size());
+    for (const auto& item : list) items.add(item);
+  });
   return kCall + items.take();
 }
 

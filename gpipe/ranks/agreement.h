@@ -22,8 +22,8 @@ struct StepKey {
   bool sums_losses = false;
   bool counts = false;
   double scale = 1;
-  Checkpoint checkpoint = Checkpoint::kNever;
   bool training = true;
+  Checkpoints checkpoints = Checkpoint::kNever;
   std::vector<std::int64_t> autocast = {};  ///< a type of devices, to which type it casts, and so on
   std::vector<std::int64_t> sizes = {};     ///< of the micro-batches of a replica
 

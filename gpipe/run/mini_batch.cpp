@@ -54,7 +54,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       micro_batches_(static_cast<int>(inputs.size())),
       options_(std::move(options)),
       grad_(options_.key.call != StepKey::kForward),
-      program_(pipeline_->calls().program(*pipeline_, micro_batches_, options_.key.checkpoint, options_.key.call)),
+      program_(pipeline_->calls().program(*pipeline_, micro_batches_, options_.key.checkpoints, options_.key.call)),
       recording_(pipeline_->calls().next_recording(pipeline_->workers(), options_.key.measures)),
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),

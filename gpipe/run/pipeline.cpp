@@ -81,9 +81,9 @@ void set_intraop_threads_of_this_thread(int threads) {
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
 }
 
-std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint,
-                                                  StepKey::Call call) {
-  const Key key{micro_batches, checkpoint, call};
+std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int micro_batches,
+                                                  const Checkpoints& checkpoints, StepKey::Call call) {
+  const Key key{micro_batches, checkpoints, call};
   ScheduleFunction make;
   {
     MutexLock lock(mutex_);
@@ -97,8 +97,12 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
   // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
   Layout layout{pipeline.count(), micro_batches, pipeline.placement()};
   auto schedule = call == StepKey::kForward                ? fill(layout)
-                  : call == StepKey::kForwardWithGradients ? fill_drain(layout, checkpoint)
-                                                           : make(layout, checkpoint);
+                  : call == StepKey::kForwardWithGradients ? fill_drain(layout, Checkpoint::kNever)
+                                                           : make(layout);
+  const auto recomputes = [](const auto& list) {
+    return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
+  };
+  if (std::ranges::none_of(schedule, recomputes)) schedule = with_recomputes(std::move(schedule), checkpoints, layout);
   if (call == StepKey::kStep) check_for_step(schedule);
   auto made = std::make_shared<const Program>(Program::make(std::move(layout), pipeline.edges(), std::move(schedule)));
   MutexLock lock(mutex_);
@@ -110,9 +114,7 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
 void CallState::set_schedule(const std::string& name) {
   MutexLock lock(mutex_);
   chosen_schedule_ = name;
-  make_schedule_ = [name](const Layout& layout, Checkpoint checkpoint) {
-    return make_schedule(name, layout, checkpoint);
-  };
+  make_schedule_ = [name](const Layout& layout) { return make_schedule(name, layout, Checkpoint::kNever); };
   std::erase_if(programs_, [](const auto& known) { return std::get<StepKey::Call>(known.first) == StepKey::kStep; });
 }
 

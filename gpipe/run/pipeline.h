@@ -37,7 +37,7 @@ class CallState {
   /// Returns the verified program of a forward or step of `pipeline`, whose state this is. That of a forward with
   /// gradients has its backward, as a second part. Caches the 16 last used ones. Errors: std::invalid_argument for a
   /// schedule that cannot run.
-  std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, Checkpoint checkpoint,
+  std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, const Checkpoints& checkpoints,
                                          StepKey::Call call);
   /// Sets the schedule of later steps, by its name.
   void set_schedule(const std::string& name);
@@ -75,7 +75,7 @@ class CallState {
   Recording next_recording(int workers, bool needed);
 
  private:
-  using Key = std::tuple<int, Checkpoint, StepKey::Call>;  // number of micro-batches
+  using Key = std::tuple<int, Checkpoints, StepKey::Call>;  // number of micro-batches
 
   mutable Mutex mutex_;
   std::string chosen_schedule_ ABSL_GUARDED_BY(mutex_);

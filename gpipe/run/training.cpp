@@ -119,7 +119,7 @@ std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& 
 
 // Sets the schedule of later steps. Rank 0 chooses it from the times of its replica in a step that all ranks have
 // recorded. If that replica had no samples, the next step measures again.
-void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, Checkpoint checkpoint) {
+void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, const Checkpoints& checkpoints) {
   auto& team = pipeline.team();
   if (team.size() > 1) {
     const auto all = team.gather(to_bytes(measured.spans));
@@ -135,7 +135,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
     const bool saves_memory = !std::ranges::all_of(devices, &c10::Device::is_cpu);
     const Layout layout{pipeline.count(), static_cast<int>(sizes.size()), pipeline.placement()};
     name =
-        fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
+        fastest_schedule(measured, layout, checkpoints, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
   if (team.size() > 1) name = team.share(name);
   if (!name.empty()) pipeline.calls().set_schedule(name);
@@ -236,16 +236,16 @@ Value GPipeImpl::forward(Value input) & {
     });
   }
   return run(std::move(input), options_.chunks(), options_.split_size(),
-             is_training() ? options_.checkpoint() : Checkpoint::kNever);
+             is_training() ? options_.checkpoint() : Checkpoints(Checkpoint::kNever));
 }
 
-Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) & {
-  return run(std::move(input), chunks, /*split_size=*/0, checkpoint);
+Value GPipeImpl::forward(Value input, std::int64_t chunks, const Checkpoints& checkpoints) & {
+  return run(std::move(input), chunks, /*split_size=*/0, checkpoints);
 }
 
 std::int64_t GPipeImpl::least_samples() const { return has_batch_norm_ && is_training() ? 2 : 1; }
 
-Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
+Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, const Checkpoints& checkpoints) {
   const bool grad = at::GradMode::is_enabled();
   Sizes sizes;
   auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
@@ -253,8 +253,8 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
     StepKey key{.call = grad ? StepKey::kForwardWithGradients : StepKey::kForward,
-                .checkpoint = checkpoint,
                 .training = is_training(),
+                .checkpoints = checkpoints,
                 .sizes = sizes};
     return start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm()});
   });
@@ -303,7 +303,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     sizes = micro_batch_sizes(samples, has_own ? options.chunks() : options_.chunks(),
                               has_own ? 0 : options_.split_size(), least_samples());
     const auto completed = complete(options, loss, target, samples);
-    const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
+    const auto checkpoints = options.checkpoint().value_or(options_.checkpoint());
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
@@ -313,11 +313,11 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
                 .sums_losses = completed.reduction() == Reduction::kSum,
                 .counts = completed.count() != nullptr,
                 .scale = completed.scale(),
-                .checkpoint = checkpoint,
+                .checkpoints = checkpoints,
                 .sizes = sizes};
     auto [mini_batch, results] =
         start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm(), unit != nullptr}, &step_loss);
-    if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoint);
+    if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoints);
     sources = sources_of(*mini_batch, *pipeline_, input);
     return std::move(results);
   });

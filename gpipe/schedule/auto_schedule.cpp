@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
@@ -14,16 +15,20 @@ constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr double kEqual = 1.01;  // times that differ by less are equal
 
 // The shortest action of each kind and stage: the first ones of a step are slow.
-Costs costs_of(const Timeline& timeline, const Layout& layout, Checkpoint checkpoint, bool last_is_smaller) {
+Costs costs_of(const Timeline& timeline, const Layout& layout, bool last_is_smaller) {
   const int m = layout.micro_batches;
   Costs costs;
   costs.actions.assign(layout.stages, {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown});
   costs.stored.assign(layout.stages, kUnknown);
   costs.edges.assign(timeline.edges.size(), 0);
+  std::set<std::pair<int, int>> recomputed;  // stage and micro-batch
+  for (const auto& span : timeline.spans) {
+    if (span.action.kind == Kind::R) recomputed.emplace(span.action.stage, span.action.micro_batch);
+  }
   for (const auto& span : timeline.spans) {
     const auto& [kind, stage, micro_batch] = span.action;
     if (last_is_smaller && micro_batch == m - 1) continue;
-    const bool stored = kind == Kind::F && recomputes(checkpoint, micro_batch, m);
+    const bool stored = kind == Kind::F && recomputed.contains({stage, micro_batch});
     // at(), because other ranks have sent spans.
     auto& least = stored ? costs.stored.at(stage) : costs.actions.at(stage).at(static_cast<std::size_t>(kind));
     least = std::min(least, span.end - span.start);
@@ -48,9 +53,10 @@ std::string_view measured_rule(const Layout& layout) {
 }
 
 // The most cells and the most graphs that a worker holds at once.
-std::pair<int, int> held(std::string_view name, Layout layout, const std::vector<Edge>& edges, Checkpoint checkpoint) {
+std::pair<int, int> held(std::string_view name, Layout layout, const std::vector<Edge>& edges,
+                         const Checkpoints& checkpoints) {
   layout.micro_batches = std::max(layout.micro_batches, 2 * layout.workers());  // from then on it does not change
-  const auto peaks = verify(layout, edges, make_schedule(name, layout, checkpoint));
+  const auto peaks = verify(layout, edges, make_schedule(name, layout, checkpoints));
   std::vector<int> cells(layout.workers());
   std::vector<int> graphs(layout.workers());
   for (int s = 0; s < layout.stages; ++s) {
@@ -62,7 +68,7 @@ std::pair<int, int> held(std::string_view name, Layout layout, const std::vector
 
 }  // namespace
 
-Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint) {
+Schedule measuring_schedule(const Layout& layout) {
   auto schedule = make_schedule(measured_rule(layout), layout, Checkpoint::kNever);
   for (auto& list : schedule) {
     std::vector<Action> actions;
@@ -74,13 +80,13 @@ Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint) {
     }
     list = std::move(actions);
   }
-  return with_recomputes(std::move(schedule), checkpoint, layout.micro_batches);
+  return schedule;
 }
 
-std::string fastest_schedule(const Timeline& measured, const Layout& layout, Checkpoint checkpoint,
+std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory) {
-  const auto costs = costs_of(measured, layout, checkpoint, last_is_smaller);
-  const auto [most_cells, most_graphs] = held(measured_rule(layout), layout, measured.edges, checkpoint);
+  const auto costs = costs_of(measured, layout, last_is_smaller);
+  const auto [most_cells, most_graphs] = held(measured_rule(layout), layout, measured.edges, checkpoints);
   struct Simulated {
     std::string_view name;
     double seconds;
@@ -90,12 +96,12 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, Che
   double fastest = kUnknown;
   for (const auto& rule : schedule_rules()) {
     if (fills_and_drains(rule.name) || !rule.misfit(layout).empty() ||
-        !too_few_stages(rule.name, layout.workers(), layout.stages).empty()) {
+        !too_few_stages(rule.name, layout.placement).empty()) {
       continue;
     }
-    const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoint);
+    const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoints);
     if (saves_memory && (cells > most_cells || graphs > most_graphs)) continue;
-    const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoint));
+    const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoints));
     simulated.push_back({rule.name, simulate(program, costs).makespan, cells});
     fastest = std::min(fastest, simulated.back().seconds);
   }

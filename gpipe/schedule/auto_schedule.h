@@ -6,13 +6,13 @@ namespace gpipe {
 
 /// Returns a schedule whose step measures what fastest_schedule() needs: 1f1b, with I and W in place of every second B.
 /// Where 1f1b does not fit the layout, interleaved_1f1b or greedy takes its place.
-Schedule measuring_schedule(const Layout& layout, Checkpoint checkpoint);
+Schedule measuring_schedule(const Layout& layout);
 
 /// Returns the schedule with the fewest cells in memory, among those within 1 % of the fastest in simulation. Leaves
 /// out schedules that fill and drain, because they sum gradients in another order. Transfers take no time. `measured`:
 /// a step of measuring_schedule(), with all stages. `last_is_smaller`: ignores the last micro-batch. `saves_memory`:
 /// leaves out schedules with more cells or graphs on a worker than 1f1b, or the rule in its place, ever has.
-std::string fastest_schedule(const Timeline& measured, const Layout& layout, Checkpoint checkpoint,
+std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory);
 
 }  // namespace gpipe

@@ -24,13 +24,32 @@ std::map<std::string, Checkpoint> checkpoints() {
 }
 
 std::string to_string(Checkpoint checkpoint) {
-  if (checkpoint == Checkpoint::kNever) return "never";
-  return checkpoint == Checkpoint::kAlways ? "always" : "except_last";
+  for (const auto& [name, mode] : checkpoints()) {
+    if (mode == checkpoint) return name;
+  }
+  return std::to_string(checkpoint.count_);
 }
 
-bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
-  if (checkpoint == Checkpoint::kExceptLast) return micro_batch + 1 < micro_batches;
-  return checkpoint == Checkpoint::kAlways;
+Checkpoint Checkpoint::in_flight(int count) {
+  if (count < 0) refuse_argument("checkpoint is ", count, ", but the number of micro-batches must not be negative");
+  return Checkpoint(count);
+}
+
+bool Checkpoint::recomputes(int micro_batch, int micro_batches, int in_flight) const {
+  if (*this == kExceptLast) return micro_batch + 1 < micro_batches;
+  return micro_batch % in_flight < count_;
+}
+
+void Checkpoints::check(int stages) const {
+  if (modes.size() == 1 || std::ssize(modes) == stages) return;
+  refuse_argument("checkpoint has ", modes.size(), " modes, but there are ", stages,
+                  " stages; give one mode for all, or one per stage");
+}
+
+std::string to_string(const Checkpoints& checkpoints) {
+  const auto append = [](std::string* out, Checkpoint mode) { *out += to_string(mode); };
+  const auto text = absl::StrJoin(checkpoints.modes, ", ", append);
+  return checkpoints.modes.size() == 1 ? text : absl::StrCat("[", text, "]");
 }
 
 int Layout::workers() const { return placement.empty() ? 0 : std::ranges::max(placement) + 1; }

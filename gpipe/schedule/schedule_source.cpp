@@ -42,17 +42,13 @@ ScheduleSource from_file(const std::string& path, int stages, const std::vector<
     refuse_argument("the schedule '", path, "' has its stages on workers ", absl::StrJoin(placement, ", "),
                     ", but placement is ", absl::StrJoin(wanted, ", "), "; leave placement out");
   }
-  auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
+  auto make = [path, parsed = std::move(parsed)](const Layout& layout) {
     if (layout.micro_batches != parsed.layout.micro_batches) {
       refuse_argument("the schedule '", path, "' has ", parsed.layout.micro_batches,
                       " micro-batches, but the mini-batch is cut into ", layout.micro_batches,
                       "; change chunks or the file");
     }
-    const auto recomputes = [](const auto& list) {
-      return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
-    };
-    if (std::ranges::any_of(parsed.schedule, recomputes)) return parsed.schedule;
-    return with_recomputes(parsed.schedule, checkpoint, layout.micro_batches);
+    return parsed.schedule;
   };
   return {std::move(placement), std::move(make)};
 }
@@ -148,10 +144,10 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
     refuse_argument("placement and stages_per_worker (", stages_per_worker,
                     ") exclude each other; set only one of them");
   }
-  ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
-                          return make_schedule(schedule, layout, checkpoint);
+  ScheduleSource source{std::move(placement), [schedule](const Layout& layout) {
+                          return make_schedule(schedule, layout, Checkpoint::kNever);
                         }};
-  source.make({stages, 1, source.placement}, Checkpoint::kNever);  // refuses a name or placement now
+  source.make({stages, 1, source.placement});  // refuses a name or placement now
   return source;
 }
 

@@ -16,6 +16,9 @@ bool is_looped(const Layout& layout) {
   return layout.stages % layout.workers() == 0 && layout.placement == looped_placement(layout.workers(), layout.stages);
 }
 
+// The V placement.
+bool is_v(const Layout& layout) { return layout.stages % 2 == 0 && layout.placement == v_placement(layout.stages); }
+
 std::vector<int> loops(int stages, int stages_per_worker) {
   if (stages_per_worker < 1) refuse_argument("stages_per_worker must be positive, but is ", stages_per_worker);
   if (stages % stages_per_worker != 0) {
@@ -43,9 +46,58 @@ std::string needs_loops(const Layout& layout) {
 }
 
 std::string needs_v(const Layout& layout) {
-  return layout.stages % 2 == 0 && layout.placement == v_placement(layout.stages)
-             ? ""
-             : "stages s and 2p - 1 - s on worker s of p (the V placement)";
+  return is_v(layout) ? "" : "stages s and 2p - 1 - s on worker s of p (the V placement)";
+}
+
+/// A layout as a rule sees it: the segments of a stage are one stage.
+struct Merged {
+  Layout layout;
+  std::vector<int> firsts;  ///< the first segment of each stage, and the number of all segments
+};
+
+Merged merge_segments(const Layout& layout) {
+  Merged merged{{0, layout.micro_batches, {}}, {}};
+  for (int s = 0; s < layout.stages; ++s) {
+    if (s > 0 && layout.placement[s] == layout.placement[s - 1]) continue;
+    merged.layout.placement.push_back(layout.placement[s]);
+    merged.firsts.push_back(s);
+  }
+  merged.layout.stages = static_cast<int>(merged.firsts.size());
+  merged.firsts.push_back(layout.stages);
+  return merged;
+}
+
+/// Makes two stages of the one in the middle, as a V has them, if there is one and it has several segments.
+Merged with_two_in_the_middle(Merged merged) {
+  const int middle = merged.layout.stages / 2;
+  const int segments = merged.firsts[middle + 1] - merged.firsts[middle];
+  if (merged.layout.stages % 2 == 0 || segments == 1) return merged;
+  merged.firsts.insert(merged.firsts.begin() + middle + 1, merged.firsts[middle] + (segments + 1) / 2);
+  merged.layout.placement.insert(merged.layout.placement.begin() + middle, merged.layout.placement[middle]);
+  ++merged.layout.stages;
+  return merged;
+}
+
+Schedule with_segments(const Schedule& schedule, const std::vector<int>& firsts) {
+  Schedule lists(schedule.size());
+  for (std::size_t w = 0; w < schedule.size(); ++w) {
+    for (const auto& [kind, stage, m] : schedule[w]) {
+      const int first = firsts[stage];
+      const int end = firsts[stage + 1];
+      for (int i = 0; i < end - first; ++i) {
+        lists[w].push_back({kind, kind == Kind::F ? first + i : end - 1 - i, m});
+      }
+    }
+  }
+  return lists;
+}
+
+/// The stages that a rule schedules. Those of a V are a V, except that all on one worker are one stage for other rules.
+Merged merge_for(const ScheduleRule& rule, const Layout& layout) {
+  auto merged = merge_segments(layout);
+  auto halved = with_two_in_the_middle(merged);
+  const bool is_one = merged.layout.stages == 1 && rule.misfit_of_stages(merged.layout).empty();
+  return is_v(halved.layout) && !is_one ? halved : merged;
 }
 
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
@@ -108,60 +160,77 @@ Schedule split_1f1b(const Layout& layout) { return alternate(layout, 1, /*split=
 Schedule zb_h2(const Layout& layout) { return alternate(layout, 2, /*split=*/true); }
 
 constexpr ScheduleRule kRules[] = {
-    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", loops,
+    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", loops, false,
      fits_any_layout, fill_and_drain},
     {"1f1b", "one forward, then one backward: at most p of m micro-batches in memory (PipeDream, arXiv:2006.09503)",
-     loops, needs_one_stage_per_worker, one_f_one_b},
+     loops, false, needs_one_stage_per_worker, one_f_one_b},
     {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)", loops,
-     needs_loops, fill_and_drain, true},
+     true, needs_loops, fill_and_drain},
     {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)", loops,
-     needs_loops, interleaved_1f1b, true},
+     true, needs_loops, interleaved_1f1b},
     {"zb_h1",
      "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)", loops,
-     needs_one_stage_per_worker, split_1f1b},
+     false, needs_one_stage_per_worker, split_1f1b},
     {"zb_h2", "no idle time after a worker's first action, but 2p - 1 cells on each (Zero Bubble, arXiv:2401.10241)",
-     loops, needs_one_stage_per_worker, zb_h2},
+     loops, false, needs_one_stage_per_worker, zb_h2},
     {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)", loops,
-     needs_loops, split_1f1b, true},
+     true, needs_loops, split_1f1b},
     {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", v,
-     needs_v, zb_v},
-    {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v, v_half},
-    {"v_min", "a third of the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v,
+     false, needs_v, zb_v},
+    {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, false, needs_v,
+     v_half},
+    {"v_min", "a third of the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, false, needs_v,
      v_min},
     {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)", v,
-     needs_v, dualpipe_v},
-    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement", loops,
+     false, needs_v, dualpipe_v},
+    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement", loops, false,
      fits_any_layout, greedy},
 };
 
 }  // namespace
 
+std::string ScheduleRule::misfit(const Layout& layout) const {
+  return misfit_of_stages(merge_for(*this, layout).layout);
+}
+
+Schedule ScheduleRule::generate(const Layout& layout) const {
+  const auto [merged, firsts] = merge_for(*this, layout);
+  return with_segments(generate_of_stages(merged), firsts);
+}
+
 Schedule fill(const Layout& layout) {
   verify(layout);
-  Schedule lists(layout.workers());
-  for (int stage = 0; stage < layout.stages; ++stage) {
-    auto& list = lists[layout.placement[stage]];
-    for (int m = 0; m < layout.micro_batches; ++m) list.push_back({Kind::F, stage, m});
+  const auto [merged, firsts] = merge_for(schedule_rule(kFillAndDrain), layout);
+  Schedule lists(merged.workers());
+  for (int stage = 0; stage < merged.stages; ++stage) {
+    for (int m = 0; m < merged.micro_batches; ++m) lists[merged.placement[stage]].push_back({Kind::F, stage, m});
   }
-  return lists;
+  return with_segments(lists, firsts);
 }
 
-Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
+Schedule fill_drain(const Layout& layout, const Checkpoints& checkpoints) {
   Schedule lists = fill(layout);
-  for (int stage = layout.stages; stage-- > 0;) {
-    auto& list = lists[layout.placement[stage]];
-    for (int m = layout.micro_batches; m-- > 0;) list.push_back({Kind::B, stage, m});
+  for (auto& list : lists) {
+    const std::vector<Action> forwards = list;
+    for (auto forward = forwards.rbegin(); forward != forwards.rend(); ++forward) {
+      list.push_back({Kind::B, forward->stage, forward->micro_batch});
+    }
   }
-  return with_recomputes(std::move(lists), checkpoint, layout.micro_batches);
+  return with_recomputes(std::move(lists), checkpoints, layout);
 }
 
-Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches) {
+Schedule with_recomputes(Schedule schedule, const Checkpoints& checkpoints, const Layout& layout) {
+  checkpoints.check(layout.stages);
+  const auto in_flight = most_cells(schedule, layout.stages);
   for (auto& list : schedule) {
     std::vector<Action> with;
     for (const Action& action : list) {
-      const bool begins_backward = action.kind == Kind::B || action.kind == Kind::I;
-      if (begins_backward && recomputes(checkpoint, action.micro_batch, micro_batches)) {
-        with.push_back({Kind::R, action.stage, action.micro_batch});
+      const auto [kind, stage, m] = action;
+      const bool begins_backward = kind == Kind::B || kind == Kind::I;
+      const bool exists = stage >= 0 && stage < layout.stages;  // the schedule may not be verified yet
+      if (begins_backward && exists &&
+          checkpoints.of(stage).recomputes(m, layout.micro_batches, std::max(1, in_flight[stage]))) {
+        with.push_back({Kind::R, stage, m});
       }
       with.push_back(action);
     }
@@ -171,15 +240,18 @@ Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_bat
 }
 
 bool fills_and_drains(std::string_view name) {
-  return std::ranges::any_of(kRules, [&](auto& it) { return it.name == name && it.generate == fill_and_drain; });
+  return std::ranges::any_of(kRules,
+                             [&](auto& it) { return it.name == name && it.generate_of_stages == fill_and_drain; });
 }
 
-std::string too_few_stages(std::string_view name, int workers, int stages) {
-  if (!name.starts_with("interleaved_") || stages > workers) return "";
+std::string too_few_stages(std::string_view name, const std::vector<int>& placement) {
+  const Layout layout{static_cast<int>(placement.size()), 1, placement};
+  const int stages = merge_segments(layout).layout.stages;
+  if (!name.starts_with("interleaved_") || stages > layout.workers()) return "";
   return absl::StrFormat(
       "schedule '%s' needs several stages per worker, but there are %d for %d; set placement, such as 0, 1, 0, 1, or "
       "use '%s'",
-      std::string(name), stages, workers, name == "interleaved_zb" ? "zb_h1" : "1f1b");
+      std::string(name), stages, layout.workers(), name == "interleaved_zb" ? "zb_h1" : "1f1b");
 }
 
 std::vector<int> looped_placement(int workers, int stages) {
@@ -208,14 +280,14 @@ const ScheduleRule& schedule_rule(std::string_view name) {
   refuse_argument("unknown schedule '", std::string(name), "'; choose one of ", names);
 }
 
-Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint) {
+Schedule make_schedule(std::string_view name, const Layout& layout, const Checkpoints& checkpoints) {
   const auto& rule = schedule_rule(name);
   verify(layout);
   if (const auto needed = rule.misfit(layout); !needed.empty()) {
     refuse_argument("schedule '", std::string(name), "' needs ", needed, ", but the layout has ", layout.stages,
                     " stages on workers ", absl::StrJoin(layout.placement, ", "));
   }
-  return with_recomputes(rule.generate(layout), checkpoint, layout.micro_batches);
+  return with_recomputes(rule.generate(layout), checkpoints, layout);
 }
 
 }  // namespace gpipe

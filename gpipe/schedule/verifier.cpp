@@ -303,13 +303,16 @@ Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedul
   }
   verify_progress(layout, edges, schedule);
   if (!has_backward) return {std::vector<int>(layout.stages, 1), std::vector<int>(layout.stages, 0)};
-  const auto begins = [](const Action& action) { return action.kind == Kind::F; };
   const auto builds_graph = [&](const Action& action) {
     const CellActions& cell = cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch];
     return action.kind == (cell.has(Kind::R) ? Kind::R : Kind::F);
   };
-  return {most_at_once(layout.stages, schedule, begins, ends_cell),
-          most_at_once(layout.stages, schedule, builds_graph, ends_cell)};
+  return {most_cells(schedule, layout.stages), most_at_once(layout.stages, schedule, builds_graph, ends_cell)};
+}
+
+std::vector<int> most_cells(const Schedule& schedule, int stages) {
+  const auto begins = [](const Action& action) { return action.kind == Kind::F; };
+  return most_at_once(stages, schedule, begins, ends_cell);
 }
 
 int peak_cells(const std::vector<Action>& list) {

@@ -49,6 +49,9 @@ Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring
               absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
               const std::vector<double>& sending = {});
 
+/// Returns, per stage, the most cells alive at once, for any timing. Skips stages that do not exist.
+std::vector<int> most_cells(const Schedule& schedule, int stages);
+
 /// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.
 int peak_cells(const std::vector<Action>& list);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Checkpoint = Literal["always", "except_last", "never"]
+Checkpoints = Checkpoint | int | Sequence[Checkpoint | int]  # of a pipeline's stages
 Reduction = Literal["mean", "sum"]
 
 _ADVICE = "; gpipe.balance.balance_by_time(stages, model, sample) finds one"
@@ -100,12 +101,18 @@ def check_checkpoint(checkpoint: Any, _: str = "") -> Checkpoint:
     return cast(Checkpoint, _C.check_checkpoint(checkpoint))
 
 
+def check_checkpoints(checkpoints: Any, _: str = "") -> Checkpoints:
+    """Returns the checkpoint modes of a pipeline: a mode, or a list. Raises ValueError for another name."""
+    return cast(Checkpoints, _C.check_checkpoints(checkpoints))
+
+
 _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
     "int": check_whole,
     "float": check_number,
     "bool": functools.partial(check_is, kind=bool, words="True or False"),
     "str": functools.partial(check_is, kind=str, words="a str"),
     "Checkpoint": check_checkpoint,
+    "Checkpoints": check_checkpoints,
 }
 check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
@@ -118,7 +125,7 @@ _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function check its arguments of the types int, float, bool, str and Checkpoint, which may be optional. REQUIRES:
+    """Makes a function check its arguments of the types int, float, bool, str and Checkpoints, which may be optional. REQUIRES:
     annotations are texts."""
     signature = inspect.signature(function)
     kinds = {name: str(each.annotation).removesuffix(" | None") for name, each in signature.parameters.items()}

@@ -17,7 +17,7 @@ from typing_extensions import Self  # comes with torch
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
-from gpipe.checks import Workers, check_checkpoint, check_chunks
+from gpipe.checks import Workers, check_checkpoints, check_chunks
 from gpipe.losses import Losses
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_others, layers_of, split
 from gpipe.ranks import Ranks
@@ -25,7 +25,7 @@ from gpipe.skip import Skippable
 from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
-_SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoint, "chunks": check_chunks}
+_SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoints, "chunks": check_chunks}
 # The settings whose assignment is refused, because it would have no effect.
 _FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "module", "partitions", "placement", "schedule"
 

@@ -74,7 +74,7 @@ class Loss:
     def __reduce__(self) -> Any:  # a copy has compared nothing
         return partial(Loss, count=self.count, reduction=self.reduction, check=self.check), (self.function,)
 
-    def options(self, scale: float, chunks: int, checkpoint: str, return_output: bool) -> _C.StepOptions:
+    def options(self, scale: float, chunks: int, checkpoint: Any, return_output: bool) -> _C.StepOptions:
         """Returns the options of a step, with what a loss of torch tells."""
         known = None if self.count is not None else _reduction_of(self.function)
         reduction: object = self.reduction

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gpipe import _C, checks
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
-from gpipe.checks import BalanceError, Checkpoint
+from gpipe.checks import BalanceError, Checkpoints
 from gpipe.core import StagedModel
 from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
 from gpipe.exported.exporter import mode
@@ -77,7 +77,10 @@ class GPipe(StagedModel):
             (``torch.tensor_split``). Default: 1, with a warning. A model that trains a batch norm gets fewer where one would
             have a single sample.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
-            ``'always'``, ``'except_last'`` or ``'never'``.
+            ``'always'``, ``'except_last'`` or ``'never'``; a number, for so many of those that a stage has in flight; or a
+            list of these, one per stage. A stage recomputes as a whole. Stages that follow each other on a worker run as
+            one, so ``placement=[0, 0, 1, 1]`` with ``checkpoint=["never", "always", "never", 2]`` recomputes a part of each
+            worker's layers.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
         keep_memory: whether the process keeps the memory of freed CPU tensors for others of the same size while the
             pipeline lives, at most 1.25 times what was in use at once.
@@ -125,7 +128,7 @@ class GPipe(StagedModel):
         *,
         devices: Iterable[torch.device | int | str] | None = None,
         chunks: int | None = None,
-        checkpoint: Checkpoint = "except_last",
+        checkpoint: Checkpoints = "except_last",
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         schedule: str = "gpipe",
@@ -163,7 +166,7 @@ class GPipe(StagedModel):
         balance: Iterable[int] | None = None,
         devices: Iterable[torch.device | int | str] | None = None,
         chunks: int | None = None,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoints | None = None,
         schedule: str | None = None,
         placement: Iterable[int] | str | None = None,
         deferred_batch_norm: bool = False,
@@ -243,7 +246,7 @@ class GPipe(StagedModel):
 
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self.devices))
-        text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint='{self.checkpoint}'"
+        text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint={self.checkpoint!r}"
         text += f", schedule='{self.schedule}'"
         if self.placement != list(range(len(self.balance))):
             text += f", placement={self.placement}"

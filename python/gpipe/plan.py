@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
 from gpipe.balance import MODES, Candidate, profile, suggest
-from gpipe.checks import Checkpoint, arrange_workers, check_scheduling
+from gpipe.checks import Checkpoints, arrange_workers, check_scheduling
 from gpipe.ranks import Ranks
 from gpipe.structure import first_micro_batch, take_apart
 
@@ -22,7 +22,7 @@ class Plan(TypedDict):
 
     balance: list[int]
     chunks: int
-    checkpoint: Checkpoint
+    checkpoint: Checkpoints
     schedule: str
     placement: list[int]
     deferred_batch_norm: bool
@@ -37,7 +37,7 @@ def choose_plan(
     stages: int | None,
     balance: list[int] | None,
     chunks: int | None,
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoints | None,
     schedule: str | None,
     placement: Iterable[int] | str | None,
     ranks: Ranks | None,
@@ -45,6 +45,9 @@ def choose_plan(
 ) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. Raises RuntimeError if nothing fits the devices' memory."""
+    if checkpoint is not None and checkpoint not in MODES:
+        what = f"checkpoint is {checkpoint!r}, but only a name can be part of a plan that is chosen"
+        raise ValueError(f"{what}; give balance, chunks and schedule too, or one of {', '.join(MODES)}")
     wanted = len(balance) if balance is not None else stages
     if wanted is not None:
         _C.check_stages(wanted, len(model))

@@ -201,10 +201,11 @@ void PythonPipeline::prepare(const Value& input, bool training) {
   for (std::size_t s = 0; s < stages_.size(); ++s) stages_[s].is_native->store(all && found[s]);
 }
 
-Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training) {
+Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, const Checkpoints& checkpoints,
+                              bool training) {
   auto value = convert([&] { return to_value(input); });
   prepare(value, training);
-  return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoint); });
+  return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoints); });
 }
 
 Pair PythonPipeline::train(const py::object& input, const py::object& target, const py::object& loss,

@@ -36,7 +36,7 @@ class PythonPipeline {
   bool refresh();
 
   /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
-  Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
+  Value forward(const pybind11::object& input, std::int64_t chunks, const Checkpoints& checkpoints, bool training);
 
   /// Calls GPipe's compute_loss(), which keeps the graph, or step(). `hold_state` is a LossFunction's. Returns a tuple
   /// (loss, output or None). Errors: as the method; errors of `loss`.

@@ -26,9 +26,10 @@ namespace {
 
 namespace py = pybind11;
 
-ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks, Checkpoint checkpoint) {
+ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks,
+                        const Checkpoints& checkpoints) {
   Layout layout{static_cast<int>(placement.size()), chunks, std::move(placement)};
-  auto schedule = make_schedule(name, layout, checkpoint);
+  auto schedule = make_schedule(name, layout, checkpoints);
   return {std::move(layout), std::move(schedule)};
 }
 
@@ -65,14 +66,33 @@ std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arran
 
 }  // namespace
 
-Checkpoint to_checkpoint(const py::handle& name) {
+Checkpoint to_checkpoint(const py::handle& mode) {
   const auto modes = checkpoints();
-  const bool is_text = py::isinstance<py::str>(name);
-  if (const auto mode = modes.find(is_text ? name.cast<std::string>() : ""); mode != modes.end()) return mode->second;
+  const bool is_text = py::isinstance<py::str>(mode);
+  if (const auto named = modes.find(is_text ? mode.cast<std::string>() : ""); named != modes.end())
+    return named->second;
+  if (PyIndex_Check(mode.ptr()) != 0 && !py::isinstance<py::bool_>(mode))
+    return Checkpoint::in_flight(mode.cast<int>());
   const auto message =
-      "checkpoint must be 'always', 'except_last' or 'never', but is " + py::repr(name).cast<std::string>();
+      "checkpoint must be 'always', 'except_last', 'never', a number of micro-batches in flight, or a list of these, "
+      "one "
+      "per stage, but is " +
+      py::repr(mode).cast<std::string>();
   if (is_text) throw std::invalid_argument(message);
   throw py::type_error(message);
+}
+
+py::object to_python(Checkpoint checkpoint) {
+  const auto text = to_string(checkpoint);
+  const py::object name = py::str(text);
+  return checkpoints().contains(text) ? name : py::int_(name);
+}
+
+Checkpoints to_checkpoints(const py::handle& modes) {
+  if (!py::isinstance<py::list>(modes) && !py::isinstance<py::tuple>(modes)) return to_checkpoint(modes);
+  std::vector<Checkpoint> of_stages;
+  for (const auto& mode : modes) of_stages.push_back(to_checkpoint(mode));
+  return of_stages;
 }
 
 void init_schedule(py::module_& module) {
@@ -110,6 +130,7 @@ void init_schedule(py::module_& module) {
   module.def("check_balance", &check_balance);
   module.def("check_chunks", &check_chunks);
   module.def("check_checkpoint", [](Checkpoint mode) { return mode; });
+  module.def("check_checkpoints", [](Checkpoints modes) { return modes; });
 }
 
 }  // namespace gpipe::python

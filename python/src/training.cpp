@@ -69,10 +69,10 @@ CountFunction to_count(const py::object& callable) {
 }
 
 StepOptions make_options(const std::optional<py::object>& count, const py::object& reduction, double scale,
-                         bool return_output, std::int64_t chunks, Checkpoint checkpoint, bool check) {
+                         bool return_output, std::int64_t chunks, const Checkpoints& checkpoints, bool check) {
   auto options = StepOptions().reduction(to_reduction(reduction)).scale(scale).return_output(return_output);
   if (count) options.count(to_count(*count));
-  return options.chunks(chunks).checkpoint(checkpoint).check(check);
+  return options.chunks(chunks).checkpoint(checkpoints).check(check);
 }
 
 std::pair<double, double> compare_losses(const py::object& loss, const Value& output, const Value& target,

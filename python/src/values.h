@@ -54,9 +54,13 @@ T checked(const Unchecked<T>& value, const char* name) {
   return pybind11::module_::import("gpipe.checks").attr(check)(value, name).template cast<T>();
 }
 
-/// Converts the name of a checkpoint mode. Errors: TypeError, as pybind11::error_already_set, if `name` is not a str;
-/// std::invalid_argument for any other str.
-Checkpoint to_checkpoint(const pybind11::handle& name);
+/// Converts the name of a checkpoint mode, or a number of micro-batches in flight. Errors: TypeError, as
+/// pybind11::error_already_set, for another type; std::invalid_argument for another name or a negative number.
+Checkpoint to_checkpoint(const pybind11::handle& mode);
+pybind11::object to_python(Checkpoint checkpoint);
+
+/// Converts a mode, or a list of one per stage. Errors: as to_checkpoint().
+Checkpoints to_checkpoints(const pybind11::handle& modes);
 
 }  // namespace gpipe::python
 
@@ -74,13 +78,29 @@ struct pybind11::detail::type_caster<gpipe::Value> {
 
 template <>
 struct pybind11::detail::type_caster<gpipe::Checkpoint> {
-  PYBIND11_TYPE_CASTER(gpipe::Checkpoint, const_name("str"));
-  bool load(handle name, bool) {
-    value = gpipe::python::to_checkpoint(name);
+  PYBIND11_TYPE_CASTER(gpipe::Checkpoint, const_name("str | int"));
+  bool load(handle mode, bool) {
+    value = gpipe::python::to_checkpoint(mode);
     return true;
   }
   static handle cast(gpipe::Checkpoint mode, return_value_policy, handle) {
-    return str(gpipe::to_string(mode)).release();
+    return gpipe::python::to_python(mode).release();
+  }
+};
+
+template <>
+struct pybind11::detail::type_caster<gpipe::Checkpoints> {
+  PYBIND11_TYPE_CASTER(gpipe::Checkpoints, const_name("str | int | collections.abc.Sequence[str | int]"));
+  bool load(handle modes, bool) {
+    value = gpipe::python::to_checkpoints(modes);
+    return true;
+  }
+  static handle cast(const gpipe::Checkpoints& checkpoints, return_value_policy, handle) {
+    const auto& modes = checkpoints.modes;
+    if (modes.size() == 1) return gpipe::python::to_python(modes.front()).release();
+    list of_stages;
+    for (const auto mode : modes) of_stages.append(gpipe::python::to_python(mode));
+    return of_stages.release();
   }
 };
 

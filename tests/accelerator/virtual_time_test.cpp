@@ -113,7 +113,7 @@ TEST(VirtualTime, OfAStepIsWhatItsProgramTakes) {
         continue;
       }
       if (layout.workers() != kDevices || !rule.misfit(layout).empty()) continue;
-      if (!too_few_stages(rule.name, kDevices, stages).empty()) continue;
+      if (!too_few_stages(rule.name, layout.placement).empty()) continue;
       const auto program = testing::plain_program(layout, make_schedule(rule.name, layout, Checkpoint::kNever));
       const auto run = replay(Deep(kDevices, stages, kMicroBatches, std::string(rule.name)).step(), kBusy);
       const double expected = simulate(program, costs_of(run, program)).makespan;

@@ -150,8 +150,8 @@ TEST(Cut, BalancesBySizeOptimally) {
     const auto bytes = static_cast<std::int64_t>(random() % 200);
     profile.skips = {{"skip", from, {to}, bytes}};
     profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, {to}});
-    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
-                         .checkpoint = static_cast<Checkpoint>(random() % 3)};
+    const std::array modes = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
+    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4), .checkpoint = modes[random() % 3]};
     const StageCost stage(profile);
     for (int first = 0; first < layers; ++first) {
       for (int end = first + 1; end <= layers; ++end) {
@@ -239,7 +239,7 @@ TEST(Predict, FollowsTheSchedule) {
   const auto refusal = [&](Scheduling scheduling) {
     return error_of<std::invalid_argument>([&] { of({2, 2}, scheduling); });
   };
-  EXPECT_THAT(refusal({"1f1b", 2}), HasSubstr("one stage per worker"));
+  EXPECT_THAT(refusal({"zb_v", 1, {0, 1}}), HasSubstr("the V placement"));
   EXPECT_THAT(refusal({"gpipe", 3}), HasSubstr("which stages_per_worker = 3 does not divide"));
 }
 

@@ -37,7 +37,7 @@ TEST(Agreement, TellsBothCallsInWordsIfTheyDiffer) {
          other.sizes = {1, 2};
        },
        "step of micro-batches [1, 2], checkpoint never"},
-      {[](auto& other) { other.checkpoint = Checkpoint::kAlways; }, "step of micro-batches [2, 1], checkpoint always"},
+      {[](auto& other) { other.checkpoints = Checkpoint::kAlways; }, "step of micro-batches [2, 1], checkpoint always"},
       {[](auto& other) { other.training = false; }, "checkpoint never, evaluation mode"},
       {[](auto& other) {
          other.autocast = {0, 15};

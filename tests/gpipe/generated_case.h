@@ -26,7 +26,7 @@ struct Spec {
   int workers = 1;
   std::vector<int> placement = {0};
   std::string schedule = {};  // of step(); empty: forward() and backward
-  Checkpoint checkpoint = Checkpoint::kNever;
+  Checkpoints checkpoint = Checkpoint::kNever;
   bool deferred = false;  // batch norm
   // The calls.
   int batch = 1;

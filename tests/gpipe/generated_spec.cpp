@@ -27,8 +27,25 @@ void draw_pipeline(std::mt19937_64& random, Spec& spec) {
                                                                            : looped_placement(spec.workers, stages);
     if (draw(random, 0, 1) == 0) std::shuffle(spec.placement.begin(), spec.placement.end(), random);
     fits = rule < 0 || (rules[rule].misfit({stages, 1, spec.placement}).empty() &&
-                        too_few_stages(spec.schedule, spec.workers, stages).empty());
+                        too_few_stages(spec.schedule, spec.placement).empty());
   }
+}
+
+/// Cuts stages into segments with checkpoint modes of their own, if the schedule still fits.
+void draw_segments(std::mt19937_64& random, Spec& spec) {
+  std::vector<int> placement;
+  std::vector<Checkpoint> modes;
+  for (const int worker : spec.placement) {
+    for (int count = draw(random, 1, 2); count > 0; --count) {
+      placement.push_back(worker);
+      const int mode = draw(random, 0, static_cast<int>(std::size(kModes)));
+      modes.push_back(mode < std::ssize(kModes) ? kModes[mode] : Checkpoint::in_flight(draw(random, 1, 3)));
+    }
+  }
+  const Layout layout{static_cast<int>(placement.size()), 1, placement};
+  if (!spec.schedule.empty() && !schedule_rule(spec.schedule).misfit(layout).empty()) return;
+  spec.placement = placement;
+  spec.checkpoint = modes;
 }
 
 }  // namespace
@@ -125,6 +142,8 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.eval = forward && one_in(4);
   spec.accumulates = !spec.backward_twice && one_in(4);
   spec.deferred = !portable && !spec.eval && one_in(4);
+  std::mt19937_64 of_segments(~seed);
+  if (draw(of_segments, 0, 2) == 0) draw_segments(of_segments, spec);
   // Each stage has a layer.
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
@@ -137,13 +156,17 @@ std::vector<std::string> features(const Spec& spec) {
   std::vector<std::string> features;
   for (const auto& use : spec.uses) features.emplace_back(use.unit->name);
   features.push_back(std::to_string(spec.workers) + " workers");
-  features.push_back(std::to_string(spec.stages() / spec.workers) + " stages per worker");
+  const bool has_segments = std::ranges::adjacent_find(spec.placement) != spec.placement.end();
+  features.push_back(has_segments ? "segments" : std::to_string(spec.stages() / spec.workers) + " stages per worker");
   features.push_back(spec.schedule.empty() ? "forward" : spec.schedule);
-  features.push_back(std::string("checkpoint ") + to_string(spec.checkpoint));
+  for (const auto mode : spec.checkpoint.modes) {
+    const bool has_name = checkpoints().contains(to_string(mode));
+    features.push_back("checkpoint " + (has_name ? to_string(mode) : "of those in flight"));
+  }
   return features;
 }
 
-const std::size_t kFeatures = units().size() + 4 + 3 + 1 + schedule_rules().size() + std::size(kModes);
+const std::size_t kFeatures = units().size() + 4 + 3 + 1 + 1 + schedule_rules().size() + std::size(kModes) + 1;
 
 namespace {
 
@@ -168,6 +191,9 @@ std::vector<Spec> smaller(const Spec& spec) {
     if (spec.*feature) change(feature, false);
   }
   if (!spec.schedule.empty()) change(&Spec::schedule, std::string());
+  for (const auto mode : kModes) {
+    if (spec.checkpoint.modes.size() > 1) change(&Spec::checkpoint, Checkpoints(mode));
+  }
   // The last stage leaves, if another one is on its worker.
   auto placement = spec.placement;
   const int last = placement.back();
@@ -176,6 +202,7 @@ std::vector<Spec> smaller(const Spec& spec) {
   if (spec.schedule.empty() && !placement.empty() && (shared || last == spec.workers - 1)) {
     change(&Spec::placement, placement);
     if (!shared) --candidates.back().workers;
+    if (spec.checkpoint.modes.size() > 1) candidates.back().checkpoint.modes.pop_back();
   }
   std::erase_if(candidates, [](const Spec& candidate) {
     return candidate.uses.empty() || build(candidate)->size() < candidate.placement.size();

@@ -20,7 +20,7 @@ using Balance = std::vector<std::int64_t>;
 
 inline constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
 
-inline GPipeOptions in_chunks(std::int64_t chunks, Checkpoint checkpoint = Checkpoint::kExceptLast) {
+inline GPipeOptions in_chunks(std::int64_t chunks, const Checkpoints& checkpoint = Checkpoint::kExceptLast) {
   return GPipeOptions().chunks(chunks).checkpoint(checkpoint);
 }
 

@@ -19,14 +19,14 @@ constexpr std::int64_t kBatch = 48;  // three micro-batches, large enough for pr
 
 // All forwards, then the I's, then the W's: as far apart as can be. With `split` false: a B in place of each I.
 ScheduleFunction weights_last(bool split) {
-  return [split](const Layout& layout, Checkpoint checkpoint) {
+  return [split](const Layout& layout) {
     auto lists = fill(layout);
     const auto append = [&](Kind kind, int stage) {
       for (int m = 0; m < layout.micro_batches; ++m) lists[layout.placement[stage]].push_back({kind, stage, m});
     };
     for (int stage = layout.stages; stage-- > 0;) append(split ? Kind::I : Kind::B, stage);
     for (int stage = 0; split && stage < layout.stages; ++stage) append(Kind::W, stage);
-    return with_recomputes(std::move(lists), checkpoint, layout.micro_batches);
+    return lists;
   };
 }
 

@@ -20,8 +20,13 @@ mutant(verifier_allows_duplicates gpipe/schedule/verifier.cpp "index != kMissing
 mutant(verifier_counts_graphs_from_the_forward gpipe/schedule/verifier.cpp "cell.has(Kind::R) ? Kind::R : Kind::F"
        "Kind::F" Verifier.*)
 mutant(verifier_allows_loops gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to" Verifier.*)
-mutant(drains_in_ascending_order gpipe/schedule/schedules.cpp "for (int m = layout.micro_batches; m-- > 0;)"
-       "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
+mutant(drains_in_ascending_order gpipe/schedule/schedules.cpp
+       "auto forward = forwards.rbegin(); forward != forwards.rend()"
+       "auto forward = forwards.begin(); forward != forwards.end()" FillDrain.*)
+mutant(recomputes_a_fixed_number gpipe/schedule/schedules.cpp "std::max(1, in_flight[stage])" "layout.micro_batches"
+       Checkpoints.*)
+mutant(runs_segments_one_after_the_other gpipe/schedule/schedules.cpp "kind == Kind::F ? first + i : end - 1 - i" "first + i"
+       Segments.*)
 mutant(recomputes_the_last_micro_batch gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_takes_what_is_absent gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" "" Verifier.*)

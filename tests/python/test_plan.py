@@ -53,6 +53,23 @@ def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, m
     assert not measures or plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
 
 
+def test_each_stage_of_a_worker_has_its_checkpoint_mode(one_thread):
+    x, y = torch.randn(12, 8), torch.randint(3, (12,))
+    plan = {"balance": [2, 2, 2, 3], "placement": [0, 0, 1, 1], "schedule": "1f1b", "chunks": 4, "checkpoint": "never"}
+    plain = gpipe.GPipe.from_module(perceptron(), x, **plan)
+    plain.step(x, y, nn.functional.cross_entropy)
+    pipe = gpipe.GPipe.from_module(perceptron(), x, **plan | {"checkpoint": [1, "always", "never", "except_last"]})
+    assert pipe.plan["checkpoint"] == [1, "always", "never", "except_last"] and "always" in repr(pipe)
+    timeline = gpipe.Timeline()
+    pipe.trace(timeline)
+    pipe.step(x, y, nn.functional.cross_entropy)
+    recomputed = [event["name"] for event in json.loads(timeline.to_chrome_json())["traceEvents"] if "R" in event["name"]]
+    assert sorted(recomputed) == ["0R0", "0R2", "1R0", "1R1", "1R2", "1R3", "3R0", "3R1", "3R2"]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(ValueError, match="only a name can be part of a plan that is chosen"):
+        gpipe.GPipe.from_module(perceptron(), x, checkpoint=["never", "always"])
+
+
 def test_a_balance_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("gpipe.plan.torch.cuda.mem_get_info", lambda device: (1, 1))
     monkeypatch.setattr("gpipe.plan.arrange_workers", lambda *_: SimpleNamespace(devices=[torch.device("cuda", 0)] * 2))

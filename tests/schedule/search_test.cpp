@@ -70,7 +70,8 @@ Simulation simulated(const Layout& layout, Schedule schedule, double growth) {
 }
 
 std::string chosen(const Layout& layout, Checkpoint checkpoint, double growth = 0, bool saves_memory = false) {
-  const auto measured = simulated(layout, measuring_schedule(layout, checkpoint), growth).timeline;
+  const auto measured =
+      simulated(layout, with_recomputes(measuring_schedule(layout), checkpoint, layout), growth).timeline;
   return fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/false, saves_memory);
 }
 
@@ -109,7 +110,7 @@ TEST(AutoSchedule, SavesMemory) {
 
 TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
   const auto layout = looped(2, 1, 4);
-  auto measured = simulated(layout, measuring_schedule(layout, Checkpoint::kNever), /*growth=*/0).timeline;
+  auto measured = simulated(layout, measuring_schedule(layout), /*growth=*/0).timeline;
   const auto name = fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/false, false);
   for (auto& span : measured.spans) {
     if (span.action.micro_batch == 3) span.end = span.start + 0.01;

@@ -259,8 +259,8 @@ RANKS_TEST(RanksFailures, SchedulesOfOneNameDiffer, kRanks) {
   const auto file = std::filesystem::temp_directory_path() / ("gpipe_schedule_" + std::to_string(getpid()));
   const absl::Cleanup remove = [&] { std::filesystem::remove(file); };
   std::ofstream(file) << "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n" << (is_other ? "2F0 2B0 2F1 2B1" : "2F0 2F1 2B0 2B1");
-  const auto by_function = [&](const Layout& layout, Checkpoint checkpoint) {
-    return make_schedule(is_other && layout.micro_batches > 1 ? "1f1b" : "gpipe", layout, checkpoint);
+  const auto by_function = [&](const Layout& layout) {
+    return make_schedule(is_other && layout.micro_batches > 1 ? "1f1b" : "gpipe", layout, Checkpoint::kNever);
   };
   for (auto options : {GPipeOptions().schedule("@" + file.string()), GPipeOptions().schedule_function(by_function)}) {
     options.chunks(2).checkpoint(Checkpoint::kNever).ranks(new_ranks(kRanks));
