@@ -172,7 +172,7 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   std::int64_t least_samples() const;  // of a micro-batch
   Value run(Value input, std::int64_t chunks, std::int64_t split_size, const Checkpoints& checkpoints);
   StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
-                      std::shared_ptr<const at::Tensor> unit);
+                      std::shared_ptr<at::Tensor> unit);
 
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;

@@ -187,7 +187,7 @@ void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, c
   }
   for (const auto& loan : model.loans) {
     edges.push_back({loan.owner, loan.borrower, "parameter " + loan.name});
-    if (model.here[loan.owner]) stages[loan.owner].lent.push_back(loan.lent);
+    if (model.here[loan.owner]) stages[loan.owner].lent.push_back(loan.name);
     stages[loan.owner].receivers.push_back(loan.borrower);
     if (model.here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);
   }
@@ -197,15 +197,9 @@ void connect_stages(Assembly& model, const std::vector<std::int64_t>& balance, c
 
 void TensorPlaces::add(int stage, const std::string& layer,
                        const torch::OrderedDict<std::string, at::Tensor>& tensors) {
-  if (!all_.empty() && all_.back().stage != stage) of_stage_ = 0;
   for (const auto& tensor : tensors) {
-    TensorPlace place{stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr()), all_.size(), of_stage_};
-    const auto [known, is_first] = latest_.try_emplace(tensor.value().unsafeGetTensorImpl(), all_.size());
-    const auto latest = std::exchange(known->second, all_.size());
-    if (!is_first) place.first = all_[latest].first;
-    const bool is_first_of_stage = is_first || all_[latest].stage != stage;
-    is_first_of_stage ? ++of_stage_ : place.number = all_[latest].number;
-    all_.push_back(std::move(place));
+    const auto first = firsts_.try_emplace(tensor.value().unsafeGetTensorImpl(), all_.size()).first->second;
+    all_.push_back({stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr()), first});
   }
 }
 
@@ -224,8 +218,9 @@ std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
   for (const auto& parameter : parameters) {
     const auto& owner = parameters[parameter.first];
     if (owner.stage == parameter.stage) continue;
-    const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
-    if (std::ranges::find(loans, loan) == loans.end()) loans.push_back(loan);
+    const auto is_it = [&](const Loan& loan) { return loan.name == owner.name() && loan.borrower == parameter.stage; };
+    if (std::ranges::any_of(loans, is_it)) continue;
+    loans.push_back({owner.stage, parameter.stage, owner.name(), parameter.name()});
   }
   return loans;
 }

@@ -16,8 +16,7 @@ struct TensorPlace {
   std::string layer;
   std::string key;  ///< "weight", "child.weight"
   WeakTensor tensor;
-  std::size_t first = 0;   ///< index of the first place that has the tensor, whose stage owns it
-  std::size_t number = 0;  ///< index among the stage's distinct tensors
+  std::size_t first = 0;  ///< index of the first place that has the tensor, whose stage owns it
 
   std::string name() const { return layer + "." + key; }
 };
@@ -31,8 +30,7 @@ class TensorPlaces {
 
  private:
   std::vector<TensorPlace> all_;
-  absl::flat_hash_map<const void*, std::size_t> latest_;  // index of the tensor's last place
-  std::size_t of_stage_ = 0;                              // tensors
+  absl::flat_hash_map<const void*, std::size_t> firsts_;  // by tensor
 };
 
 /// Returns the places of the parameters of these stages, in order.
@@ -40,16 +38,15 @@ std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages);
 
 /// A parameter of two stages. The first stage that has it owns it, and lends it to each other one along an edge.
 struct Loan {
-  std::string name;  ///< in the owner: "layer.weight"
-  int owner = 0;     ///< index of the stage
+  int owner = 0;  ///< index of the stage
   int borrower = 0;
-  std::size_t lent = 0;      ///< index in the owner's parameters()
-  std::size_t borrowed = 0;  ///< index in the borrower's parameters()
+  std::string name;      ///< in the owner: "layer.weight"
+  std::string borrowed;  ///< in the borrower
 
   friend bool operator==(const Loan&, const Loan&) = default;
 };
 
-/// Returns a loan for each parameter and each stage that has it, except the first.
+/// Returns a loan for each parameter and each stage that has it, except the first. REQUIRES: stages come in order.
 std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters);
 
 /// A model cut into stages. Those of other ranks have no layers.

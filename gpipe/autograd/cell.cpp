@@ -122,8 +122,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   }
   if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
-    const PassScope plain(PassScope::Pass::kPlain);  // it runs once, so what it writes to buffers stays
-    const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr);
+    const StageState::Scope once(stage_.state, StageState::Pass::kPlain, state_now_);
     std::vector<NodePtr<torch::autograd::Node>> ends;
     for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
     value = loss_.layer(value);
@@ -144,7 +143,7 @@ void Cell::separate_from_state(Parcel& parcel) const {
   }
 }
 
-std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass) {
+std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, StageState::Pass pass) {
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
   AliasCheck aliases;
@@ -165,9 +164,8 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   for (const auto& parameter : borrowed) tied.add(parameter.stand_in, false);
   {
     const SkipContextGuard guard(skips);
-    auto* saved = pass == PassScope::Pass::kCheckpointing ? &state_at_forward_ : &state_now_;
-    const StageState::Scope state(stage_.state, *saved ? &**saved : nullptr);
-    const PassScope scope(pass);
+    auto& saved = pass == StageState::Pass::kCheckpointing ? state_at_forward_ : state_now_;
+    const StageState::Scope scope(stage_.state, pass, saved);
     value = call_layers(std::move(value), borrowed, [&](const std::string& layer) {
       check_tied(tied);
       skips.check_unchanged(layer);
@@ -217,7 +215,7 @@ void Cell::check_inputs(bool have_changed, const std::string& when) {
 }
 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recompute) {
-  if (!grad || !recompute) return run_layers(in, grad, PassScope::Pass::kPlain);
+  if (!grad || !recompute) return run_layers(in, grad, StageState::Pass::kPlain);
   is_checkpointed_ = true;
   store_inputs(in);
   state_at_forward_ = stage_.state.save(stage_, sinks_.own());
@@ -227,7 +225,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recomp
   }
   auto& needed = stage_.needed_gradients;
   const bool known = sources == needed.sources && !needed.wanted.empty();
-  auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
+  auto out = run_layers(in, /*graph=*/!known, StageState::Pass::kCheckpointing);
   if (known) set_wanted(out, needed);
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   if (!known && !keeps_graph_) {
@@ -249,12 +247,12 @@ void Cell::recompute(bool retain_graph) {
   stage_.state.begin_recompute(stage_, *state_at_forward_, *state_now_);
   if (!retain_graph) state_at_forward_.reset();
   const auto parameters = sinks_.all().size();
-  const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
+  const auto out = run_layers(in, /*graph=*/true, StageState::Pass::kRecomputing);
   if (sinks_.all().size() != parameters) {
     throw_error("a layer of stage ", stage_.index,
                 " made a parameter in a forward that is recomputed; repeat the call");
   }
-  StageState::end_recompute(stage_, *state_now_);
+  StageState::put_back_modules(stage_, *state_now_);
   check_sent(sent_, out, stage_);
   check_inputs(have_changed(in), "during its recompute");
 }
@@ -264,7 +262,7 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
                      std::vector<GradientSums>& entering) {
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
-  const StageState::Scope state(stage_.state, state_now_ ? &*state_now_ : nullptr);
+  const StageState::Scope scope(stage_.state, StageState::Pass::kPlain, state_now_);
   sinks_.run_backward(roots, retain_graph, sums, entry_sinks_, entering);
 }
 

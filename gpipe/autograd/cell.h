@@ -57,7 +57,7 @@ class Cell {
   std::vector<at::Tensor> enter_parcel(const Parcel& parcel, bool graph, AliasCheck& aliases);
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
-  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
+  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, StageState::Pass pass);
   void store_inputs(const std::vector<Parcel>& in);
   void check_inputs(bool have_changed, const std::string& when);
   void separate_from_state(Parcel& parcel) const;

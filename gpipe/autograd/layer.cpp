@@ -88,19 +88,7 @@ class AnyLayer : public Layer {
   bool takes_value_;
 };
 
-thread_local PassScope::Pass pass_of_this_thread = PassScope::Pass::kPlain;
-
 }  // namespace
-
-bool is_checkpointing() { return pass_of_this_thread == PassScope::Pass::kCheckpointing; }
-
-bool is_recomputing() { return pass_of_this_thread == PassScope::Pass::kRecomputing; }
-
-bool is_recomputed() { return pass_of_this_thread != PassScope::Pass::kPlain; }
-
-PassScope::PassScope(Pass pass) : before_(std::exchange(pass_of_this_thread, pass)) {}
-
-PassScope::~PassScope() { pass_of_this_thread = before_; }
 
 bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return std::ranges::equal(a, b, [](const auto& left, const auto& right) { return left.is_same(right); });

@@ -8,22 +8,6 @@ class SequentialImpl;
 
 namespace gpipe {
 
-/// Whether is_checkpointing() or is_recomputing() holds.
-bool is_recomputed();
-
-/// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
-class PassScope {
- public:
-  enum class Pass { kPlain, kCheckpointing, kRecomputing };
-
-  explicit PassScope(Pass pass);
-  ~PassScope();
-  PassScope(const PassScope&) = delete;
-
- private:
-  const Pass before_;
-};
-
 /// Whether two lists hold the same tensors, in the same order.
 bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
 

@@ -31,19 +31,21 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     : stage_(stage),
       caller_(at::RecordFunction::currentThreadId()),
       all_(stage.parameters()),
+      borrowed_(stage.parameters(stage.borrowed)),
+      lent_(stage.parameters(stage.lent)),
       sinks_{make_node<GradientSink>()} {
   // The engine runs a node on the stream that is current when its input metadata is added.
   const c10::OptionalStreamGuard scope(stream);
-  for (std::size_t i = 0; i < all_.size(); ++i) {
-    const auto& parameter = all_[i];
+  for (const auto& parameter : all_) {
+    const bool is_borrowed = index_of(parameter, borrowed_) < borrowed_.size();
     has_sink_.push_back(false);
-    if (!stage.borrows(i)) own_.push_back(parameter);
+    if (!is_borrowed) own_.push_back(parameter);
     if (!grad || !parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       refuse_argument("a parameter is not a leaf; parameters are made by register_parameter");
     }
     catch_gradients(parameter);
-    if (stage.borrows(i)) continue;
+    if (is_borrowed) continue;
     has_sink_.back() = true;
     add_sink(parameter, is_large(parameter));
   }
@@ -92,9 +94,9 @@ void ParameterSinks::run_backward(const RootGradients& roots, bool retain_graph,
   };
   const auto take = [&](const c10::TensorImpl* leaf, const at::Tensor& gradient) {
     auto end = end_of(leaf);
-    const auto lenders = entries.end() - (entries.empty() ? 0 : std::ssize(stage_.borrowed));
-    for (std::size_t k = 0; k < stage_.borrowed.size() && !entries.empty(); ++k) {
-      if (all_[stage_.borrowed[k]].unsafeGetTensorImpl() == leaf) end = {lenders[k].front(), 0};
+    const auto lenders = entries.end() - (entries.empty() ? 0 : std::ssize(borrowed_));
+    for (std::size_t k = 0; k < borrowed_.size() && !entries.empty(); ++k) {
+      if (borrowed_[k].unsafeGetTensorImpl() == leaf) end = {lenders[k].front(), 0};
     }
     if (!end.is_valid()) return false;
     auto& sink = static_cast<GradientSink&>(*end.function);
@@ -120,12 +122,6 @@ bool ParameterSinks::adopt_new() {
     }
   }
   return all_.size() > before;
-}
-
-std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& indices) const {
-  std::vector<at::Tensor> selected;
-  for (const auto i : indices) selected.push_back(all_.at(i));
-  return selected;
 }
 
 void ParameterSinks::note_values() {

@@ -46,8 +46,8 @@ class ParameterSinks {
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
   /// The parameters that the stage borrows and lends, in its order.
-  std::vector<at::Tensor> borrowed() const { return select(stage_.borrowed); }
-  std::vector<at::Tensor> lent() const { return select(stage_.lent); }
+  const std::vector<at::Tensor>& borrowed() const { return borrowed_; }
+  const std::vector<at::Tensor>& lent() const { return lent_; }
   /// All parameters of the stage, and the ones that it owns.
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
@@ -59,7 +59,6 @@ class ParameterSinks {
   void check_unchanged() const;
 
  private:
-  std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
   void add_sink(const at::Tensor& parameter, bool of_its_own);
   torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
 
@@ -67,6 +66,8 @@ class ParameterSinks {
   const std::uint64_t caller_;  // the thread that made this
   std::vector<at::Tensor> all_;
   std::vector<at::Tensor> own_;
+  const std::vector<at::Tensor> borrowed_;
+  const std::vector<at::Tensor> lent_;
   std::vector<VersionWatch> versions_;  // of own_, at note_values()
   std::vector<std::uint64_t> samples_;
   std::vector<bool> has_sink_;

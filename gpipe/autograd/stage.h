@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/stage_state.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/binding.h"
 #include "gpipe/tensors/torch_internals.h"
 #include "skip/skippable.h"
@@ -30,11 +31,10 @@ struct Stage {
   std::vector<SkipKey> skips_out;
   /// How many of its modules read each skip.
   std::map<SkipKey, int> skip_readers;
-  /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their
+  /// The names, as "layer.weight", of the parameters that it borrows from earlier stages and lends to later ones. Their
   /// edges are the last, in this order.
-  std::vector<std::size_t> borrowed;
-  std::vector<std::size_t> lent;
-  bool borrows(std::size_t parameter) const { return std::ranges::find(borrowed, parameter) != borrowed.end(); }
+  std::vector<std::string> borrowed;
+  std::vector<std::string> lent;
   /// The last receivers of the activation, the `skips_out` and the `lent`. The caller counts as the stage after the
   /// last.
   std::vector<int> receivers;
@@ -76,6 +76,21 @@ struct Stage {
       for (const auto& parameter : layer->module()->parameters()) all.push_back(parameter);
     }
     return distinct(std::move(all));
+  }
+  /// Those with these names. Errors: std::runtime_error for one that its layer no longer has.
+  std::vector<at::Tensor> parameters(const std::vector<std::string>& names) const {
+    std::vector<at::Tensor> found;
+    for (const auto& name : names) {
+      found.emplace_back();
+      for (const auto& layer : layers) {
+        if (!name.starts_with(layer->name() + ".")) continue;
+        const auto of_layer = layer->module()->named_parameters();
+        const auto* parameter = of_layer.find(name.substr(layer->name().size() + 1));
+        if (parameter != nullptr) found.back() = *parameter;
+      }
+      if (!found.back().defined()) throw_error("stages share the parameter '", name, "', but its layer has none");
+    }
+    return found;
   }
   /// The layers' present buffers, each once.
   std::vector<at::Tensor> buffers() const {

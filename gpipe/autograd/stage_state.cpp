@@ -6,22 +6,13 @@
 #include "gpipe/autograd/stage.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/torch_internals.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
 
-thread_local StageState* current = nullptr;
+thread_local StageState::Scope* current = nullptr;
 
-using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
-// A tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
-Memory memory_of(const at::Tensor& tensor) {
-  if (tensor.is_sparse()) return memory_of(tensor._values());
-  if (tensor.is_sparse_csr()) return memory_of(tensor.values());
-  const bool has_own = tensor.has_storage() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-  return has_own ? tensor.storage().getWeakStorageImpl() : Memory(c10::intrusive_ptr<c10::StorageImpl>());
-}
+bool runs(StageState::Pass pass) { return current != nullptr && current->pass == pass; }
 
 // Finds what belongs to a tensor, in a list.
 template <typename List>
@@ -39,19 +30,40 @@ void add_copies(std::vector<at::Tensor> tensors, StageState::Saved& saved) {
   throw_error("a layer wrote to ", what, ", which run concurrently; put the layers that share it into one stage");
 }
 
-void restore(const Stage& stage, const StageState::Saved& saved) {
+void put_back(const Stage& stage, const StageState::Saved& saved) {
   overwrite(saved.copies);
-  StageState::end_recompute(stage, saved);
+  StageState::put_back_modules(stage, saved);
 }
 
 }  // namespace
 
+bool is_checkpointing() { return runs(StageState::Pass::kCheckpointing); }
+
+bool is_recomputing() { return runs(StageState::Pass::kRecomputing); }
+
+bool is_recomputed() { return is_checkpointing() || is_recomputing(); }
+
+// A tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
+StageState::Memory StageState::memory_of(const at::Tensor& tensor) {
+  if (tensor.is_sparse()) return memory_of(tensor._values());
+  if (tensor.is_sparse_csr()) return memory_of(tensor.values());
+  const bool has_own = tensor.has_storage() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+  return has_own ? tensor.storage().getWeakStorageImpl() : Memory(c10::intrusive_ptr<c10::StorageImpl>());
+}
+
+bool StageState::Item::has(const at::Tensor& other, const Memory& its_memory) const {
+  return tensor.is_same(other) || (its_memory._unsafe_get_target() != nullptr && memory == its_memory);
+}
+
 StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Tensor>& parameters) {
   Saved saved;
-  std::vector<at::Tensor> tensors;
   stage.locked([&] {
     for (const auto& layer : stage.layers) saved.layers.push_back(layer->buffers());
   });
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : items_) {
+    if (!item.shared_by.empty()) tensors.push_back(item.tensor);  // a layer may get it back, or have a view
+  }
   for (const auto& of : saved.layers) tensors.insert(tensors.end(), of.tensors.begin(), of.tensors.end());
   tensors = distinct(std::move(tensors));
   const auto buffers = tensors.size();
@@ -80,6 +92,46 @@ StageState::Saved StageState::save(const Stage& stage, const std::vector<at::Ten
   return saved;
 }
 
+void StageState::put_back_modules(const Stage& stage, const Saved& saved) {
+  stage.locked([&] {
+    for (const auto& buffers : saved.layers) {
+      if (buffers.put_back) buffers.put_back();
+    }
+  });
+}
+
+void StageState::restore_after_error(const Stage& stage, const Saved& saved) noexcept try {
+  // Disables Python dispatch modes: one of them may have thrown the error that is being handled.
+  using ModeStack = c10::impl::TorchDispatchModeTLS;
+  const absl::Cleanup enable_modes = [modes = ModeStack::get_state()] { ModeStack::set_state(modes); };
+  ModeStack::set_state({});
+  put_back(stage, saved);
+} catch (...) {
+}
+
+void StageState::begin_recompute(const Stage& stage, const Saved& forward, Saved& now) {
+  if (forward.changes != changes_) {
+    throw_error("a parameter or large buffer of ", stage.owner_of(changed_),
+                " was changed between a forward and its recompute; if a layer wrote to the buffer, repeat the call: "
+                "from now on it is copied; else change it after the backward, or use checkpoint='never'");
+  }
+  std::vector<at::Tensor> copied;
+  for (const auto& copy : forward.copies) copied.push_back(copy.tensor);
+  add_copies(std::move(copied), now);
+  put_back(stage, forward);
+}
+
+void StageState::end_backward(const Stage& stage, const Saved& now) {
+  overwrite(now.copies);
+  stage.locked([&] {
+    for (std::size_t i = 0; i < stage.layers.size(); ++i) {
+      if (are_same(stage.layers[i]->buffers().tensors, now.layers[i].tensors)) continue;
+      throw_error("a backward replaced a buffer of layer '", stage.layers[i]->name(),
+                  "', whose forward was recomputed; write to it in place, or use checkpoint='never'");
+    }
+  });
+}
+
 // REQUIRES: the tensor is not copied.
 void StageState::note_change(Item& item, bool by_layers) {
   item.is_copied = by_layers && item.is_buffer;
@@ -103,46 +155,6 @@ const StageState::Item* StageState::find_change(bool by_layers) {
   return found;
 }
 
-void StageState::restore_after_error(const Stage& stage, const Saved& saved) noexcept try {
-  // Disables Python dispatch modes: one of them may have thrown the error that is being handled.
-  using ModeStack = c10::impl::TorchDispatchModeTLS;
-  const absl::Cleanup enable_modes = [modes = ModeStack::get_state()] { ModeStack::set_state(modes); };
-  ModeStack::set_state({});
-  restore(stage, saved);
-} catch (...) {
-}
-
-void StageState::begin_recompute(const Stage& stage, const Saved& forward, Saved& now) {
-  if (forward.changes != changes_) {
-    throw_error("a parameter or large buffer of ", stage.owner_of(changed_),
-                " was changed between a forward and its recompute; if a layer wrote to the buffer, repeat the call: "
-                "from now on it is copied; else change it after the backward, or use checkpoint='never'");
-  }
-  std::vector<at::Tensor> copied;
-  for (const auto& copy : forward.copies) copied.push_back(copy.tensor);
-  add_copies(std::move(copied), now);
-  restore(stage, forward);
-}
-
-void StageState::end_recompute(const Stage& stage, const Saved& now) {
-  stage.locked([&] {
-    for (const auto& buffers : now.layers) {
-      if (buffers.put_back) buffers.put_back();
-    }
-  });
-}
-
-void StageState::end_backward(const Stage& stage, const Saved& now) {
-  overwrite(now.copies);
-  stage.locked([&] {
-    for (std::size_t i = 0; i < stage.layers.size(); ++i) {
-      if (are_same(stage.layers[i]->buffers().tensors, now.layers[i].tensors)) continue;
-      throw_error("a backward replaced a buffer of layer '", stage.layers[i]->name(),
-                  "', whose forward was recomputed; write to it in place, or use checkpoint='never'");
-    }
-  });
-}
-
 void StageState::check(const Stage& stage) {
   const auto* item = find_change(/*by_layers=*/true);
   if (item == nullptr || !is_recomputed()) return;
@@ -163,30 +175,24 @@ bool StageState::may_change(const at::Tensor& buffer) const {
 }
 
 bool StageState::has_memory_of(const at::Tensor& tensor) const {
-  return std::ranges::any_of(items_, [&, memory = memory_of(tensor)](const Item& item) {
-    return item.tensor.is_same(tensor) || (memory._unsafe_get_target() != nullptr && item.memory == memory);
-  });
+  const auto memory = memory_of(tensor);
+  return std::ranges::any_of(items_, [&](const Item& item) { return item.has(tensor, memory); });
 }
 
-StageState::Scope::Scope(StageState& state, Saved* saved) : outer_(std::exchange(current, &state)) {
-  state.saved_ = saved;
-}
+StageState::Scope::Scope(StageState& of, Pass runs, std::optional<Saved>& its)
+    : state(of), pass(runs), saved(its ? &*its : nullptr), outer_(std::exchange(current, this)) {}
 
-StageState::Scope::~Scope() {
-  current->saved_ = nullptr;
-  current = outer_;
-}
+StageState::Scope::~Scope() { current = outer_; }
 
 void StageState::before_write(const at::Tensor& tensor) {
   if (current == nullptr || !tensor.defined()) return;
   const auto memory = memory_of(tensor);
-  const bool has_memory = memory._unsafe_get_target() != nullptr;
-  for (auto& item : current->items_) {
-    if (item.tensor.is_same(tensor) || (has_memory && item.memory == memory)) current->before_change(item);
+  for (auto& item : current->state.items_) {
+    if (item.has(tensor, memory)) current->state.before_change(item, current->saved);
   }
 }
 
-void StageState::before_change(Item& item) {
+void StageState::before_change(Item& item, Saved* saved) {
   if (!item.shared_by.empty()) refuse_write(item.shared_by);
   if (!item.is_buffer && is_recomputed()) {
     throw_error(
@@ -195,19 +201,18 @@ void StageState::before_change(Item& item) {
   }
   if (!item.is_copied) {
     note_change(item, /*by_layers=*/true);
-    for (auto* saved : {call, is_recomputed() ? saved_ : nullptr}) {
-      if (saved == nullptr) continue;
-      add_copies({item.tensor}, *saved);
-      saved->changes = changes_;
+    for (auto* each : {call, is_recomputed() ? saved : nullptr}) {
+      if (each == nullptr) continue;
+      add_copies({item.tensor}, *each);
+      each->changes = changes_;
     }
-    return;
+  } else if (saved != nullptr && !is_recomputed()) {
+    const auto found = find(item.tensor, saved->copies);
+    if (found == saved->copies.end()) return;
+    const auto [present, value] = std::move(*found);
+    saved->copies.erase(found);
+    overwrite(present, value);  // which calls this again
   }
-  if (saved_ == nullptr || is_recomputed()) return;
-  const auto found = find(item.tensor, saved_->copies);
-  if (found == saved_->copies.end()) return;
-  const auto [present, value] = std::move(*found);
-  saved_->copies.erase(found);
-  overwrite(present, value);  // which calls this again
 }
 
 }  // namespace gpipe

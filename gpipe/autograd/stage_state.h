@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
@@ -9,6 +11,9 @@
 namespace gpipe {
 
 struct Stage;
+
+/// Whether is_checkpointing() or is_recomputing() holds.
+bool is_recomputed();
 
 /// What a stage's layers may change besides their outputs. Copies buffers that are small or that layers write to, and
 /// refuses other changes between a forward and its recompute. Used by one thread at a time: the stage's worker, or a
@@ -21,24 +26,24 @@ class StageState {
   struct Saved {
     std::vector<Layer::Buffers> layers;
     std::vector<TensorCopy> copies;
-    int changes = 0;  ///< of other tensors, before that time
+    int changes = 0;  ///< of tensors without a copy, before that time
   };
   /// `parameters`: the stage's own.
   Saved save(const Stage& stage, const std::vector<at::Tensor>& parameters);
-  /// Gives modules the values, buffers and modes that they had, while an exception is being handled: ignores its own
-  /// errors. Does not advance version counters, so graphs in flight stay valid.
+  /// Gives modules the buffers and modes that they had. Errors: as Layer::Buffers::put_back().
+  static void put_back_modules(const Stage& stage, const Saved& saved);
+  /// Gives them the values too, while an exception is being handled: ignores its own errors. Does not advance version
+  /// counters, so graphs in flight stay valid.
   static void restore_after_error(const Stage& stage, const Saved& saved) noexcept;
-  /// Does the same before a recompute. Adds to `now`, just saved, what will undo this. Errors: std::runtime_error, which
-  /// names the layer, if a tensor that was not copied has changed, or as Layer::Buffers::put_back().
+  /// Does the same before the layers run again. Adds to `now`, just saved, what will undo this. Errors:
+  /// std::runtime_error, which names the layer, if a tensor without a copy has changed; as put_back_modules().
   void begin_recompute(const Stage& stage, const Saved& forward, Saved& now);
-  /// Call after the recompute: gives modules their present buffers and modes. Errors: Layer::Buffers::put_back().
-  static void end_recompute(const Stage& stage, const Saved& now);
-  /// Call after its backward: puts back the values. Errors: std::runtime_error, which names the layer, if the backward
-  /// replaced a buffer.
+  /// Call after the recompute's backward: puts back the present values. Errors: std::runtime_error, which names the
+  /// layer, if the backward replaced a buffer.
   static void end_backward(const Stage& stage, const Saved& now);
 
   /// Call after the layers have run. Errors: std::runtime_error, which names the layer, if code that PyTorch does not see
-  /// has changed a tensor that was not copied, in a forward that is recomputed.
+  /// has changed a tensor without a copy, in a forward that is recomputed.
   void check(const Stage& stage);
   /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
   void forbid_writes(const at::Tensor& buffer, std::string what);
@@ -49,39 +54,49 @@ class StageState {
 
   /// The running call's Saved, which undoes it; null between calls. Gets copies of large buffers before the first write.
   Saved* call = nullptr;
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they write to. In a forward that
-  /// is recomputed, `saved` gets copies of large buffers before the first write. In the backward of a recompute, buffers
-  /// get their values of `saved`, the present ones, before the first write.
+
+  /// What is_checkpointing() and is_recomputing() return; in kPlain neither is true, and writes to buffers stay.
+  enum class Pass { kPlain, kCheckpointing, kRecomputing };
+  /// For its lifetime, this thread runs a pass of the stage, and operators inside a RandomScope tell `state` what they
+  /// write to. Before the first write to a buffer, `saved`, which may be empty, gets a copy of a large one; in kPlain,
+  /// which is the loss or backward of a recompute, the buffer gets its value of `saved`, the present one. Scopes nest.
   class Scope {
    public:
-    Scope(StageState& state, Saved* saved);
+    Scope(StageState& state, Pass pass, std::optional<Saved>& saved);
     ~Scope();
     Scope(const Scope&) = delete;
 
+    StageState& state;
+    const Pass pass;
+    Saved* const saved;
+
    private:
-    StageState* const outer_;
+    Scope* const outer_;
   };
   /// Errors: std::runtime_error for a write to a shared buffer, or to a parameter in a forward that is recomputed.
   static void before_write(const at::Tensor& tensor);
 
  private:
+  using Memory = c10::weak_intrusive_ptr<c10::StorageImpl>;  // weak, so that no other memory gets its address
   struct Item {
+    bool has(const at::Tensor& other, const Memory& its_memory) const;
+
     at::Tensor tensor;
     bool is_buffer;
-    bool is_copied;                                    // by save()
-    std::string shared_by;                             // of forbid_writes()
-    VersionWatch version;                              // as last seen
-    c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // weak, so that no other memory gets its address
+    bool is_copied;         // by save()
+    std::string shared_by;  // of forbid_writes()
+    VersionWatch version;   // as last seen
+    Memory memory;
   };
+  static Memory memory_of(const at::Tensor& tensor);
   void note_change(Item& item, bool by_layers);
   const Item* find_change(bool by_layers);
-  void before_change(Item& item);
+  void before_change(Item& item, Saved* saved);
 
-  std::vector<Item> items_;  // of the layers' tensors
+  std::vector<Item> items_;  // of the layers' tensors, and all shared buffers
   bool has_saved_ = false;
   int changes_ = 0;
-  at::Tensor changed_;      // the last one
-  Saved* saved_ = nullptr;  // of the Scope
+  at::Tensor changed_;  // the last one
 };
 
 }  // namespace gpipe

@@ -103,11 +103,11 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
   }
   absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
-  for (const auto& [name, owner, borrower, lent, borrowed] : model.loans) {
+  for (const auto& [owner, borrower, name, borrowed] : model.loans) {
     if (model.here[owner] == model.here[borrower]) continue;
-    const auto parameter =
-        model.here[owner] ? stages[owner].parameters()[lent] : stages[borrower].parameters()[borrowed];
-    across.insert(parameter.unsafeGetTensorImpl());
+    const auto parameters =
+        model.here[owner] ? stages[owner].parameters({name}) : stages[borrower].parameters({borrowed});
+    across.insert(parameters.front().unsafeGetTensorImpl());
   }
   for (const auto& parameter : named_parameters()) {
     if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
@@ -141,9 +141,9 @@ bool GPipeImpl::is_here(int stage) const { return pipeline_->is_here(stage); }
 std::vector<torch::Tensor> GPipeImpl::parameters() const {
   std::vector<torch::Tensor> trained;
   for (const auto& stage : pipeline_->stages()) {
-    const auto parameters = stage.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!stage.borrows(i)) trained.push_back(parameters[i]);
+    const auto borrowed = stage.parameters(stage.borrowed);
+    for (auto& parameter : stage.parameters()) {
+      if (index_of(parameter, borrowed) == borrowed.size()) trained.push_back(std::move(parameter));
     }
   }
   return trained;

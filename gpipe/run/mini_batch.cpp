@@ -19,16 +19,8 @@ namespace {
 
 constexpr std::size_t kMostAhead = 2;
 
-/// Gives this thread another thread's state for its lifetime, with the autograd engine's multithreading off.
-class CallerStateScope {
- public:
-  explicit CallerStateScope(const at::ThreadLocalState& state) : guard_(state) {
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  }
-
- private:
-  at::ThreadLocalStateGuard guard_;
-};
+// Keeps the engine from running this thread's backwards on others.
+void keep_backwards_here() { c10::AutogradState::get_tls_state().set_multithreading_enabled(false); }
 
 // Notes which of this rank's parameters get gradients. Counterparts must train the same ones.
 void note_trained(const std::vector<ParameterSinks>& stages, Proposal& proposal) {
@@ -184,7 +176,8 @@ void MiniBatch::await_workers(std::size_t recorded) {
 }
 
 void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
-  const CallerStateScope state(run_->state);
+  const at::ThreadLocalStateGuard state(run_->state);
+  keep_backwards_here();
   const c10::OptionalStreamGuard stream(pipeline_->stream_of_worker(worker));
   std::optional<ByteCounter::Worker> counted;
   if (recording_.counter) counted.emplace(recording_.counter.get(), worker);
@@ -274,7 +267,8 @@ ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& er
 std::vector<Parcel> MiniBatch::compute(const Action& action, std::vector<Parcel> in) {
   if (action.kind == Kind::F) return forward(action, std::move(in));
   if (action.kind == Kind::R) {
-    const CallerStateScope state(forward_state_);
+    const at::ThreadLocalStateGuard state(forward_state_);
+    keep_backwards_here();
     const AllocationListener::Scope counting(recording_.counter);
     cells_[index(action)]->recompute(retain_graph_);
     return {};

@@ -163,7 +163,7 @@ std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, c
   return all;
 }
 
-// Attaches outputs to the sources. Runs no layer, because an error here would leave buffers changed.
+// Attaches outputs to the sources.
 void attach(const std::vector<at::Tensor>& outputs, const std::vector<bool>& wanted, const Pipeline& pipeline,
             const Value& input, const std::vector<at::Tensor>& sources, BackwardFunction backward) {
   auto devices = devices_of(input);
@@ -178,7 +178,7 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
   return [mini_batch = std::move(mini_batch), pipeline = std::move(pipeline), devices = devices_of(input), sizes,
           entered = std::vector<VersionWatch>(tensors.begin(), tensors.end())](std::vector<at::Tensor> gradients,
                                                                                bool retain_graph) {
-    auto result = in_call(*pipeline, [&](Call& call) {
+    auto all = in_call(*pipeline, [&](Call& call) {
       pipeline->calls().set_error(std::nullopt);
       // Micro-batches have version counters of their own.
       if (std::ranges::any_of(entered, &VersionWatch::changed)) {
@@ -189,9 +189,9 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
         auto pieces = scatter_gradient(gradient, sizes);
         for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
       }
-      return mini_batch->backward(call, std::move(of_parts), retain_graph);
+      auto result = mini_batch->backward(call, std::move(of_parts), retain_graph);
+      return gradients_of_sources(std::move(result), sizes, devices, pipeline->team());
     });
-    auto all = gradients_of_sources(std::move(result), sizes, devices, pipeline->team());
     pipeline->team().watch_backward(pipeline);
     return all;
   };
@@ -246,26 +246,25 @@ Value GPipeImpl::forward(Value input, std::int64_t chunks, const Checkpoints& ch
 std::int64_t GPipeImpl::least_samples() const { return has_batch_norm_ && is_training() ? 2 : 1; }
 
 Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, const Checkpoints& checkpoints) {
-  const bool grad = at::GradMode::is_enabled();
-  Sizes sizes;
-  auto [mini_batch, results] = in_call(*pipeline_, [&](Call& call) {
+  return in_call(*pipeline_, [&](Call& call) {
+    const bool grad = at::GradMode::is_enabled();
     pipeline_->calls().set_error(std::nullopt);
-    sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
+    const auto sizes = micro_batch_sizes(batch_size(input), chunks, split_size, least_samples());
     refuse_transforms(input, pipeline_->stages());
     StepKey key{.call = grad ? StepKey::kForwardWithGradients : StepKey::kForward,
                 .training = is_training(),
                 .checkpoints = checkpoints,
                 .sizes = sizes};
-    return start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm()});
+    auto [mini_batch, results] = start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm()});
+    auto& output = results.outputs;
+    const auto& wanted = output.wants_gradient;
+    if (grad && std::ranges::find(wanted, true) != wanted.end()) {
+      const auto sources = sources_of(*mini_batch, *pipeline_, input);
+      attach(output.value.tensors(), wanted, *pipeline_, input, sources,
+             backward_of(std::move(mini_batch), pipeline_, input, sizes));
+    }
+    return std::move(output.value);
   });
-  auto& output = results.outputs;
-  const auto& wanted = output.wants_gradient;
-  if (grad && std::ranges::find(wanted, true) != wanted.end()) {
-    const auto sources = sources_of(*mini_batch, *pipeline_, input);
-    attach(output.value.tensors(), wanted, *pipeline_, input, sources,
-           backward_of(std::move(mini_batch), pipeline_, input, sizes));
-  }
-  return std::move(output.value);
 }
 
 StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
@@ -273,10 +272,7 @@ StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, 
   const Turn turn(*pipeline_);  // until the gradients are in `.grad`, which the next step adds to
   const auto unit = std::make_shared<at::Tensor>();
   auto result = run_step(std::move(input), std::move(target), loss, options, unit);
-  if (result.loss.requires_grad()) {
-    *unit = at::ones_like(result.loss);
-    torch::autograd::backward({result.loss}, {*unit});
-  }
+  if (result.loss.requires_grad()) torch::autograd::backward({result.loss}, {*unit});
   result.loss = result.loss.detach();
   return result;
 }
@@ -286,10 +282,8 @@ torch::Tensor GPipeImpl::compute_loss(Value input, Value target, const LossFunct
 }
 
 StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
-                               std::shared_ptr<const at::Tensor> unit) {
-  Sizes sizes;
-  std::vector<at::Tensor> sources;
-  auto outcome = in_call(*pipeline_, [&](Call& call) {
+                               std::shared_ptr<at::Tensor> unit) {
+  return in_call(*pipeline_, [&](Call& call) {
     pipeline_->calls().set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
       throw_error(
@@ -300,8 +294,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     if (unit) refuse_step_in_ddp(pipeline_->stages());
     const auto samples = batch_size(input);
     const bool has_own = options.chunks() != 0;
-    sizes = micro_batch_sizes(samples, has_own ? options.chunks() : options_.chunks(),
-                              has_own ? 0 : options_.split_size(), least_samples());
+    const auto sizes = micro_batch_sizes(samples, has_own ? options.chunks() : options_.chunks(),
+                                         has_own ? 0 : options_.split_size(), least_samples());
     const auto completed = complete(options, loss, target, samples);
     const auto checkpoints = options.checkpoint().value_or(options_.checkpoint());
     if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
@@ -318,15 +312,15 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     auto [mini_batch, results] =
         start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm(), unit != nullptr}, &step_loss);
     if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoints);
-    sources = sources_of(*mini_batch, *pipeline_, input);
-    return std::move(results);
+    auto gradients = gradients_of_sources(std::move(results.gradients), sizes, devices_of(input), pipeline_->team());
+    const auto sources = sources_of(*mini_batch, *pipeline_, input);
+    if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {
+      if (unit) *unit = at::ones_like(results.loss);
+      attach({results.loss}, {true}, *pipeline_, input, sources,
+             hand_out(std::move(gradients), pipeline_, std::move(unit)));
+    }
+    return StepResult{std::move(results.loss), std::move(results.outputs.value)};
   });
-  auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->team());
-  if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {
-    attach({outcome.loss}, {true}, *pipeline_, input, sources,
-           hand_out(std::move(gradients), pipeline_, std::move(unit)));
-  }
-  return {std::move(outcome.loss), std::move(outcome.outputs.value)};
 }
 
 }  // namespace gpipe

@@ -109,13 +109,13 @@ constexpr int kMicroBatches = 4;
 /// layers, batch norm and dropout; each stage can throw.
 class Trainee {
  public:
-  Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {
+  Trainee(Checkpoint checkpoint, bool deferred_batch_norm, const std::string& schedule = "gpipe") {
     torch::manual_seed(1);
     model_ = Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
                         Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
                         nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
     auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
-    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}));
+    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}).schedule(schedule));
     x_ = torch::randn({8, 6}).requires_grad_();
     gradient_ = torch::randn({8, 6});
     buffers_ = copies(model_->buffers());
@@ -129,6 +129,7 @@ class Trainee {
   }
   Tensor forward() { return pipe->forward(x_); }
   void backward(const Tensor& output) { output.backward(gradient_); }
+  void step() { pipe->step(x_, gradient_, kMse, StepOptions().check(false)); }
 
   /// The state that a failed call must not change.
   std::vector<Tensor> state() {
@@ -247,6 +248,38 @@ TEST(Fault, LeavesNothingBehind) {
     }
   }
   EXPECT_EQ(seen.size(), 3U + 5U) << "some kind of failure never occurred";
+}
+
+// Its last allocations, on the caller's thread, are for the gradients that leave it.
+TEST(Fault, LeavesNothingBehindOfAStepThatRunsOutOfMemory) {
+  auto& memory = FaultyAllocator::instance();
+  memory.install();
+  const absl::Cleanup put_back = [&] { memory.remove(); };
+  for (const bool deferred : {false, true}) {
+    Trainee trainee(Checkpoint::kExceptLast, deferred, "zb_h1");
+    const auto step = [&] {
+      trainee.begin(2);
+      trainee.step();
+      return trainee.gradients();
+    };
+    step();
+    memory.fuse.passed = 0;
+    const auto expected = step();
+    const int allocations = memory.fuse.passed;
+    for (int time = 1; time <= allocations; time += time + 10 < allocations ? 7 : 1) {
+      SCOPED_TRACE("time " + std::to_string(time) + " of " + std::to_string(allocations));
+      trainee.begin(2);
+      const auto before = trainee.state();
+      const auto raise = kOutOfMemory[time % 2];
+      memory.fuse.arm(raise, time, /*for_good=*/time % 3 == 0);
+      const auto* thrown = type_thrown_by([&] { trainee.step(); });
+      memory.fuse.disarm();
+      EXPECT_EQ(thrown, type_thrown_by(raise));
+      EXPECT_TRUE(same(trainee.state(), before));
+      for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
+    }
+    EXPECT_TRUE(same(step(), expected));
+  }
 }
 
 }  // namespace

@@ -83,7 +83,8 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       if (is_here(parameter.value()) || gradient.defined()) add("the gradient of " + parameter.key(), gradient);
     }
     for (auto& parameter : spec.accumulates ? Tensors() : distinct_parameters(*model)) {
-      if (parameter.grad().defined()) parameter.sub_(parameter.grad().to_dense() * 0.01);
+      // Bounded: where training diverges, a gradient's terms cancel, and rounding errors are all that is left.
+      if (parameter.grad().defined()) parameter.sub_(parameter.grad().to_dense().clamp(-1, 1) * 0.01);
       parameter.mutable_grad().reset();
     }
     for (const auto& parameter : parameters) {

@@ -100,7 +100,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   const auto one_in = [&](int count) { return draw(random, 0, count - 1) == 0; };
   if (spec.splits() && one_in(2)) spec.width = kWide;
   spec.single = !portable && one_in(3);
-  int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
+  const int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
   // The checked device takes the micro-batches of an input for one tensor. So a linear layer comes before units that
   // may write to it.
   if (portable) spec.uses.push_back({&units().front()});
@@ -125,8 +125,7 @@ Spec generate(std::uint64_t seed, bool portable) {
     }
   }
   if (one_in(4)) insert_pair(Unit::kStashOdd, Unit::kPopOdd, 4);
-  if (!portable && one_in(4) && !spec.has(Unit::kGrows)) {
-    left_out |= Unit::kGrows;
+  if (!portable && one_in(4)) {
     insert_pair(Unit::kOwnMatrix, Unit::kShareMatrix, 5);
     if (one_in(2)) spec.uses.push_back(draw_use(random, Unit::kShareMatrix, left_out, 5));
   }

@@ -307,5 +307,22 @@ TEST(SharedBuffers, WorkUntilAStageWritesToThemAndAfterwards) {
   }
 }
 
+TEST(SharedBuffers, MayNotBeWrittenToByAStageThatHasNotHadThemInACall) {
+  struct OuterImpl : nn::Module {
+    Tensor forward(const Tensor& x) { return inner->forward(x); }
+    void unregister() { unregister_module("inner"); }
+    std::shared_ptr<PositionsImpl> inner;
+  };
+  const auto table = torch::arange(6.0);
+  auto second = std::make_shared<OuterImpl>();
+  second->inner = second->register_module("inner", std::make_shared<PositionsImpl>(table));
+  GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, in_chunks(2));
+  second->unregister();
+  pipe->forward(torch::ones({4, 6}));
+  second->register_module("inner", second->inner);
+  second->inner->write = [](Tensor& of_stages) { of_stages.add_(1); };
+  EXPECT_THAT([&] { pipe->forward(torch::ones({4, 6})); }, throws<std::runtime_error>("'table' of stages 0 and 1"));
+}
+
 }  // namespace
 }  // namespace gpipe

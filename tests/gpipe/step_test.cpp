@@ -150,6 +150,10 @@ TEST_F(Step, ComparesAgainWhenTargetsComeThatALossMayIgnore) {
   const auto one = torch::tensor({0});
   for (const double ignored : {0.0, -1.0, std::nan(""), 9.0})
     expect_compared(masked, torch::ones_like(y), one, ignored);
+  const auto within = [](const Tensor& out, const Tensor& target) {
+    return out.index({(target.abs() < 9).all(1)}).square().mean();
+  };
+  for (const double sign : {1, -1}) expect_compared(within, (1 + torch::rand_like(y)) * sign, one, 9 * sign);
   expect_compared(weighted, torch::ones_like(y), one, 0.5);
   for (const int padding : {0, 2, 255}) {
     const auto of_classes = [padding](const Tensor& out, const Tensor& target) {

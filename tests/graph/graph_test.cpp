@@ -96,17 +96,18 @@ TEST(Graph, EntersContexts) {
 }
 
 TEST(Graph, FreesValuesAfterTheirLastUse) {
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> weak;
   const Graph graph(R"({"values": 4, "inputs": [0, 1],
     "calls": [{"operator": "aten::neg", "args": [{"value": 0}], "result": 2},
               {"python": "look", "args": [{"value": 2}], "result": 3}], "outputs": [{"value": 3}]})",
-                    [](const std::string&, std::vector<c10::IValue> arguments) {
+                    [&](const std::string&, std::vector<c10::IValue> arguments) {
+                      for (const auto& input : weak) EXPECT_TRUE(input.expired());
                       const auto tensor = std::exchange(arguments, {}).front().toTensor();
                       return c10::IValue(torch::tensor(static_cast<std::int64_t>(tensor.use_count())));
                     });
-  auto x = number(1);
-  const auto alias = c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr());
-  EXPECT_EQ(graph.run({std::move(x), number(2)}, {}).front().item<std::int64_t>(), 2);  // the frame's and its own
-  EXPECT_TRUE(alias.expired());
+  std::vector<at::Tensor> inputs;
+  for (const double value : {1, 2}) weak.emplace_back(inputs.emplace_back(number(value)).getIntrusivePtr());
+  EXPECT_EQ(graph.run(std::move(inputs), {}).front().item<std::int64_t>(), 2);  // the frame's and its own
 }
 
 TEST(Graph, TellsTheLineOfAnError) {

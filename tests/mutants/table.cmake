@@ -6,7 +6,7 @@ mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!present_[micro_batch] 
 mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
 mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
-mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
+mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" ExecutorFailure.*)
 mutant(connections_write_parts_twice gpipe/ranks/connections.cpp "next.offset -= next.parts[next.part++].size();"
        "next.offset = 0, ++next.part;" Connections.*)
 mutant(connections_keep_what_an_ended_pipeline_gets gpipe/ranks/connections.cpp "|| ended_.contains(frame.pipeline)" ""
@@ -92,7 +92,7 @@ mutant(keeps_all_memory gpipe/tensors/kept_memory.cpp "live_bytes_ + cached_byte
 # Steps.
 mutant(keeps_gradients_of_borrowed_parameters gpipe/autograd/parameter_sinks.cpp
        "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
-mutant(drops_gradients_of_lent_parameters gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
+mutant(drops_gradients_of_lent_parameters gpipe/autograd/cell.cpp "{root(parameter)}" "{{}}"
        TiedParameters.*:Generated*)
 mutant(writes_to_lent_parameters gpipe/autograd/cell.cpp "check_tied(tied);" "" TiedParameters.*)
 mutant(copies_borrowed_parameters gpipe/autograd/cell.cpp "with_copies(in, 1 + stage_.skips_in.size())" "with_copies(in, in.size())"

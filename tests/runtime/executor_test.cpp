@@ -68,6 +68,26 @@ TEST(ExecutorFailure, StopsWorkersThatExchangeNothing) {
   EXPECT_EQ(cells.ran[0].size(), 2);
 }
 
+// A worker may wait in an action for another rank, which the runner must release.
+TEST(ExecutorFailure, IsToldToTheRunnerWhileActionsRun) {
+  struct WaitingCells : FakeCells {
+    using FakeCells::FakeCells;
+    void cancel(const Failure& failure) noexcept override { told.set_value(*failure.action); }
+    std::promise<Action> told;
+  };
+  const auto program = gpipe_program(straight(2, 2));
+  Executor executor(2);
+  WaitingCells cells(program);
+  auto told = cells.told.get_future();
+  cells.on_action = [&](const Action& it) {
+    if (it == action("1F0")) throw Fault{it};
+    if (it == action("0F1")) EXPECT_EQ(told.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+  };
+  ASSERT_TRUE(executor.run(program, Part::kAll, cells));
+  ASSERT_EQ(told.wait_for(std::chrono::seconds(0)), std::future_status::ready);
+  EXPECT_EQ(told.get(), action("1F0"));
+}
+
 TEST(ExecutorFailure, HasNoActionIfTheSetUpThrows) {
   const auto program = gpipe_program(straight(3, 4));
   Executor executor(3);
@@ -206,10 +226,12 @@ TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
 
 TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {
   Channel channel(2);
-  std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
+  auto taken = std::async(std::launch::async, [&] { return channel.take(1); });
   channel.put(0);
   channel.cancel();
-  consumer.join();
+  EXPECT_EQ(taken.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+  channel.put(1);  // releases the consumer if the cancel has not
+  EXPECT_FALSE(taken.get());
   channel.cancel();
   EXPECT_FALSE(channel.take(0));
   EXPECT_FALSE(channel.take(1));
