@@ -296,6 +296,8 @@ def verify_module(module: nn.Sequential) -> None:
             "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
         )
     model = vars(module).get("module", module)
+    if isinstance(module, WrappingSequence):
+        module.guards.check_model()
     registered = {id(parameter) for parameter in model.parameters()}
     for path, each in model.named_modules():
         for name, value in vars(each).items():

@@ -54,8 +54,9 @@ class Wrapper(nn.Module):
 
 class WrappingSequence(Wrapper, nn.Sequential):
     """A sequence of layers that computes what ``module`` does, and has its children in place of the layers.
-    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors. Dimension
-    ``batch_dim``, 0 or 1, of the model's inputs and outputs is the batch; of the layers' it is dimension 0."""
+    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors, and
+    ``guards.check_model()`` unless they do for any. Dimension ``batch_dim``, 0 or 1, of the model's inputs and outputs is
+    the batch; of the layers' it is dimension 0."""
 
     guards: Any
     batch_dim: int

@@ -130,11 +130,12 @@ def _converted(
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             model = capture(module, examples, blocks, calls, batch_dim, **way)
             sequence = _assemble(model, module, batch_dim)
-            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values())
+            read = calls.read_by(exported.values())
+            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values(), read)
             twins = twins_of(few, calls)
             if not twins.take():
                 twins = twins_of(examples, _plain_runs(module, examples)[0])
-            tested = twins.compared()
+            twins.compare()
             break
         except ValueError as error:
             # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
@@ -155,6 +156,7 @@ def _converted(
                     text = str(error).partition("; to keep each")[0]
                     raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
+    tested = twins.smaller(lambda arguments: _plain_runs(module, arguments)[0]).tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
@@ -164,7 +166,7 @@ def _converted(
         return False
 
     _try_ones(sequence, model.graph, few, agree)
-    return sequence, partial(Guards, module, exported, dtypes, tested)
+    return sequence, partial(Guards, module, exported, dtypes, tested, read)
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
