@@ -73,11 +73,15 @@ class WrappingSequence(Wrapper, nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         self.guards.check(tree_leaves(input))
-        for layer in self:
-            layer.follow_model()  # type: ignore[operator]
+        self.follow_model()
         with naming_dimensions(self.batch_dim):
             output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
         return batch_first(output, self.batch_dim)
+
+    def follow_model(self) -> None:
+        """Gives the layers the tensors, and the modules to call, that the model has now."""
+        for layer in self:
+            layer.follow_model()  # type: ignore[operator]
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)

@@ -46,6 +46,7 @@ class Calls:
     fewer: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # the same, of a run with fewer samples
     changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
+    without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
 
     @contextmanager

@@ -82,7 +82,7 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
             vars(each).update(attributes)
         for value, copy in held:
             if isinstance(value, Tensor):
-                if not torch.equal(value, copy):  # guards see each write
+                if not value.is_meta and not torch.equal(value, copy):  # guards see each write
                     with torch.no_grad():
                         value.copy_(copy)
             else:
@@ -116,7 +116,7 @@ def unchanged(module: nn.Module, seed: int | None = None, *, values: bool = Fals
                 owner.update(tensors)  # type: ignore[arg-type]
             with torch.no_grad():
                 for tensor, value in saved:
-                    if not torch.equal(tensor, value):
+                    if not tensor.is_meta and not torch.equal(tensor, value):
                         tensor.copy_(value)
 
 
