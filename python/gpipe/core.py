@@ -22,6 +22,7 @@ from gpipe.losses import Losses
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_others, layers_of, split
 from gpipe.ranks import Ranks
 from gpipe.skip import Skippable
+from gpipe.weights import Values
 from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
@@ -62,6 +63,7 @@ class StagedModel(Wrapper):
         deferred_batch_norm: bool,
         keep_memory: bool,
         ranks: Ranks | None,
+        values: Values,
     ) -> None:
         super().__init__(sequence.__dict__.get("module", sequence))
         rank, native_ranks = (0, None) if ranks is None else (ranks.rank, ranks._core)
@@ -71,7 +73,7 @@ class StagedModel(Wrapper):
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         of_stages = [self.devices[worker] for worker in self.placement]
         self.__dict__["_batch_dim"] = vars(sequence).get("batch_dim", 0)
-        self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here))
+        self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here, values))
         state = {} if ranks is None else self.module.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}
         self.__dict__["whole_state"] = {name: first_names.setdefault(id(value), name) for name, value in state.items()}

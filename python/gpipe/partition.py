@@ -4,7 +4,6 @@ The first stage that has a parameter owns it. A stage on another device gets a s
 Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a copy.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,8 +17,9 @@ from torch.nn.parameter import is_lazy
 from gpipe import _C
 from gpipe._C import is_checkpointing
 from gpipe.generators import Draws
-from gpipe.randomness import RandomScope, redirect_generators
+from gpipe.randomness import redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
+from gpipe.weights import Values
 from gpipe.wrapper import ConvertedLayer, Shell, WrappingSequence, layers_in
 
 
@@ -99,10 +99,10 @@ class Stages(nn.ModuleList):
 
 
 def split(
-    module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
+    module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool], values: Values
 ) -> list[Partition]:
-    """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Raises ValueError as
-    :func:`materialize`, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
+    """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Tensors on the ``meta``
+    device get ``values``. Raises ValueError as these, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
     for layer in layers_in(module).values():
         if isinstance(layer, ConvertedLayer):
             layer.follow_model()
@@ -112,7 +112,8 @@ def split(
         stage.training = module.training
     own = [(stage, device) for stage, device, here in zip(stages, devices, is_here) if here]
     _check_stand_ins(own)
-    materialize(stages, devices, is_here)
+    borrowed = borrowed_across_ranks(stages, is_here)
+    values.give(module.__dict__.get("module", module), stages, devices, is_here, borrowed)
     # From last to first, so that a parameter of several stages ends on the device of the first one here.
     for stage, device in reversed(own):
         stage.to(device)
@@ -204,72 +205,6 @@ def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) 
     return list(dict.fromkeys(found))
 
 
-def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
-    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank, by ``reset_parameters()`` of their
-    modules, submodules first. Each layer draws random numbers of its own, so the values depend neither on the cut nor on the
-    number of ranks. A tensor of several modules gets the values of the first one, or if that is on another rank zeros, until
-    the first call. Raises ValueError for a ``reset_parameters()`` that is missing or does not initialize all."""
-    if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
-        return
-    seed = RandomScope.draw_seed()
-    made: set[Tensor] = set()
-    for stage, device, here in zip(stages, devices, is_here):
-        for tensor in chain(stage.parameters(), stage.buffers()):
-            if here and tensor.is_meta:
-                # Keeps the object, so shared tensors stay shared.
-                empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-                made.add(tensor)
-    initialized = made.intersection(borrowed_across_ranks(stages, is_here))
-    for parameter in initialized:
-        parameter.data.zero_()
-    layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
-    for index, ((name, layer), here) in enumerate(layers):
-        if here:
-            with RandomScope(seed, index, 0), torch.no_grad():
-                _initialize(layer, name, made, initialized)
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-
-
-def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor]) -> None:
-    """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
-
-    def initialize(module: nn.Module) -> None:
-        own = _own(module)
-        if not made.intersection(own) - initialized:
-            return
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"layer '{name}' has a {type(module).__name__} on the meta device without reset_parameters(), which would "
-                "initialize it; add that method, or make the model on the CPU"
-            )
-        kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
-        versions = [tensor._version for tensor in own]
-        reset()
-        for tensor, value in kept:
-            tensor.copy_(value)
-        for tensor, version in zip(own, versions):
-            written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
-            if tensor in made and not written and any(tensor is each for each in _own(module)):
-                raise ValueError(
-                    f"layer '{name}' has a {type(module).__name__} on the meta device whose reset_parameters() leaves a tensor "
-                    f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the model on the CPU"
-                )
-        initialized.update(own)
-
-    layer.apply(initialize)
-
-
 def verify_module(module: nn.Sequential) -> None:
     """Raises TypeError or ValueError if a model cannot become a pipeline; see :class:`gpipe.GPipe`."""
     kind = type(module)
@@ -296,6 +231,8 @@ def verify_module(module: nn.Sequential) -> None:
             "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
         )
     model = vars(module).get("module", module)
+    if isinstance(module, WrappingSequence):
+        module.guards.check_model()
     registered = {id(parameter) for parameter in model.parameters()}
     for path, each in model.named_modules():
         for name, value in vars(each).items():

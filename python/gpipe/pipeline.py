@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -32,7 +32,8 @@ from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
-from gpipe.wrapper import WrappingSequence, batch_first, naming_dimensions
+from gpipe.weights import Values, Weights, is_on_meta
+from gpipe.wrapper import WrappingSequence, batch_first, layers_in, naming_dimensions
 
 _Result = TypeVar("_Result")
 
@@ -95,6 +96,11 @@ class GPipe(StagedModel):
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
             Each has an equal share of the workers, in order, with their ``devices``, and keeps only its layers. All make
             the same pipeline and calls. Default: this process has all workers.
+        weights: of a model on the ``meta`` device: a ``.safetensors`` file, a folder of them, maybe with an index of Hugging
+            Face, a file of ``torch.save``, or a function from a name in ``state_dict()`` to the tensor. Each rank reads the
+            tensors of its own layers only. Without it, modules draw values.
+        init: of a model on the ``meta`` device: ``init(module)`` gives values to the tensors of a module itself that
+            ``weights`` do not have, such as ``model._init_weights``. Default: ``module.reset_parameters()``.
 
     Raises:
         TypeError: if ``module`` is not a plain ``nn.Sequential``, its skips do not match, or an argument has a wrong type.
@@ -134,6 +140,8 @@ class GPipe(StagedModel):
         schedule: str = "gpipe",
         placement: Iterable[int] | str = "looped",
         group: ProcessGroup | Ranks | None = None,
+        weights: Weights | None = None,
+        init: Callable[[nn.Module], object] | None = None,
     ) -> None:
         """Cuts a model into stages; see the class."""
         verify_module(module)
@@ -147,7 +155,7 @@ class GPipe(StagedModel):
         ranks = ranks_of(group)
         native_ranks = None if ranks is None else ranks._core
         workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
-        super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks)
+        super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks, Values(weights, init))
         self.chunks, self.checkpoint = chunks or 1, checkpoint
         self.__dict__.update(deferred_batch_norm=deferred_batch_norm, keep_memory=keep_memory, _warned=False)
 
@@ -172,6 +180,8 @@ class GPipe(StagedModel):
         deferred_batch_norm: bool = False,
         keep_memory: bool = True,
         group: ProcessGroup | Ranks | None = None,
+        weights: Weights | None = None,
+        init: Callable[[nn.Module], object] | None = None,
         seconds: float = 5.0,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
@@ -182,7 +192,7 @@ class GPipe(StagedModel):
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
 
         The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
-        worker.
+        worker. A model on the ``meta`` device is not measured: its stages have about equally many parameters.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
@@ -207,14 +217,16 @@ class GPipe(StagedModel):
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
         plan: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
-        if None in plan.values():
+        if None in plan.values() and is_on_meta(module):
+            plan = _unmeasured(model, placed, stages, ranks, plan) | {"placement": placement or "looped"}
+        elif None in plan.values():
             options = {"devices": placed, "stages": stages, "placement": placement, "ranks": ranks, "seconds": seconds, **plan}
             batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
             plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
             plan["placement"] = "looped" if placement is None else placement
         plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
-        pipe = cls(model, devices=placed, group=ranks, **plan)
+        pipe = cls(model, devices=placed, group=ranks, weights=weights, init=init, **plan)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
         return pipe
 
@@ -453,6 +465,24 @@ class GPipe(StagedModel):
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._pipeline().trace(timeline)
+
+
+def _unmeasured(
+    model: nn.Sequential, devices: list[torch.device] | None, stages: int | None, ranks: Ranks | None, plan: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a plan in which stages have about equally many parameters."""
+    processes = 1 if ranks is None else ranks.size // ranks.replicas
+    workers = processes * len(devices) if devices else processes if processes > 1 else torch.cuda.device_count() or 2
+    count = min(len(plan["balance"] or ()) or stages or workers, len(model))
+    sizes = [sum(each.numel() for each in layer.parameters()) + 1 for layer in layers_in(model).values()]
+    ends = [*accumulate(sizes)]
+    cuts = [0]
+    for stage in range(1, count):  # leaves a layer for each later stage
+        nearest = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * stage / count)) + 1
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(model) - count + stage))
+    balance = [end - begin for begin, end in pairwise([*cuts, len(model)])]
+    default = {"balance": balance, "chunks": 4 * workers, "checkpoint": "except_last", "schedule": "1f1b"}
+    return {name: default[name] if given is None else given for name, given in plan.items()}
 
 
 def _as_layers(

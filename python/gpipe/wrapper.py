@@ -54,8 +54,9 @@ class Wrapper(nn.Module):
 
 class WrappingSequence(Wrapper, nn.Sequential):
     """A sequence of layers that computes what ``module`` does, and has its children in place of the layers.
-    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors. Dimension
-    ``batch_dim``, 0 or 1, of the model's inputs and outputs is the batch; of the layers' it is dimension 0."""
+    ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors, and
+    ``guards.check_model()`` unless they do for any. Dimension ``batch_dim``, 0 or 1, of the model's inputs and outputs is
+    the batch; of the layers' it is dimension 0."""
 
     guards: Any
     batch_dim: int
@@ -72,11 +73,15 @@ class WrappingSequence(Wrapper, nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         self.guards.check(tree_leaves(input))
-        for layer in self:
-            layer.follow_model()  # type: ignore[operator]
+        self.follow_model()
         with naming_dimensions(self.batch_dim):
             output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
         return batch_first(output, self.batch_dim)
+
+    def follow_model(self) -> None:
+        """Gives the layers the tensors, and the modules to call, that the model has now."""
+        for layer in self:
+            layer.follow_model()  # type: ignore[operator]
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)

@@ -6,6 +6,7 @@ import linecache
 import pickle
 import random
 import textwrap
+import unittest.mock
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -146,6 +147,31 @@ HABITS = {
         "return x * self.config.rate", "self.config = SimpleNamespace(rate=1.0)", after="self.config.rate = 2.0"
     ),
     "global": H("return x * GLOBAL.scale", before="GLOBAL.scale = 1.0", after="GLOBAL.scale = 2.0", guard="global"),
+    "global counter": H("GLOBAL.calls += 1; return x * 2", before="GLOBAL.calls = 0", guard="global"),
+    "number in a list of a configuration": H(
+        "return x * self.config.inner.rates[0]", "self.config = SimpleNamespace(inner=SimpleNamespace(rates=[1.0]))",
+        after="self.config.inner.rates[0] = 2.0",
+    ),
+    "attribute of the class": H("return x * self.rate", methods="rate = 2.0", after="type(self).rate = 3.0"),
+    "method of the class": H(
+        "return self.scaled(x)", methods="def scaled(self, x): return x * 2",
+        after="type(self).scaled = lambda self, x: x * 3",
+    ),
+    "property": H(
+        "return x * self.twice", "self.half = 2.0",
+        methods="twice = property(lambda self: self.half * 2)", after="self.half = 5.0",
+    ),
+    "function of torch": H(
+        "return F.relu(x)", around="unittest.mock.patch.object(F, 'relu', torch.sigmoid)", guard="torch"
+    ),
+    "number of another module": H(
+        "self.drop.p = 1.0 if self.training else 0.0; return x + self.drop(x)", "self.drop = nn.Dropout(0.5)"
+    ),
+    "closure": H("return self.act(x)", "box = [2.0]; self.box = box; self.act = lambda x: x * box[0]", after="self.box[0] = 3.0"),
+    "tensor in a dict": H(
+        "return x * self.table['a']", "self.table = {'a': torch.full((4,), 2.0).double()}",
+        after="self.table['a'] = torch.full((4,), 3.0).double()",
+    ),
     "text": H("return x.sin() if self.act == 'sin' else x.cos()", "self.act = 'sin'", after="self.act = 'cos'"),
     "function": H("return self.act(x)", "self.act = torch.tanh", after="self.act = torch.sin"),
     "dropout.p": H("return x + self.drop(x)", "self.drop = nn.Dropout(0.0)", after="self.drop.p = 1.0"),
@@ -210,6 +236,10 @@ def train(self, mode=True):
     "frozen norm": H(USE_NORM, NORM, before="self.norm.eval().requires_grad_(False)"),
     "norm.eval()": H(USE_NORM, NORM, after="self.norm.eval()"),
     "modules()": H(USE_NORM, NORM, whole="for m in called.modules(): isinstance(m, nn.BatchNorm1d) and m.eval()"),
+    "norm.eval() in forward": H("self.norm.eval(); " + USE_NORM, NORM),
+    "mode of another module": H(
+        "return x * (2 if self.dense.training else 3)", after="self.dense.eval()", guard="modes"
+    ),
     "momentum": H(USE_NORM, NORM, after="self.norm.momentum = 0.7"),
     "momentum None": H(USE_NORM, NORM, after="self.norm.momentum = None"),
     "eps": H(USE_NORM, NORM, after="self.norm.eps = 0.5"),
@@ -232,6 +262,9 @@ with torch.enable_grad():
 """, LINEAR),
     "own backward": H("return Triple.apply(x)"),
     "hook of a tensor": H("if x.requires_grad: x.register_hook(lambda grad: grad * 2)\nreturn x"),
+    "hook of a tensor that logs": H(
+        "if x.requires_grad: x.register_hook(lambda grad: self.log.append(1))\nreturn x", "self.log = []"
+    ),
     "checkpoint()": H("return checkpoint(self.inner, x, use_reentrant=False)", LINEAR),
     "functional_call()": H(
         "return torch.func.functional_call(self.inner, {'bias': self.inner.weight[0]}, (x,))", LINEAR
@@ -246,6 +279,14 @@ with torch.enable_grad():
     "writes a parameter": H(
         "self.code.data.mul_(0.9); return x * self.code.clone()", "self.code = nn.Parameter(torch.ones(4), False)"
     ),
+    "parameter that comes": H(
+        "return x if self.more is None else x @ self.more", "self.more = None",
+        after="self.more = nn.Parameter(torch.ones(4, 4).double())",
+    ),
+    "parameter that goes": H(
+        "return x * getattr(self, 'less', 1)", "self.less = nn.Parameter(torch.ones(4))", after="del self.less"
+    ),
+    "part of a buffer": H("return x + self.rows[: x.shape[1]]", "self.rows = nn.Buffer(torch.randn(8, 4))", **LONGER),
     "load_state_dict()": H(whole="called.load_state_dict({k: v * 0.5 for k, v in called.state_dict().items()})"),
     "assign=True": H(whole="called.load_state_dict({k: v * 0.5 for k, v in called.state_dict().items()}, assign=True)"),
     "replaces a buffer": H(

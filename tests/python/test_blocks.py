@@ -11,6 +11,7 @@ from torch import nn
 import gpipe
 from gpipe import to_sequential
 from gpipe.exported.guards import Guards
+from gpipe.exported.read import Read
 from helpers import named_gradients
 from small_models import Calls, assert_equal_in_each_mode, batch, make_net, names_of
 
@@ -198,14 +199,14 @@ class Reads(nn.Linear):
         (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
         (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
         (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
-        (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"a global that its forward\(\) reads"),
+        (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"'test_blocks\.SETTINGS\.scale' has changed"),
     ],
 )
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
 def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
-    module = Reads()
-    guards = Guards(module, {"": module}, [torch.float32], {})
+    module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale"})
+    guards = Guards(module, {"": module}, [torch.float32], {}, read)
     for _ in range(calls):
         guards.check([torch.ones(1)])
         module.train(not module.training)

@@ -61,8 +61,8 @@ def planted(kind, habit, *others):
     return (type(kind.__name__, (kind,), methods) if methods else kind)(habit, *others)
 
 
-def piped(model, example):
-    sequence = gpipe.to_sequential(model, example)
+def piped(model, example, native):
+    sequence = gpipe.to_sequential(model, example, native=native)
     first = len(sequence) // 2
     balance = [first, len(sequence) - first] if first else [1]
     return gpipe.GPipe(sequence, balance, devices=["cpu"] * len(balance), chunks=2, checkpoint="never")
@@ -172,7 +172,7 @@ def leaves_no_trace(model):
         assert not left, f"the conversion leaves {left[:2]}"
 
 
-def trial(name, place, as_pipeline):
+def trial(name, place, as_pipeline, native=False):
     """Yields the model, and what is seen of it: before the conversion, after it, and after each call."""
     habit = HABITS[name]
     model, modules = made(name, place)
@@ -180,7 +180,7 @@ def trial(name, place, as_pipeline):
     yield model, seen(model, model)
     if as_pipeline:
         with leaves_no_trace(model), habit.converting():
-            called = piped(model, habit.example())
+            called = piped(model, habit.example(), native)
     yield model, seen(model, called)
     torch.manual_seed(2)
     for module in modules:
@@ -213,10 +213,10 @@ def is_named(message, model, guard):
     return bool(names & set(re.findall(r"\w+", message)) or "model" in message and re.search(guard, message))
 
 
-def verdict(name, place):
+def verdict(name, place, native=False):
     """Returns ``equal``, ``REFUSED`` or ``WRONG``, and why."""
     expected = [each for _, each in trial(name, place, False)]
-    trying, model = trial(name, place, True), None
+    trying, model = trial(name, place, True, native), None
     for number, wanted in enumerate([*expected, None]):
         try:
             model, actual = next(trying, (model, None))
@@ -235,11 +235,17 @@ MAY_REFUSE = {
     "parameter in a list": "it is not registered",
     **dict.fromkeys(["caches by size", "called before"], "a block that fake tensors cannot run takes the sizes of the example"),
     "returns None": "a module that returns nothing is not a block",
+    "global hook": "the code between blocks would not call it",
+    **dict.fromkeys(["attribute of the class", "method of the class", "property"], "each block is of another class, so none repeats"),
     "causal mask": "fake tensors cannot run the kernel of evaluation mode",
     **dict.fromkeys(["uint8 input", "float32 input"], "the code between blocks casts the input"),
     **dict.fromkeys(["default dtype", "converted with a default dtype"], "the code between blocks may read it"),
 }
-UNSEEN = {("global", "root"): "a global of a function that forward() calls"}
+NATIVE = """
+    adapter, after | another layer | weight_norm, after | forward hook of a child, after | global hook | number | global
+    number in a list of a configuration | attribute of the class | float32 input | float() | dropout.p | norm.eval()
+    mode of another module | hook of a tensor that logs | parameter that comes | autocast
+"""
 # Habits that resemble others.
 SIBLINGS = """
     own parametrization, before | prune, before | tied parameters, before | requires_grad, before | own forward, before
@@ -256,10 +262,35 @@ LONG = {name.strip() for name in re.split(r"[|\n]", SIBLINGS)} | HABITS.keys() -
 @pytest.mark.parametrize("name", [long(name) if name and name in LONG else name for name in HABITS])
 def test_a_habit_is_kept_or_refused_by_name(name, place):
     result, why = verdict(name, place)
-    if (name, place) in UNSEEN:
-        assert result == "WRONG"
-    else:
-        assert result == "equal" or result == "REFUSED" and (place == "root" or name in MAY_REFUSE), f"{result}: {why}"
+    assert result == "equal" or result == "REFUSED" and (place == "root" or name in MAY_REFUSE), f"{result}: {why}"
+
+
+@pytest.mark.parametrize("name", [name.strip() for name in re.split(r"[|\n]", NATIVE) if name.strip()])
+def test_a_habit_is_kept_or_refused_by_name_without_blocks(name):
+    result, why = verdict(name, "block", native=True)
+    assert result in ("equal", "REFUSED"), f"{result}: {why}"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_pipeline_works_again_when_a_change_is_undone(native):
+    model, _ = made("number", "root")
+    pipe, x = piped(model, numbers(), native), numbers(seed=2)
+    expected = pipe(x)
+    for _ in range(2):
+        model.scale = 2.0
+        for call in (pipe, pipe._sequence, lambda x: gpipe.GPipe(pipe._sequence, pipe.balance, chunks=2)(x)):
+            with pytest.raises(RuntimeError, match="its attribute 'scale'"):
+                call(x)
+        model.scale = 1.0
+        assert torch.equal(pipe(x), expected)
+
+
+def test_a_module_that_was_replaced_before_the_pipeline_was_made_is_named():
+    model, _ = made("", "root")
+    sequence = gpipe.to_sequential(model, numbers(), native=True)
+    model.blocks[1].dense = nn.Linear(4, 4).double()
+    with pytest.raises(RuntimeError, match=r"'blocks\.1\.dense' of the model was replaced since the conversion"):
+        gpipe.GPipe(sequence, [1, len(sequence) - 1], chunks=2)
 
 
 @pytest.mark.parametrize("name", ["logs", "random.Random", "max_norm"])

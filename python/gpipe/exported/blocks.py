@@ -6,11 +6,13 @@ A block becomes one operator of the export. To learn the shapes of its outputs, 
 import functools
 import itertools
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -21,10 +23,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.exported.exporter import OF_MODULES, NotExported, first_line
+from gpipe.exported.read import Read
 from gpipe.exported.sizes import expression_of
 
 OPERATOR = "gpipe_export::whole"
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
+_OF_OTHERS = {"torch", "gpipe", *sys.stdlib_module_names}  # whose code reads nothing that a model sets
 _CONSTANTS = bool, int, float, str, type(None)
 
 
@@ -42,19 +46,29 @@ class Calls:
     fewer: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # the same, of a run with fewer samples
     changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
+    without_values: bool = False  # whether modules returned random numbers
+    read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
         """Records the calls of a model's submodules in a block."""
         self.counts.append(Counter())
         running: list[tuple[list[tuple[Tensor, int]], Shapes]] = []
+        callers = [module]
+        tensors_of = {each: _ids(each) for each in module.modules()}
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            file = str(frame.f_globals.get("__name__"))
+            if event == "call" and file.partition(".")[0] not in _OF_OTHERS:
+                self.read.setdefault(callers[-1], Read(set(), set())).add(frame.f_code, file)
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
             self.given[each] = [isinstance(leaf, Tensor) for leaf in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
-            if under_vmap or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
+            replaced = each in tensors_of and _ids(each) != tensors_of[each]  # by torch.func.functional_call()
+            if under_vmap or replaced or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
                 self.unfit.add(each)
             elif each not in self.unfit:
                 try:
@@ -62,6 +76,7 @@ class Calls:
                 except Exception:  # a class that pytree cannot write
                     self.unfit.add(each)
             running.append(([(tensor, _version(tensor)) for tensor in tensors], _shapes(tensors)))
+            callers.append(each)
 
         def end(each: nn.Module, args: Any, output: Any) -> None:
             self.counts[-1][each] += 1
@@ -72,6 +87,7 @@ class Calls:
                 self.unfit.add(each)
             self.outputs[each] = self.outputs[_key(each)] = tree_map_only(Tensor, Tensor.detach, output)
             versions, taken = running.pop()
+            callers.pop()
             self.shapes[each] = taken, _shapes(leaves)
             changed = [number for number, (tensor, before) in enumerate(versions) if _version(tensor) != before]
             self.changed[each] = sorted({*self.changed.get(each, ()), *changed})
@@ -81,6 +97,9 @@ class Calls:
                 if each is not module and not isinstance(each, torch.jit.ScriptModule):
                     hooks.enter_context(each.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                     hooks.enter_context(each.register_forward_hook(end))
+            if sys.getprofile() is None:  # else code of forwards' callees is not seen
+                hooks.callback(sys.setprofile, None)
+                sys.setprofile(note)
             yield
 
     @contextmanager
@@ -126,6 +145,11 @@ class Calls:
             return [now * a // size if a != b and a * few == b * size else a for a, b in zip(shape, few_shape)]
 
         return [shape_for(a, b if len(a) == len(b) else a) for a, b in zip(given, few_given)]
+
+    def read_by(self, modules: Iterable[nn.Module]) -> Read:
+        """Returns what the code of some modules reads, outside their submodules."""
+        found = [self.read[each] for each in modules if each in self.read]
+        return Read(*(set().union(*each) for each in zip(*found))) if found else Read(set(), set())
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -174,6 +198,10 @@ def _key(module: nn.Module) -> Any:
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Returns the type that operators on a kind of device compute in under autocast; ``None`` without autocast."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _ids(module: nn.Module) -> list[int]:
+    return [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _shapes(leaves: Iterable[Any]) -> Shapes:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
+from gpipe.exported.pretended import pretend, real_like, refuse_loose, shapes_only
 from gpipe.exported.twins import Twins, copy_of, prove_batch
 from gpipe.wrapper import WrappingSequence, batch_first
 
@@ -86,9 +88,13 @@ def to_sequential(
     if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
         raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
     whole = whole_modules(module, opaque)
+    on_meta = any(each.is_meta for each in chain(module.parameters(), module.buffers()))
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
     with _lock, plain, inference_mode(False), enable_grad(), unchanged(module, values=True):
         refuse_modules({"": module})
+        if on_meta:
+            refuse_loose(module)
+            pretend(module)
         forward = module.forward
 
         def transposed(*args: Any, **kwargs: Any) -> Any:
@@ -97,21 +103,30 @@ def to_sequential(
 
         transposed.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         with patch.object(module, "forward", transposed) if batch_dim else nullcontext():
-            sequence, guards = _converted(module, batch_first(arguments, batch_dim), whole, native, batch_dim)
-        sequence.__dict__["guards"] = guards()
-        return sequence
+            sequence, guards = _converted(module, batch_first(arguments, batch_dim), whole, native, batch_dim, on_meta)
+    sequence.follow_model()
+    sequence.__dict__["guards"] = guards()
+    return sequence
 
 
 def _converted(
-    module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int
+    module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int, on_meta: bool
 ) -> tuple[ExportedSequential, Callable[[], Guards]]:
     """Returns the sequence of a model, and what makes its guards."""
-    examples = examples_of(arguments, batch_dim)
+    examples = tree_map_only(Tensor, real_like, examples_of(arguments, batch_dim)) if on_meta else examples_of(arguments, batch_dim)
+    computes = partial(shapes_only, module) if on_meta else nullcontext
+
+    def runs(given: Any) -> Calls:
+        with computes():
+            return _plain_runs(module, given)[0]
+
     for samples in (2, 4, None):  # some code needs more, or treats one sample differently
         few = tree_map_only(Tensor, partial(_first, samples), examples)
         try:
-            calls, effects, output = _plain_runs(module, few)
-            prove_batch(module, few, output, calls, batch_dim)
+            with computes():
+                calls, effects, output = _plain_runs(module, few)
+                calls.without_values = on_meta
+                prove_batch(module, few, output, calls, batch_dim)
             break
         except ValueError:
             if samples is None:
@@ -130,11 +145,12 @@ def _converted(
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             model = capture(module, examples, blocks, calls, batch_dim, **way)
             sequence = _assemble(model, module, batch_dim)
-            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values())
+            read = calls.read_by(exported.values())
+            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values(), read)
             twins = twins_of(few, calls)
             if not twins.take():
-                twins = twins_of(examples, _plain_runs(module, examples)[0])
-            tested = twins.compared()
+                twins = twins_of(examples, runs(examples))
+            twins.compare()
             break
         except ValueError as error:
             # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
@@ -150,21 +166,22 @@ def _converted(
                 way = other
             else:
                 if few is not examples:
-                    _plain_runs(module, examples)  # which may tell more
+                    runs(examples)  # which may tell more
                 if at and module.get_submodule(at) in calls.unfit:
                     text = str(error).partition("; to keep each")[0]
                     raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
+    tested = twins.smaller(runs).tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
     def agree(ones: Any, is_length: bool) -> bool:
         with suppress(ValueError):  # the module may fail
-            return (twins_of(ones, _plain_runs(module, ones)[0]) if is_length else twins).agree(ones)
+            return (twins_of(ones, runs(ones)) if is_length else twins).agree(ones)
         return False
 
     _try_ones(sequence, model.graph, few, agree)
-    return sequence, partial(Guards, module, exported, dtypes, tested)
+    return sequence, partial(Guards, module, exported, dtypes, tested, read)
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:

@@ -43,6 +43,15 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
                 each.train(was)
 
 
+@contextmanager
+def mixed_modes(module: nn.Module, training: bool) -> Iterator[None]:
+    """Sets the mode of a module for a block, and another one of each submodule than that of the module around it."""
+    with mode(module, training):
+        for path, each in module.named_modules():
+            each.training = training == (len(path.split(".")) % 2 == 0 or not path)
+        yield
+
+
 def _held(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Adds an object and the containers, tensors and generators in it, each with a copy of what can change in it."""
     if type(value) in (list, dict, set):
@@ -73,7 +82,7 @@ def _same_attributes(module: nn.Module) -> Iterator[None]:
             vars(each).update(attributes)
         for value, copy in held:
             if isinstance(value, Tensor):
-                if not torch.equal(value, copy):  # guards see each write
+                if not value.is_meta and not torch.equal(value, copy):  # guards see each write
                     with torch.no_grad():
                         value.copy_(copy)
             else:
@@ -107,7 +116,7 @@ def unchanged(module: nn.Module, seed: int | None = None, *, values: bool = Fals
                 owner.update(tensors)  # type: ignore[arg-type]
             with torch.no_grad():
                 for tensor, value in saved:
-                    if not torch.equal(tensor, value):
+                    if not tensor.is_meta and not torch.equal(tensor, value):
                         tensor.copy_(value)
 
 
@@ -146,7 +155,8 @@ def _symbolic_lengths(module: nn.Module) -> Iterator[None]:
     def length(value: Any) -> Any:
         return value.shape[0] if isinstance(value, Tensor) and value.dim() > 0 else len(value)
 
-    functions = (inspect.unwrap(each.__class__.forward) for each in module.modules())
+    plain = (each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule))
+    functions = (inspect.unwrap(each.__class__.forward) for each in plain)
     spaces = {getattr(each, "__module__", None) or "": getattr(each, "__globals__", {}) for each in functions}
     changed = [space for name, space in spaces.items() if name.partition(".")[0] != "torch" and "len" not in space]
     for space in changed:

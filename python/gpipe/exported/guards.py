@@ -1,13 +1,10 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
-import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -15,11 +12,13 @@ from torch import Tensor, nn
 
 from gpipe.exported.blocks import autocast_dtype
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.generators import GeneratorState, is_generator
+from gpipe.exported.read import Place, Read, can_change, noted, same
 
+_GLOBAL_HOOKS: list[dict[int, Any]] = [
+    hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
+]
 _HOOKS = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
 _NAMED = "_parameters", "_buffers", "_modules"
-_VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 
 
 class Attributes:
@@ -27,9 +26,8 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._class = type(module)
-        self._plain = {name: _frozen(value) for name, value in vars(module).items() if name not in OF_MODULES}
+        self._plain = {name: noted(value) for name, value in vars(module).items() if name not in OF_MODULES}
         self._hooks = {name: list(vars(module)[name].values()) for name in _HOOKS}
-        self._globals = _globals_of(module)
         self._names = {kind: list(getattr(module, kind)) for kind in _NAMED}
 
     def has_forward(self, module: nn.Module) -> bool:
@@ -37,8 +35,8 @@ class Attributes:
         return "forward" in self._plain or "forward" not in vars(module)
 
     def changing(self) -> Iterator[tuple[str, Any]]:
-        """Yields the names of the attributes in which something can change, each as ``_frozen()`` returns it."""
-        return ((name, frozen) for name, frozen in self._plain.items() if _can_change(frozen))
+        """Yields the names of the attributes in which something can change, each as :func:`noted` returns it."""
+        return ((name, before) for name, before in self._plain.items() if can_change(before))
 
     def difference(self, module: nn.Module, *, added: bool = False) -> str:
         """Returns what is another than it was, such as ``"its attribute 'p'"``; an empty text if nothing is. With ``added``, all
@@ -50,10 +48,8 @@ class Attributes:
         if "forward" in new and _runs(now["forward"]):  # and calls the pipeline
             new.remove("forward")
         for name in new | self._plain.keys():
-            if name not in now or name in new or not _same(self._plain[name], now[name]):
+            if name not in now or name in new or not same(self._plain[name], now[name]):
                 return f"its attribute '{name}'"
-        if "forward" not in now and self._globals != _globals_of(module):
-            return "a global that its forward() reads"
         for name, hooks in self._hooks.items():
             if len(now[name]) != len(hooks) or any(a is not b for a, b in zip(now[name].values(), hooks)):
                 return f"its {name.strip('_').replace('_', ' ')}"
@@ -72,28 +68,8 @@ def _runs(function: Any) -> bool:
     return frame is not None
 
 
-def _globals_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the plain values that a module's forward() reads from its file, by name, also those of objects there."""
-    space, names = _names_of_globals(module.forward)
-    objects = {name: space[name] for name in names if _is_object(space[name])}
-    inner = {f"{name}.{each}": it for name, value in objects.items() for each, it in getattr(value, "__dict__", {}).items()}
-    return {name: value for name, value in (objects | inner).items() if isinstance(value, _VALUES)}
-
-
-def _names_of_globals(function: Any) -> tuple[dict[str, Any], list[str]]:
-    """Returns the globals of a function's file, and the names of those that it uses."""
-    code, space = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    return space, [name for name in _names_of(code) if name in space] if code else []
-
-
-@cache
-def _names_of(code: CodeType) -> list[str]:
-    """Returns the names of the globals that a function's code loads: ``co_names`` has names of attributes too."""
-    return list(dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"))
-
-
-def _is_object(value: object) -> bool:
-    return not callable(value) and not isinstance(value, ModuleType)
+def _global_hooks() -> list[list[Any]]:
+    return [list(hooks.values()) for hooks in _GLOBAL_HOOKS]
 
 
 def _module_at(path: str, model: nn.Module) -> nn.Module | None:
@@ -103,56 +79,20 @@ def _module_at(path: str, model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _frozen(value: Any) -> Any:
-    """Returns a value with what can change in it: elements, versions and states."""
-    if type(value) in _COLLECTIONS:
-        return value, [*map(_frozen, _elements(value))]
-    if isinstance(value, Tensor) and not value.is_inference():
-        return value, value._version
-    return value, GeneratorState([value]) if is_generator(value) else None
-
-
-_COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict
-
-
-def _elements(value: Any) -> list[Any]:
-    """Returns the elements of a collection, those of equal sets in the same order."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=hash)
-    return list(value.items() if type(value) is dict else value)
-
-
-def _same(frozen: Any, now: Any) -> bool:
-    before, state = frozen
-    if isinstance(before, _VALUES):
-        return type(before) is type(now) and (before == now or (before != before and now != now))
-    if type(before) is not type(now):
-        return False
-    if isinstance(state, list) and type(now) in _COLLECTIONS:
-        elements = _elements(now)
-        return len(elements) == len(state) and all(map(_same, state, elements))
-    return before is now and _frozen(now)[1] == state
-
-
-def _can_change(frozen: Any) -> bool:
-    value, state = frozen
-    return any(map(_can_change, state)) if type(value) in (tuple, frozenset, torch.Size) else state is not None
-
-
 class Watched:
     """Tells fast that no object which :class:`Attributes` compares was replaced, and nothing in them has changed."""
 
-    def __init__(self, exported: Iterable[tuple[str, nn.Module, Attributes]]) -> None:
+    def __init__(
+        self, exported: Iterable[tuple[str, nn.Module, Attributes]], read: Mapping[str, Place]
+    ) -> None:
         self._modules = [module for _, module, _ in exported]
         self._attributes = [(vars(each), itemgetter(*vars(each).keys() - {"training"})) for each in self._modules]
+        self._changing: list[tuple[Mapping[str, Any], str, Any]]
         self._changing = [(vars(module), *each) for _, module, attributes in exported for each in attributes.changing()]
         self._names = [vars(each)[name] for each in self._modules for name in _NAMED]
-        functions = {getattr(each.forward, "__func__", each.forward) for each in self._modules}
-        spaces = [_names_of_globals(each) for each in functions]
-        self._globals = [(space, name) for space, names in spaces for name in names]
-        objects = [space[name] for space, name in self._globals if _is_object(space[name])]
-        self._tables = [vars(each)[name] for each in self._modules for name in (*_HOOKS, "_modules")]
-        self._tables += [vars(each) for each in objects if hasattr(each, "__dict__")]
+        self._read = [(table, name) for _, table, name in read.values()]
+        self._changing += [(table, name, before) for value, table, name in read.values() if can_change(before := noted(value))]
+        self._tables = [vars(each)[name] for each in self._modules for name in (*_HOOKS, "_modules")] + _GLOBAL_HOOKS
         self._objects, self._sizes = list(self._now()), [len(table) for table, _ in self._attributes]
 
     def _now(self) -> Iterator[object]:
@@ -161,7 +101,7 @@ class Watched:
             map(type, self._modules),
             chain.from_iterable(of(table) for table, of in self._attributes),
             chain.from_iterable((*values, *self._names)),
-            (space.get(name) for space, name in self._globals),
+            (table.get(name) for table, name in self._read),
         )
 
     def is_same(self) -> bool:
@@ -170,8 +110,8 @@ class Watched:
             return False
         with suppress(KeyError):  # of an attribute that was deleted
             now = list(self._now())
-            same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-            return same and all(_same(frozen, table[name]) for table, name, frozen in self._changing)
+            unchanged = len(now) == len(self._objects) and all(map(is_, now, self._objects))
+            return unchanged and all(same(before, table[name]) for table, name, before in self._changing)
         return False
 
 
@@ -183,6 +123,24 @@ def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, 
     return {each: text for each, text in changed.items() if text}
 
 
+def changes_in(module: nn.Module, read: Read) -> Callable[[], dict[str, str]]:
+    """Returns a function that tells what has changed in a model's modules, except tensors, and in what is read."""
+    plain = {path: each for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
+    before = {path: (each, Attributes(each), each.training) for path, each in plain.items()}
+    values = {place: noted(each.value) for place, each in read.values({}).items()}
+
+    def changes() -> dict[str, str]:
+        found = {
+            f"a change of '{path}'": attributes.difference(each, added=True) or "its mode" * (each.training != training)
+            for path, (each, attributes, training) in before.items()
+        }
+        now = read.values({})
+        changed = {place for place, value in values.items() if place not in now or not same(value, now[place].value)}
+        return found | {f"a change of '{place}'": "a global" for place in changed}
+
+    return changes
+
+
 class Guards:
     """Refuses calls of a sequence for which its conversion does not hold.
 
@@ -191,6 +149,7 @@ class Guards:
         exported: the modules whose code was exported, by path.
         dtypes: of the model's input tensors.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
+        read: what their code reads by name.
     """
 
     def __init__(
@@ -199,6 +158,7 @@ class Guards:
         exported: Mapping[str, nn.Module],
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
+        read: Read,
     ) -> None:
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
         self._model, self._watched = module, cast(Watched | None, None)
@@ -211,6 +171,8 @@ class Guards:
             if parameter is not None
         ]
         self._of_inputs, self._tested = dtypes, tested
+        self._read, self._global_hooks = read, _global_hooks()
+        self._values = {place: noted(each.value) for place, each in read.values(self._modules()).items()}
         names: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
         for path, each in exported.items():
             for tensors in (each._parameters, each._buffers):
@@ -218,14 +180,32 @@ class Guards:
                     names.setdefault(id(tensor), []).append((f"{path}.{name}".lstrip("."), tensors, name))
         self._ties = [tied for tied in names.values() if len(tied) > 1 and tied[0][1].get(tied[0][2]) is not None]
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
+        inner = chain.from_iterable(each.children() for each in exported.values())
+        self._with_modes = list(dict.fromkeys([*exported.values(), *inner]))
+        self._modes = [each.training for each in self._with_modes]
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {path: module for path, module, _ in self._exported}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watched": None}
 
-    def check(self, inputs: Iterable[Any]) -> None:
-        """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
+    def check_model(self) -> None:
+        """Raises RuntimeError if something has changed since the conversion that the exported code of the model reads."""
         known = self._watched is not None and self._watched.is_same()
+        if not known and self._global_hooks != _global_hooks():
+            raise RuntimeError(
+                f"hooks of all modules were added or removed since the conversion of the model ({self._name}), whose exported code "
+                "does not call them; register hooks on modules that are kept whole, or convert the model with them"
+            )
+        present = {} if known else self._read.values(self._modules())
+        for place, value in self._values.items() if not known else ():
+            if place not in present or not same(value, present[place].value):
+                raise RuntimeError(
+                    f"'{place}' has changed since the conversion of the model ({self._name}), and its exported code reads it; "
+                    "change it first, then convert the model"
+                )
         for path, module, attributes in () if known else self._exported:
             if _module_at(path, self._model) is not module:
                 raise RuntimeError(
@@ -246,7 +226,11 @@ class Guards:
                     )
         # A forward that was replaced may be there only while it runs.
         if not known and all(attributes.has_forward(module) for _, module, attributes in self._exported):
-            self._watched = Watched(self._exported)
+            self._watched = Watched(self._exported, self._read.values(self._modules()))
+
+    def check(self, inputs: Iterable[Any]) -> None:
+        """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
+        self.check_model()
         for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
@@ -262,6 +246,9 @@ class Guards:
             parameter = parameters.get(name)
             if parameter is not None and parameter.dtype != dtype:
                 yield f"with parameters of {parameter.dtype}"
+        modes = [each.training for each in self._with_modes]
+        if True in modes and False in modes and modes != self._modes:
+            yield "with modules in different modes"
         for kind, of_kind in self._autocast.items():
             if (now := autocast_dtype(kind)) != of_kind:
                 yield f"under autocast to {now} on {kind}" if now else f"without autocast on {kind}"

@@ -1,5 +1,7 @@
 """Comparisons of a model with its sequence, and the proof that dimension 0 is the batch."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,29 +15,47 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe import _C
 from gpipe.exported.blocks import Calls, autocast_dtype
-from gpipe.exported.exporter import mode, unchanged
-from gpipe.exported.guards import device_kinds
+from gpipe.exported.exporter import mixed_modes, mode, unchanged
+from gpipe.exported.guards import changes_in, device_kinds
+from gpipe.exported.pretended import pretend
+from gpipe.exported.read import Read
 
 
 class Twins:
     """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers.
-    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little."""
+    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little. ``read``
+    is what the code outside of the blocks reads."""
 
     def __init__(
-        self, module: nn.Module, call: Callable[[Any, Any], Any], blocks: Iterable[nn.Module], arguments: Any, calls: Calls
+        self,
+        module: nn.Module,
+        call: Callable[[Any, Any], Any],
+        blocks: Iterable[nn.Module],
+        read: Read,
+        arguments: Any,
+        calls: Calls,
     ) -> None:
         self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
+        self._read = read
         self._given = False  # whether blocks ignore tensors that only the sequence gives them
         inside = {id(tensor) for block in self._blocks for tensor in (*block.parameters(), *block.buffers())}
         tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in inside)
         self._has_own_floats = any(tensor.is_floating_point() for tensor in tensors)
 
     def _difference(
-        self, arguments: Any, calls: int = 1, dtype: torch.dtype | None = None, *, replay: bool = True, **tolerance: Any
+        self,
+        arguments: Any,
+        calls: int = 1,
+        dtype: torch.dtype | None = None,
+        *,
+        replay: bool = True,
+        gradients: bool = True,
+        **tolerance: Any,
     ) -> str:
         with self._calls.replayed(self._blocks if replay else [], dtype, given=self._given) as probes:
-            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), calls, probes)
-            return _difference(ours, _behaviour(self._module, arguments, self._call, calls, probes), **tolerance)
+            options = calls, probes if gradients else None, self._read if calls > 1 else None
+            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), *options)
+            return _difference(ours, _behaviour(self._module, arguments, self._call, *options), **tolerance)
 
     def take(self) -> bool:
         """Returns whether the sequence takes the sizes of the arguments."""
@@ -55,10 +75,8 @@ class Twins:
                 reasons.append(reason)
         return not any(reasons)
 
-    def compared(self) -> dict[str, str]:
-        """Compares both in the present modes, in training and in evaluation mode, and in each mode of torch that calls may
-        have. Returns how they differ in modes of torch, as :class:`Guards` takes it. Raises ValueError if they differ as they
-        are called now."""
+    def compare(self) -> None:
+        """Compares both in the present modes, and in training and in evaluation mode. Raises ValueError if they differ."""
         module, arguments = self._module, self._arguments
         modes: list[Callable[[], AbstractContextManager[None]]] = [lambda: mode(module, True), lambda: mode(module, False)]
         if len({each.training for each in module.modules()}) == 2:
@@ -73,6 +91,24 @@ class Twins:
                 if reason:
                     name = type(module).__name__
                     raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
+
+    def smaller(self, runs: Callable[[Any], Calls]) -> Twins:
+        """Returns the same for images of half the height and width, if the model takes them, else itself: what it does under modes
+        of torch and for other types does not depend on them. ``runs`` records the model's calls."""
+        arguments = tree_map_only(Tensor, lambda each: each[..., ::2, ::2] if each.dim() > 3 else each, self._arguments)
+        if any(each is not other for each, other in zip(tree_leaves(arguments), tree_leaves(self._arguments))) and self._blocks:
+            with suppress(ValueError):
+                arguments = tree_map_only(Tensor, copy_of, arguments)
+                found = Twins(self._module, self._call, self._blocks, self._read, arguments, runs(arguments))
+                found._given = self._given
+                if not found._difference(arguments):
+                    return found
+        return self
+
+    def tested(self) -> dict[str, str]:
+        """Compares both in each mode of torch that calls may have, and for other types. Returns how they differ, as
+        :class:`Guards` takes it."""
+        module, arguments = self._module, self._arguments
         with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
         strided = tree_map_only(Tensor, _strided, arguments)
         settings: dict[str, tuple[Callable[[], AbstractContextManager[object]], Any]] = {
@@ -97,20 +133,27 @@ class Twins:
                 with setting(), mode(module, training):
                     if "autocast" in about and self._blocks and training:
                         self._record()
-                    reasons.append(self._difference(given))
+                    reasons.append(self._difference(given, gradients=about in _WITH_GRADIENTS or "autocast" in about))
                     if "autocast" in about and self._given and self._blocks:  # rounding differs, so only shapes and types
                         reasons.append(self._difference(given, replay=False, atol=math.inf, rtol=0))
             tested[about] = next(filter(None, reasons), "")
+        reasons = []
+        for training in (True, False):
+            with mixed_modes(module, training):
+                reasons.append(self._difference(arguments, gradients=False))
+        tested["with modules in different modes"] = next(filter(None, reasons), "")
         if self._blocks and not self._given and not self._has_own_floats:
             for dtype in _FLOATS - {torch.uint8}:
                 cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
                 with unchanged(module):
-                    _pretend(module, dtype)
-                    tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype)
+                    pretend(module, dtype)
+                    tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype, gradients=False)
         return tested
 
     def _record(self) -> None:
         """Records what the blocks return under the present autocast, unless the model raises."""
+        if self._calls.without_values:
+            return
         with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
             args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
             self._module(*args, **kwargs)
@@ -120,17 +163,7 @@ def _float_of(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _pretend(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a model, whose blocks are not called, parameters and buffers of a dtype, without memory."""
-    for each in module.modules():
-        of_each: Any = () if isinstance(each, torch.jit.ScriptModule) else (each._parameters, each._buffers)
-        for tensors in of_each:
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_floating_point():
-                    other = torch.zeros((), dtype=dtype, device=tensor.device).expand(tensor.shape)
-                    tensors[name] = nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
-
-
+_WITH_GRADIENTS = "for inputs that require grad", "without grad mode", "in inference mode"
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
 _INTEGERS = {torch.uint8, torch.int32, torch.int64}
 
@@ -150,10 +183,16 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def _behaviour(
-    module: nn.Module, arguments: Any, call: Callable[[Any, Any], Any], calls: int, probes: list[Tensor]
+    module: nn.Module,
+    arguments: Any,
+    call: Callable[[Any, Any], Any],
+    calls: int,
+    probes: list[Tensor] | None,
+    read: Read | None = None,
 ) -> dict[str, Any] | Exception:
     """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
-    exception that they raise."""
+    exception that they raise. Leaves gradients out without ``probes``. With ``read``, tells what changes in modules and there."""
+    changes = changes_in(module, read) if read else dict
     found: dict[str, Any] = {}
     leaves: list[list[Tensor]] = []  # of each call, without parameters and inputs
     with unchanged(module, seed=0):
@@ -164,6 +203,9 @@ def _behaviour(
             except Exception as error:
                 return error
             found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
+            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
+            if probes is None:
+                continue
             wanted: dict[str, Tensor] = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
             wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
             wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
@@ -175,7 +217,7 @@ def _behaviour(
             if roots and wanted and len(leaves) == calls:
                 given = [torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots]
                 found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
-            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
+        found |= changes()
     return found
 
 
@@ -205,14 +247,31 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
         return f"the layers raise {type(theirs).__name__}: {theirs}"
     for name in ours | theirs:
         mine, other = ours.get(name), theirs.get(name)
+        if isinstance(mine, str) and mine != other:
+            return f"{name} differs: {mine or 'none'} or {other or 'none'}"
+        if isinstance(mine, str):
+            continue
         tensors = isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.layout == other.layout == torch.strided
         if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
             continue  # assert_close() takes longer
         try:
-            torch.testing.assert_close(mine, other, equal_nan=True, **tolerance)
+            torch.testing.assert_close(mine, other, equal_nan=True, **_tolerance(mine) | tolerance)
         except (AssertionError, TypeError) as error:
             return f"{name} differs: {next(line for line in str(error).splitlines() if line.strip())}"
     return ""
+
+
+# By how much tensors may differ that are computed in another order, as a part of the element, or of the largest one. That of
+# float64 is less than usual, which would let through what float32 rounds inside.
+_PARTS = {torch.float16: 1e-3, torch.bfloat16: 1.6e-2, torch.float32: 1.3e-6, torch.float64: 1e-10}
+
+
+def _tolerance(value: Any) -> dict[str, float]:
+    if not isinstance(value, Tensor) or value.dtype not in _PARTS or not value.numel():
+        return {}
+    part = _PARTS[value.dtype]
+    largest = float(value.detach().abs().nan_to_num(0, 0, 0).max())
+    return {"rtol": part, "atol": max(min(part, 1e-5), part * largest)}
 
 
 def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, batch_dim: int) -> None:
@@ -237,7 +296,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, ba
         except Exception:  # for so few samples, or the export explains it
             return
     calls.fewer = few.shapes
-    if any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
+    if calls.without_values or any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
         return
     advice = "leave out batch_dim" if batch_dim else "give the batch as dimension 0 (batch_first=True), or batch_dim=1"
     whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]

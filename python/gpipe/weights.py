@@ -1,0 +1,201 @@
+"""Values for models that were made on the ``meta`` device: read from files, or drawn."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.exported.pretended import refuse_loose
+from gpipe.randomness import RandomScope
+from gpipe.wrapper import Shell
+
+Weights = str | os.PathLike[str] | Callable[[str], Tensor]
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Returns whether a model has tensors on the ``meta`` device."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+class Values(NamedTuple):
+    """Where the values of tensors on the ``meta`` device come from: ``weights``, which is a .safetensors file, a folder of them,
+    maybe with an index, a file of ``torch.save``, or a function of a name; else ``init``, a function of a module, or each
+    module's ``reset_parameters()``."""
+
+    weights: Weights | None = None
+    init: Callable[[nn.Module], object] | None = None
+
+    def give(
+        self,
+        model: nn.Module,
+        stages: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        is_here: Sequence[bool],
+        borrowed: Iterable[Tensor],
+    ) -> None:
+        """Gives memory and values to the ``meta`` tensors of the stages of this rank. Each layer draws random numbers of its own,
+        so the values depend neither on the cut nor on the number of ranks. A tensor of several modules gets the values of the
+        first one. One that is ``borrowed`` from another rank gets zeros, until the first call, if it is not read. Raises ValueError
+        with names for weights that do not fit, and for tensors that nothing gives values."""
+        if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
+            if self != Values():
+                raise ValueError("weights and init are for a model on the meta device; give this one values by load_state_dict()")
+            return
+        seed = RandomScope.draw_seed() if self.weights is None else 0
+        names, persistent = _names_of(model), model.state_dict(keep_vars=True).keys()
+        read = None if self.weights is None else _reader(self.weights, names, persistent)
+        made: set[Tensor] = set()
+        for stage, device, here in zip(stages, devices, is_here):
+            for tensor in chain(stage.parameters(), stage.buffers()):
+                if here and tensor.is_meta:
+                    # Keeps the object, so shared tensors stay shared.
+                    empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+                    made.add(tensor)
+        initialized = made.intersection(borrowed)
+        for parameter in initialized:
+            parameter.data.zero_()
+        if read is not None:
+            for tensor, own in names.items():
+                if tensor in made and (value := read(tensor, own)) is not None:
+                    tensor.data.copy_(value)
+                    initialized.add(tensor)
+        layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
+        for index, ((name, layer), here) in enumerate(layers):
+            if here:
+                with RandomScope(seed, index, 0), torch.no_grad():
+                    _initialize(layer, name, made, initialized, self.init)
+                refuse_loose(layer, name)
+        for tensor in made - initialized:
+            raise ValueError(f"nothing gives '{names.get(tensor, ['a constant'])[0]}' a value; make it on the CPU")
+
+
+def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Returns the names of each tensor of a model."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def _reader(
+    weights: Weights, names: Mapping[Tensor, list[str]], persistent: Iterable[str]
+) -> Callable[[Tensor, list[str]], Tensor | None]:
+    """Returns a function that reads the value of a tensor with some names; ``None`` for one that a state does not have. Raises
+    ValueError for weights that are missing, are none of the model, or have another shape."""
+    known: set[str]
+    shape: Callable[[str], Iterable[int]] | None
+    known, shape, read = (set(persistent), None, weights) if callable(weights) else _opened(Path(weights))
+    needed = {tensor: own for tensor, own in names.items() if tensor.is_meta and not set(own).isdisjoint(persistent)}
+    for tensor, own in needed.items():
+        if known.isdisjoint(own):
+            raise ValueError(f"the weights have no '{own[0]}'{_near(own[0], known)}")
+    all_names = set(chain.from_iterable(names.values()))
+    if surplus := sorted(known - all_names):
+        raise ValueError(f"the weights have '{surplus[0]}', which the model has not{_near(surplus[0], all_names)}")
+    for tensor, own in names.items():
+        for name in known.intersection(own):
+            if shape is not None:
+                _check_shape(name, shape(name), tensor)
+
+    def value(tensor: Tensor, own: list[str]) -> Tensor | None:
+        name = next((name for name in own if name in known), None)
+        if name is None:
+            return None
+        found = read(name)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"weights returned {type(found)} for '{name}'; return a tensor")
+        _check_shape(name, found.shape, tensor)
+        return found.detach()
+
+    return value
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, 3)
+    return f"; near are {', '.join(map(repr, near))}" if near else ""
+
+
+def _check_shape(name: str, shape: Iterable[int], tensor: Tensor) -> None:
+    if tuple(shape) != tuple(tensor.shape):
+        raise ValueError(f"'{name}' of the weights has the shape {tuple(shape)}, but the model's has {tuple(tensor.shape)}")
+
+
+def _opened(path: Path) -> tuple[set[str], Callable[[str], Iterable[int]], Callable[[str], Tensor]]:
+    """Returns the names of the tensors in files, and functions that read the shape and the value of one."""
+    if not path.is_dir() and path.suffix != ".safetensors":
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return set(state), lambda name: state[name].shape, state.__getitem__
+    safetensors: Any = importlib.import_module("safetensors")  # an optional package
+    opened = functools.cache(lambda file: safetensors.safe_open(file, "pt"))
+    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+    if index is not None:
+        files = {name: path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    else:
+        listed = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        files = {name: file for file in listed for name in opened(file).keys()}
+    if not files:
+        raise ValueError(f"{path} has no .safetensors file")
+    return (
+        set(files),
+        lambda name: opened(files[name]).get_slice(name).get_shape(),
+        lambda name: opened(files[name]).get_tensor(name),
+    )
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
+def _initialize(
+    layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor], init: Callable[[nn.Module], object] | None
+) -> None:
+    """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
+
+    def initialize(module: nn.Module) -> None:
+        module = module.original_of_gpipe if isinstance(module, Shell) else module
+        own = [tensor for tensor in _own(module) if not tensor.is_meta]  # a shell's others may belong to another rank
+        missing = made.intersection(own) - initialized
+        if not missing:
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if init is not None:
+            reset = functools.partial(init, module)
+        if reset is None:
+            named = [key for key, each in {**module._parameters, **module._buffers}.items() if each is not None and each in missing]
+            raise ValueError(
+                f"layer '{name}' has a {type(module).__name__} on the meta device without reset_parameters(), which would "
+                f"initialize '{named[0]}'; add that method, give init, or make the module on the CPU"
+            )
+        kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
+        versions = [tensor._version for tensor in own]
+        reset()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        for tensor, version in zip(own, versions):
+            written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
+            if tensor in missing and not written and any(tensor is each for each in _own(module)):
+                raise ValueError(
+                    f"layer '{name}' has a {type(module).__name__} on the meta device whose initialization leaves a tensor "
+                    f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the module on the CPU"
+                )
+        initialized.update(own)
+
+    layer.apply(initialize)
