@@ -70,6 +70,7 @@ class ReceivedParcels : public Incoming {
         const auto wants_gradient = layout.get<bool>();
         const auto number = layout.get<std::uint64_t>();
         const AliasGroup group{number, layout.get<int>()};
+        sent_versions_.push_back(layout.get<std::uint32_t>());
         auto tensor = layout.get<bool>() ? make_tensor(layout) : at::Tensor();
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient, group);
@@ -88,6 +89,10 @@ class ReceivedParcels : public Incoming {
 
   std::vector<Parcel> take(const StructureCodec& codec) {
     landing_.scatter();
+    auto version = sent_versions_.begin();
+    for (const auto& parcel : parcels_) {
+      for (const auto& tensor : parcel.tensors) set_version(tensor, *version++);
+    }
     for (std::size_t p = 0; p < parcels_.size(); ++p) {
       parcels_[p].renew_versions();
       if (parcels_[p].form.kind != Value::Form::kObject) continue;
@@ -100,7 +105,8 @@ class ReceivedParcels : public Incoming {
  private:
   std::vector<Parcel> parcels_;
   std::vector<std::string> structures_;  // of the parcels that are objects
-  Landing landing_;                      // of the tensors on the CPU
+  std::vector<std::uint32_t> sent_versions_;  // per tensor
+  Landing landing_;                           // of the tensors on the CPU
 };
 
 // Returns the same memory. When it is freed, on any thread, the counter learns of it.
@@ -157,7 +163,7 @@ Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const Structur
       if (number != AliasGroup::kNone && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
-      layout.add(parcel.wants_gradient[i], number, shared_until);
+      layout.add(parcel.wants_gradient[i], number, shared_until, version_of(parcel.tensors[i]));
       add_layout(tensor, layout);
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {

@@ -13,8 +13,8 @@ namespace gpipe {
 /// Thread safety: the workers of this rank call receive().
 class BorrowedValues {
  public:
-  /// Gives `copy`, in the first call of a mini-batch, the value and requires_grad of the owner's parameter, which has
-  /// come as `lent`, and a new version if it changes. On the copy's device, the copy takes the place of the tensor in
+  /// Gives `copy`, in the first call of a mini-batch, the value, the version and requires_grad of the owner's parameter,
+  /// which has come as `lent`. On the copy's device, the copy takes the place of the tensor in
   /// `lent`. Errors: std::runtime_error if their types or shapes differ.
   void receive(Parcel& lent, at::Tensor copy);
 

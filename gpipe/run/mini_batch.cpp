@@ -173,6 +173,7 @@ void MiniBatch::run_actions(Part part) {
 void MiniBatch::await_workers(std::size_t recorded) {
   for (const auto& devices : {pipeline_->devices(), outputs_.other_devices()}) {
     for (const auto device : devices) {
+      if (device.is_cpu()) continue;  // its workers rest
       for (const auto& worker : run_->workers) wait(worker.end, device);
     }
   }
