@@ -38,13 +38,14 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
   lent.renew_versions();
 }
 
-Edges::Edges(Pipeline& pipeline, const Program& program, std::shared_ptr<ByteCounter> counter, CallerInputs& inputs)
+Edges::Edges(Pipeline& pipeline, const Program& program, Part part, std::shared_ptr<ByteCounter> counter,
+             CallerInputs& inputs)
     : pipeline_(pipeline),
       program_(program),
       inputs_(inputs),
       local_(program),
       remote_(
-          pipeline.team(), program, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
+          pipeline.team(), program, part, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
           std::move(counter)) {}
 
 bool Edges::is_remote(int edge) const {

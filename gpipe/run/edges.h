@@ -34,7 +34,8 @@ class Edges {
  public:
   /// `counter`, which may be null, learns when memory sent to another rank is freed. `inputs`: what the caller sends to
   /// the first stage. All must outlive this.
-  Edges(Pipeline& pipeline, const Program& program, std::shared_ptr<ByteCounter> counter, CallerInputs& inputs);
+  Edges(Pipeline& pipeline, const Program& program, Part part, std::shared_ptr<ByteCounter> counter,
+        CallerInputs& inputs);
 
   /// Returns what an action takes, in the order of Wiring::takes(); first the input for an F of the first stage. A
   /// parcel of gradients has only its tensors. Waits for other ranks. Errors: ConnectionError; std::runtime_error if a

@@ -108,6 +108,11 @@ void StreamOrder::wait(int stream, const Event& event) {
   join(streams_[stream], event.clock);
 }
 
+void StreamOrder::comes_after(int stream, const Event& event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  join(streams_[stream], event.clock);
+}
+
 void StreamOrder::synchronize(int stream) {
   {
     std::lock_guard<std::mutex> lock(mutex_);

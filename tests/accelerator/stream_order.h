@@ -76,6 +76,8 @@ class StreamOrder {
 
   void record(Event& event, int stream);
   void wait(int stream, const Event& event);
+  /// Notes that a stream's later work comes after an event, for which it need not wait.
+  void comes_after(int stream, const Event& event);
   /// Makes this thread wait.
   void synchronize(int stream);
   void synchronize(const Event& event);
