@@ -68,8 +68,8 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
       });
 }
 
-DeviceLink::DeviceLink(DeviceGroup group, c10::Device device)
-    : group_(std::move(group)), device_(device), stream_(new_stream(device)) {
+DeviceLink::DeviceLink(DeviceGroup group, c10::Device device, const std::optional<c10::Stream>& stream)
+    : group_(std::move(group)), device_(device), stream_(stream) {
   or_connection_error([&] { group_->eagerConnectSingleDevice(device); });
   transfer(std::vector{at::zeros({1}, at::TensorOptions(at::kByte).device(device))});  // makes the connection
 }

@@ -46,14 +46,15 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
 c10::intrusive_ptr<c10d::Backend> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                   const std::string& host, std::chrono::milliseconds limit);
 
-/// A worker's end of a wire to a worker of another rank, with its copy stream: carries tensors from device to device,
-/// in order. Used by the worker, while its compute stream is current.
+/// A worker's end of a wire to a worker of another rank: carries tensors from device to device, in order. Used by the
+/// worker, while its compute stream is current.
 class DeviceLink {
  public:
   static constexpr int kSender = 0;
   static constexpr int kReceiver = 1;
-  /// Waits for the other end. `group`: of the sender and the receiver. Errors: ConnectionError.
-  DeviceLink(DeviceGroup group, c10::Device device);
+  /// Waits for the other end. `group`: of the sender and the receiver. `stream`: the one on which all transfers of the
+  /// worker run, in turn. Errors: ConnectionError.
+  DeviceLink(DeviceGroup group, c10::Device device, const std::optional<c10::Stream>& stream);
 
   /// Sends tensors after the worker's present work, before their header is sent. Errors: ConnectionError.
   void send(std::span<const at::Tensor> tensors);

@@ -87,12 +87,12 @@ void Team::leave() noexcept try {
 } catch (const std::exception&) {  // a rank has failed
 }
 
-DeviceLink Team::connect_devices(int from, int to, c10::Device device) {
+DeviceLink Team::connect_devices(int from, int to, c10::Device device, const std::optional<c10::Stream>& stream) {
   const auto name = absl::StrCat("pipeline ", pipeline_, ", from worker ", from, " of rank ", of_workers_[from],
                                  " to worker ", to, " of rank ", of_workers_[to]);
   try {
     return {job_->devices()->join(name, is_here(from) ? DeviceLink::kSender : DeviceLink::kReceiver, /*size=*/2),
-            device};
+            device, stream};
   } catch (const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
     throw;

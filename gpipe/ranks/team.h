@@ -82,7 +82,8 @@ class Team {
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
   /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
-  DeviceLink connect_devices(int from, int to, c10::Device device);
+  /// `stream`: see DeviceLink.
+  DeviceLink connect_devices(int from, int to, c10::Device device, const std::optional<c10::Stream>& stream);
 
   /// The group that sums over the ranks with the same stages on a device, or on the CPU if there is none for it. The
   /// first call for a device makes its group, in the same order on all of them.

@@ -70,6 +70,7 @@ class ReceivedParcels : public Incoming {
         const auto wants_gradient = layout.get<bool>();
         const auto number = layout.get<std::uint64_t>();
         const AliasGroup group{number, layout.get<int>()};
+        sent_versions_.push_back(layout.get<std::uint32_t>());
         auto tensor = layout.get<bool>() ? make_tensor(layout) : at::Tensor();
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient, group);
@@ -88,6 +89,10 @@ class ReceivedParcels : public Incoming {
 
   std::vector<Parcel> take(const StructureCodec& codec) {
     landing_.scatter();
+    auto version = sent_versions_.begin();
+    for (const auto& parcel : parcels_) {
+      for (const auto& tensor : parcel.tensors) set_version(tensor, *version++);
+    }
     for (std::size_t p = 0; p < parcels_.size(); ++p) {
       parcels_[p].renew_versions();
       if (parcels_[p].form.kind != Value::Form::kObject) continue;
@@ -99,8 +104,9 @@ class ReceivedParcels : public Incoming {
 
  private:
   std::vector<Parcel> parcels_;
-  std::vector<std::string> structures_;  // of the parcels that are objects
-  Landing landing_;                      // of the tensors on the CPU
+  std::vector<std::string> structures_;       // of the parcels that are objects
+  std::vector<std::uint32_t> sent_versions_;  // per tensor
+  Landing landing_;                           // of the tensors on the CPU
 };
 
 // Returns the same memory. When it is freed, on any thread, the counter learns of it.
@@ -157,7 +163,7 @@ Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const Structur
       if (number != AliasGroup::kNone && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
-      layout.add(parcel.wants_gradient[i], number, shared_until);
+      layout.add(parcel.wants_gradient[i], number, shared_until, version_of(parcel.tensors[i]));
       add_layout(tensor, layout);
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
@@ -184,6 +190,60 @@ std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec) {
   return parcels->take(codec);
 }
 
+std::vector<Message> messages_of(const Program& program, Part part) {
+  const auto& layout = program.layout();
+  const auto cells = static_cast<std::size_t>(layout.stages) * layout.micro_batches;
+  const auto index = [&](bool forward, int stage, int micro_batch) {
+    return (forward ? 0 : cells) + static_cast<std::size_t>(stage) * layout.micro_batches + micro_batch;
+  };
+  std::vector<int> ends(2 * cells);  // of each F, and of each B or I; 0: not known yet
+  std::vector<int> clocks(program.workers());
+  std::vector<std::size_t> done(program.workers());
+  std::vector<std::pair<int, Message>> messages;
+  for (bool moves = true; std::exchange(moves, false);) {
+    for (int w = 0; w < program.workers(); ++w) {
+      for (const auto& action : program.actions(w, part).subspan(done[w])) {
+        const bool forward = action.kind == Kind::F;
+        int begin = clocks[w];
+        bool is_ready = true;
+        for (const int edge : program.wiring().takes(action)) {
+          const auto& [from, to, name] = program.edges()[edge];
+          const int end = ends[index(forward, forward ? from : to, action.micro_batch)];
+          begin = std::max(begin, end);
+          is_ready = is_ready && end > 0;
+        }
+        if (!is_ready) break;
+        moves = true;
+        ++done[w];
+        clocks[w] = begin + 1;
+        if (action.kind == Kind::R || action.kind == Kind::W) continue;
+        ends[index(forward, action.stage, action.micro_batch)] = clocks[w];
+        for (const int edge : program.wiring().puts(action)) {
+          const auto& [from, to, name] = program.edges()[edge];
+          const int receiver = layout.placement[forward ? to : from];
+          if (receiver == w || edge != edges_of_message(program, action, receiver).back()) continue;
+          messages.push_back({clocks[w], {action, w, receiver}});
+        }
+      }
+    }
+  }
+  std::ranges::stable_sort(messages, {}, [](const auto& timed) { return std::pair(timed.first, timed.second.from); });
+  std::vector<Message> in_order;
+  for (auto& [end, message] : messages) in_order.push_back(message);
+  return in_order;
+}
+
+RemoteTransport::RemoteTransport(Team& team, const Program& program, Part part, FindLink link,
+                                 std::shared_ptr<ByteCounter> counter)
+    : team_(team), program_(program), link_(std::move(link)), counter_(std::move(counter)), slots_(program) {
+  left_.resize(program.workers());
+  if (!team.has_device_wires()) return;
+  for (const auto& message : messages_of(program, part)) {
+    if (team.of_workers()[message.from] == team.of_workers()[message.to]) continue;
+    for (const int worker : {message.from, message.to}) left_[worker].push_back(message);
+  }
+}
+
 void RemoteTransport::put(int edge, const Action& action, Item item) {
   const auto& placement = program_.layout().placement;
   const auto& ends = program_.edges()[edge];
@@ -197,10 +257,16 @@ void RemoteTransport::put(int edge, const Action& action, Item item) {
   for (const int of_message : edges) parcels.push_back(slots_.take(of_message, action).parcel);
   std::vector<at::Tensor> on_device;
   auto message = to_message(parcels, team_.rank(), team_.codec(), &on_device);
-  if (auto* link = link_(placement[action.stage], to)) link->send(on_device);
+  const int from = placement[action.stage];
+  if (auto* link = link_(from, to)) {
+    auto& left = left_[from];
+    while (left.front().from != from) receive(left.front().from, from);
+    left.pop_front();
+    link->send(on_device);
+  }
   if (counter_) message.owner = counted(std::move(message.owner), counter_);
   parcels.clear();
-  team_.send(placement[action.stage], to, action, std::move(message));
+  team_.send(from, to, action, std::move(message));
 }
 
 Transport::Item RemoteTransport::take(int edge, const Action& action) {
@@ -208,15 +274,20 @@ Transport::Item RemoteTransport::take(int edge, const Action& action) {
   const auto& ends = program_.edges()[edge];
   const int from = placement[action.kind == Kind::F ? ends.from : ends.to];
   const int to = placement[action.stage];
-  while (!slots_.has(edge, action)) {
-    auto [sender, message] = team_.receive_next(from, to);
-    const auto edges = edges_of_message(program_, sender, to);
-    auto parcels = to_parcels(std::move(message), team_.codec());
-    StreamEvents ready;
-    if (auto* link = link_(from, to)) ready = link->receive(parcels);
-    for (std::size_t k = 0; k < parcels.size(); ++k) slots_.put(edges[k], sender, {std::move(parcels[k]), ready});
-  }
+  while (!slots_.has(edge, action)) receive(left_[to].empty() ? from : left_[to].front().from, to);
   return slots_.take(edge, action);
+}
+
+void RemoteTransport::receive(int from, int to) {
+  auto [sender, message] = team_.receive_next(from, to);
+  const auto edges = edges_of_message(program_, sender, to);
+  auto parcels = to_parcels(std::move(message), team_.codec());
+  StreamEvents ready;
+  if (auto* link = link_(from, to)) {
+    left_[to].pop_front();
+    ready = link->receive(parcels);
+  }
+  for (std::size_t k = 0; k < parcels.size(); ++k) slots_.put(edges[k], sender, {std::move(parcels[k]), ready});
 }
 
 }  // namespace gpipe

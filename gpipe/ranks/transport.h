@@ -78,25 +78,40 @@ class Slots : public Transport {
   std::vector<std::optional<Item>> items_;
 };
 
-/// Takes parcels to and from other ranks. What an action puts for one worker travels in one message.
+/// What an action puts for one other worker. It travels as one message.
+struct Message {
+  Action action;
+  int from = 0;
+  int to = 0;
+};
+
+/// Returns the messages of a part of a program by the ends of their actions, if all actions take as long. Workers that
+/// each send and receive in this order never wait for one another for ever: the first message that has not passed waits
+/// only for actions that come before it.
+std::vector<Message> messages_of(const Program& program, Part part);
+
+/// Takes parcels to and from other ranks. Between devices, each worker sends and receives in the order of
+/// messages_of(): a device that can run few transfers at once could otherwise wait for ever.
 class RemoteTransport : public Transport {
  public:
   /// Returns this rank's end of the wire between the devices of two workers; null if there is none.
   using FindLink = std::function<DeviceLink*(int from, int to)>;
   /// `counter`, which may be null, learns when memory sent to another rank is freed. The others must outlive this.
-  RemoteTransport(Team& team, const Program& program, FindLink link, std::shared_ptr<ByteCounter> counter)
-      : team_(team), program_(program), link_(std::move(link)), counter_(std::move(counter)), slots_(program) {}
+  RemoteTransport(Team& team, const Program& program, Part part, FindLink link, std::shared_ptr<ByteCounter> counter);
 
   /// REQUIRES: the item can be used on the current stream. Sends the last one of a message.
   void put(int edge, const Action& action, Item item) override;
   Item take(int edge, const Action& action) override;
 
  private:
+  void receive(int from, int to);
+
   Team& team_;
   const Program& program_;
   const FindLink link_;
   const std::shared_ptr<ByteCounter> counter_;
   Slots slots_;
+  std::vector<std::deque<Message>> left_;  // per worker of this rank, with wires between devices: in order
 };
 
 }  // namespace gpipe

@@ -1,22 +1,10 @@
 #include "gpipe/run/edges.h"
 
-#include <ATen/ops/equal.h>
-#include <ATen/ops/view_as_real.h>
-
-#include <bit>
-
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
 namespace {
-
-// The elements as integers of their size, which are equal if all bits are.
-at::Tensor as_bits(const at::Tensor& tensor) {
-  constexpr at::ScalarType kIntegers[] = {at::kByte, at::kShort, at::kInt, at::kLong};  // of 1, 2, 4 and 8 bytes
-  const auto numbers = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
-  return numbers.view(kIntegers[std::countr_zero(static_cast<unsigned>(numbers.element_size()))]);
-}
 
 void check_kind(const at::Tensor& value, const at::Tensor& copy) {
   if (value.scalar_type() == copy.scalar_type() && value.sizes() == copy.sizes()) return;
@@ -25,12 +13,10 @@ void check_kind(const at::Tensor& value, const at::Tensor& copy) {
               " on this rank; convert the model on all ranks");
 }
 
+// A graph that has saved the copy notices a change of the owner's parameter, as it would in one process.
 void set_value(const at::Tensor& copy, const at::Tensor& value) {
-  auto present = copy.variable_data();
-  const auto next = value.to(copy.device());
-  if (at::equal(as_bits(present), as_bits(next))) return;
-  present.copy_(next);
-  if (!copy.is_inference()) torch::autograd::impl::bump_version(copy);
+  copy.variable_data().copy_(value);
+  set_version(copy, version_of(value));
 }
 
 }  // namespace
@@ -52,13 +38,14 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
   lent.renew_versions();
 }
 
-Edges::Edges(Pipeline& pipeline, const Program& program, std::shared_ptr<ByteCounter> counter, CallerInputs& inputs)
+Edges::Edges(Pipeline& pipeline, const Program& program, Part part, std::shared_ptr<ByteCounter> counter,
+             CallerInputs& inputs)
     : pipeline_(pipeline),
       program_(program),
       inputs_(inputs),
       local_(program),
       remote_(
-          pipeline.team(), program, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
+          pipeline.team(), program, part, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
           std::move(counter)) {}
 
 bool Edges::is_remote(int edge) const {
@@ -96,8 +83,12 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
     if (pipeline_.worker_of(edge.from) != pipeline_.worker_of(edge.to)) {
       ready = record_events(parcel.tensors, forward ? ends.from : ends.to);
     }
+    const auto& receiver = forward ? ends.to : ends.from;
+    const auto& link = forward ? ends.link : ends.back_link;
     if (is_remote(edges[k])) {
-      copy_to_device(parcel.tensors, ready, forward ? ends.to : ends.from, forward ? ends.link : ends.back_link);
+      copy_to_device(parcel.tensors, ready, receiver, link);
+    } else if (receiver.is_cpu() && !ready.empty()) {
+      ready = start_copies(parcel.tensors, ready, receiver, link);  // while the receiver computes
     }
     transport(edges[k]).put(edges[k], action, {std::move(parcel), std::move(ready)});
   }

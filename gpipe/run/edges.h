@@ -13,8 +13,8 @@ namespace gpipe {
 /// Thread safety: the workers of this rank call receive().
 class BorrowedValues {
  public:
-  /// Gives `copy`, in the first call of a mini-batch, the value and requires_grad of the owner's parameter, which has
-  /// come as `lent`, and a new version if it changes. On the copy's device, the copy takes the place of the tensor in
+  /// Gives `copy`, in the first call of a mini-batch, the value, the version and requires_grad of the owner's parameter,
+  /// which has come as `lent`. On the copy's device, the copy takes the place of the tensor in
   /// `lent`. Errors: std::runtime_error if their types or shapes differ.
   void receive(Parcel& lent, at::Tensor copy);
 
@@ -34,7 +34,8 @@ class Edges {
  public:
   /// `counter`, which may be null, learns when memory sent to another rank is freed. `inputs`: what the caller sends to
   /// the first stage. All must outlive this.
-  Edges(Pipeline& pipeline, const Program& program, std::shared_ptr<ByteCounter> counter, CallerInputs& inputs);
+  Edges(Pipeline& pipeline, const Program& program, Part part, std::shared_ptr<ByteCounter> counter,
+        CallerInputs& inputs);
 
   /// Returns what an action takes, in the order of Wiring::takes(); first the input for an F of the first stage. A
   /// parcel of gradients has only its tensors. Waits for other ranks. Errors: ConnectionError; std::runtime_error if a

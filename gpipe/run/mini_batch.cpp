@@ -135,7 +135,8 @@ Results MiniBatch::run_part(Part part) {
   return results;
 }
 
-MiniBatch::Run::Run(MiniBatch& of) : edges(*of.pipeline_, *of.program_, of.recording_.counter, of.inputs_) {
+MiniBatch::Run::Run(MiniBatch& of, Part part)
+    : edges(*of.pipeline_, *of.program_, part, of.recording_.counter, of.inputs_) {
   for (int w = 0; w < of.pipeline_->workers(); ++w) {
     workers.push_back({.begin = record_event(of.pipeline_->device_of_worker(w))});
   }
@@ -144,7 +145,7 @@ MiniBatch::Run::Run(MiniBatch& of) : edges(*of.pipeline_, *of.program_, of.recor
 // Returns when all workers rest. The caller's streams then wait for their work on any device. Errors: the first one;
 // Pipeline::error() says where it came from.
 void MiniBatch::run_actions(Part part) {
-  run_.emplace(*this);
+  run_.emplace(*this, part);
   const absl::Cleanup end = [&] { run_.reset(); };
   pipeline_->calls().set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   auto* timeline = recording_.timeline.get();
@@ -165,6 +166,7 @@ void MiniBatch::run_actions(Part part) {
 void MiniBatch::await_workers(std::size_t recorded) {
   for (const auto& devices : {pipeline_->devices(), outputs_.other_devices()}) {
     for (const auto device : devices) {
+      if (device.is_cpu()) continue;  // its workers rest
       for (const auto& worker : run_->workers) wait(worker.end, device);
     }
   }

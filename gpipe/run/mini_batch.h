@@ -42,7 +42,7 @@ class MiniBatch : private ActionRunner {
  private:
   /// Of one run of a part of the program.
   struct Run {
-    explicit Run(MiniBatch& mini_batch);
+    Run(MiniBatch& mini_batch, Part part);
 
     const at::ThreadLocalState state;  // the caller's
     struct Worker {

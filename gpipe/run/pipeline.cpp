@@ -173,9 +173,12 @@ void Pipeline::connect_devices() {
     const int receiver = worker_of(edge.to);
     wires.insert({{sender, receiver}, {receiver, sender}});
   }
+  std::map<int, std::optional<c10::Stream>> streams;  // by worker of this rank
   for (const auto& [from, to] : wires) {
-    const auto device = devices_[team_->is_here(from) ? from : to];
-    device_links_.try_emplace({from, to}, team_->connect_devices(from, to, device));
+    const int here = team_->is_here(from) ? from : to;
+    const auto [stream, is_new] = streams.try_emplace(here);
+    if (is_new) stream->second = new_stream(devices_[here]);
+    device_links_.try_emplace({from, to}, team_->connect_devices(from, to, devices_[here], stream->second));
   }
 }
 

@@ -36,9 +36,7 @@ Parcel CallerInputs::receive(int micro_batch) {
 }
 
 void CallerInputs::await_copies() const {
-  for (const auto& copied : copied_) {
-    if (copied) copied->synchronize();
-  }
+  for (const auto& copied : copied_) wait(copied, c10::kCPU);
 }
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size,

@@ -27,7 +27,7 @@ class CallerInputs {
   // Per tensor of a parcel.
   std::vector<StreamEvents> ready_;
   std::vector<Link> links_;
-  std::vector<StreamEvent> copied_;  // behind its last copy from pinned memory
+  std::vector<StreamEvents> copied_;  // behind its last copy from pinned memory
 };
 
 /// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional

@@ -30,6 +30,18 @@ class VersionWatch {
   std::uint32_t noted_ = 0;
 };
 
+/// The version of a tensor; 0 for one that has none.
+inline std::uint32_t version_of(const at::Tensor& tensor) {
+  const bool has_version = tensor.defined() && !tensor.is_inference();
+  return has_version ? tensor.unsafeGetTensorImpl()->version_counter().current_version() : 0;
+}
+/// Sets the version of a tensor that has one.
+inline void set_version(const at::Tensor& tensor, std::uint32_t version) {
+  if (!tensor.defined() || tensor.is_inference()) return;
+  auto counter = tensor.unsafeGetTensorImpl()->version_counter();
+  counter.set_version(version);
+}
+
 /// A weak reference to a tensor, which prevents another tensor from getting the same address.
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "gpipe/base/hash.h"
+#include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/torch_internals.h"
 
 namespace gpipe {
@@ -45,7 +46,8 @@ StreamEvent record_event(c10::Device device) {
 StreamEvent record_timed_event(c10::Device device) { return record(c10::EventFlag::BACKEND_DEFAULT, device); }
 
 void wait(const StreamEvent& event, c10::Device device) {
-  if (event && !device.is_cpu()) event->block(guard_of(device).getStream(device));
+  if (!event) return;
+  device.is_cpu() ? event->synchronize() : event->block(guard_of(device).getStream(device));
 }
 
 StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device) {
@@ -123,7 +125,8 @@ at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking) 
   if (!plain || (lead == 0 && tensor.is_non_overlapping_and_dense())) {
     return tensor.to(to, tensor.scalar_type(), non_blocking, /*copy=*/true);
   }
-  auto copy = empty_at(tensor.sizes(), tensor.strides(), tensor.options().device(to), lead);
+  const bool is_pinned = to.is_cpu() && non_blocking;
+  auto copy = empty_at(tensor.sizes(), tensor.strides(), tensor.options().device(to).pinned_memory(is_pinned), lead);
   without_repeats(copy).copy_(without_repeats(tensor), non_blocking);
   return copy;
 }
@@ -201,27 +204,37 @@ void overwrite(const std::vector<TensorCopy>& copies) {
   together.run();
 }
 
-StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
+StreamEvents start_copies(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
+  // PyTorch orders a copy after the current streams of both devices: make those the copy streams, not to wait.
+  const c10::OptionalStreamGuard target(link.target);
+  const c10::OptionalStreamGuard source(link.source);
+  std::vector<c10::Device> sources;
+  for (auto& tensor : tensors) {
+    if (!tensor.defined() || tensor.device() == to) continue;
+    const auto from = tensor.device();
+    if (std::ranges::find(sources, from) == sources.end()) {
+      sources.push_back(from);
+      if (!from.is_cpu()) wait(ready, from);
+    }
+    use_on_current_stream(tensor);
+    const bool is_plain = has_plain_memory(tensor);
+    const auto version = version_of(tensor);
+    if (is_plain && from.is_cpu()) tensor = tensor.pin_memory();
+    tensor = copy_of(tensor, to, /*non_blocking=*/is_plain || (!from.is_cpu() && !to.is_cpu()));
+    set_version(tensor, version);
+  }
+  StreamEvents copied;
+  if (!to.is_cpu() && !sources.empty()) sources = {to};
+  for (const auto device : sources) copied.push_back(record_event(device));
+  return copied;
+}
+
+StreamEvents copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to,
+                            const Link& link) {
   const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
   if (std::ranges::any_of(tensors, stays)) wait(ready, to);
-  StreamEvent copied;
-  {
-    // PyTorch orders a copy after the current streams of both devices: make those the copy streams, not to wait.
-    const c10::OptionalStreamGuard target(link.target);
-    const c10::OptionalStreamGuard source(link.source);
-    auto source_device = to;
-    for (auto& tensor : tensors) {
-      if (!tensor.defined() || tensor.device() == to) continue;
-      if (tensor.device() != source_device) {
-        source_device = tensor.device();
-        wait(ready, source_device);
-      }
-      use_on_current_stream(tensor);
-      tensor = copy_of(tensor, to, /*non_blocking=*/!to.is_cpu() && (!tensor.is_cpu() || tensor.is_pinned()));
-    }
-    if (source_device != to) copied = record_event(to);
-  }
+  auto copied = start_copies(tensors, ready, to, link);
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
   return copied;

@@ -13,8 +13,8 @@
 
 namespace gpipe {
 
-// Streams, events and copies for any accelerator, through c10's device-generic interface. On the CPU these functions do
-// nothing. Only copies to the host, and from memory of the host that is not pinned, block the host.
+// Streams, events and copies for any accelerator, through c10's device-generic interface. The CPU has no streams: its
+// work runs on the calling thread.
 
 /// An event on a device's stream; null on the CPU.
 using StreamEvent = std::shared_ptr<c10::Event>;
@@ -25,7 +25,7 @@ StreamEvent record_event(c10::Device device);
 /// The same, with an event that has a time. REQUIRES: not the CPU.
 StreamEvent record_timed_event(c10::Device device);
 
-/// Makes the device's current stream wait for an event of any device.
+/// Makes the device's current stream wait for an event of any device; on the CPU, this thread.
 void wait(const StreamEvent& event, c10::Device device);
 
 /// Events on several devices; empty if all are CPUs.
@@ -34,7 +34,7 @@ using StreamEvents = std::vector<StreamEvent>;
 /// Records an event on each accelerator that holds one of the tensors, and on `device`.
 StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device);
 
-/// Makes the device's current stream wait for all of them.
+/// Makes the device's current stream, or this thread, wait for all of them.
 void wait(const StreamEvents& events, c10::Device device);
 
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
@@ -82,10 +82,14 @@ std::vector<TensorCopy> copies_of(const std::vector<at::Tensor>& tensors);
 /// Puts the values back, as overwrite() does.
 void overwrite(const std::vector<TensorCopy>& copies);
 
-/// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
-/// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Leaves
-/// undefined tensors and those on the device. Returns an event behind the copies, or null if there are none.
-StreamEvent copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
+/// Replaces each tensor by a copy on the device `to`. The copies start after `ready` and run on the link's streams, so
+/// that they overlap with computation; the host waits for none, because its memory is pinned. Autograd does not record
+/// them; they have the versions of the originals. Leaves undefined tensors and those on the device. Returns events
+/// behind the copies.
+StreamEvents start_copies(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
+
+/// The same, for use on the device's current stream, or on the CPU by this thread.
+StreamEvents copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
 
 /// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values
 /// almost always have another hash. Returns 0 if a tensor's values are not in plain memory of the host.

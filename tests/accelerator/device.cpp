@@ -52,6 +52,29 @@ class Allocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
+std::mutex pinned_mutex;
+std::map<const void*, std::size_t> pinned_blocks;  // bytes by address
+
+void unpin(void* memory) {
+  {
+    std::lock_guard lock(pinned_mutex);
+    pinned_blocks.erase(memory);
+  }
+  c10::GetCPUAllocator()->raw_deallocate(memory);
+}
+
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* memory = c10::GetCPUAllocator()->raw_allocate(std::max<std::size_t>(bytes, 1));
+    std::lock_guard lock(pinned_mutex);
+    pinned_blocks[memory] = bytes;
+    return {memory, memory, &unpin, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
 struct TimedEvent {
   Event event;
   std::chrono::steady_clock::time_point recorded;
@@ -171,8 +194,11 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return at::make_generator<GeneratorImpl>(checked(index));
   }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  bool isPinnedPtr(const void*) const override { return pinned(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    static auto* allocator = new PinnedAllocator;
+    return allocator;
+  }
+  bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -181,6 +207,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   c10::register_privateuse1_backend("checked");
   c10::SetAllocator(kType, &allocator());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::globalContext().lazyInitDevice(kType);
   return true;
 }();
 
@@ -249,9 +276,12 @@ void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& acce
   if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
 }
 
-std::atomic<bool>& pinned() {
-  static std::atomic<bool> is{false};
-  return is;
+bool is_pinned(const void* memory) {
+  std::lock_guard lock(pinned_mutex);
+  const auto after = pinned_blocks.upper_bound(memory);
+  if (after == pinned_blocks.begin()) return false;
+  const auto& [begin, bytes] = *std::prev(after);
+  return static_cast<const char*>(memory) < static_cast<const char*>(begin) + bytes;
 }
 
 std::atomic<bool>& held() {
@@ -291,3 +321,10 @@ extern "C" const char* take_violations() {
 
 /// Makes this thread wait for all work of a device.
 extern "C" void synchronize_device(int device) { gpipe::accelerator::stream_order().synchronize_device(device); }
+
+/// Returns how often the host has waited for all work of a device since the last call.
+extern "C" int take_host_waits() {
+  int waits = 0;
+  for (const auto& [action, counts] : gpipe::accelerator::stream_order().take_counts()) waits += counts.host_waits;
+  return waits;
+}

@@ -12,7 +12,7 @@
 
 #include "tests/accelerator/stream_order.h"
 
-// A device for tests: four accelerators whose memory is the host's and whose operators run on the CPU, at once.
+// A device for tests: eight accelerators whose memory is the host's and whose operators run on the CPU, at once.
 // Streams, events, memory and copies report to stream_order(), which checks that work is ordered.
 //
 // The device is PyTorch's PrivateUse1 back-end, under the name "checked". Loading this library registers it.
@@ -22,12 +22,12 @@
 namespace gpipe::accelerator {
 
 inline constexpr auto kType = c10::DeviceType::PrivateUse1;
-inline constexpr int kDevices = 4;
+inline constexpr int kDevices = 8;
 
 inline c10::Device device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
-/// While it is true, the host's memory is pinned.
-std::atomic<bool>& pinned();
+/// Whether memory of the host is pinned, as that of Tensor::pin_memory().
+bool is_pinned(const void* memory);
 
 /// While it is true, no event is over.
 std::atomic<bool>& held();

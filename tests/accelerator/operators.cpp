@@ -194,13 +194,12 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
 }
 
 // As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy
-// to or from itself, unless that reads pinned memory.
+// to or from itself, unless its memory is pinned. Then a copy to the host has any values until the host waits.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
-  {
-    const KernelsOnly kernels;
-    const auto target = on_device(to) ? alias_on_host(to) : to;
-    target.copy_(on_device(from) ? alias_on_host(from) : from);
-  }
+  const KernelsOnly kernels;
+  const auto values = on_device(from) ? alias_on_host(from) : from;
+  const bool uses_host = !on_device(from) || !on_device(to);
+  const bool blocks = uses_host && !(non_blocking && is_pinned((on_device(from) ? to : from).const_data_ptr()));
   auto& order = stream_order();
   const int source = current_stream(on_device(from) ? from.device() : to.device());
   const int target = current_stream(on_device(to) ? to.device() : from.device());
@@ -218,12 +217,16 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   order.launch(source, "copy", accesses, work);
   if (source != target) order.order(source, target);
   if (from.device() != to.device()) order.count(&Counts::copies);
-  if (on_device(from) && on_device(to)) return to;
-  if (non_blocking && pinned() && on_device(to)) return to;
-  if (non_blocking) {
-    order.report("a copy between the host and a device does not block, so the host may use the memory too early");
+  if (on_device(to) || blocks) {
+    (on_device(to) ? alias_on_host(to) : to).copy_(values);
+    if (blocks) order.synchronize(source);
+    return to;
   }
-  order.synchronize(source);
+  if (to.is_contiguous()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
+  order.when_over(source, [to, values = values.clone()] {
+    const KernelsOnly kernels;
+    to.copy_(values);
+  });
   return to;
 }
 

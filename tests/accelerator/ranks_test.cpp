@@ -2,9 +2,11 @@
 // through the host, or go by wires between the devices.
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/schedules.h"
 #include "tests/accelerator/device.h"
 #include "tests/accelerator/ranks_training.h"
 #include "tests/gpipe/instruments.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
@@ -101,6 +103,52 @@ TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
     pipe->forward(torch::ones({4, 4}));
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
+}
+
+// A device runs one transfer at a time, and the hosts' launches take any time.
+TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
+  const auto names = accelerator::name_actions();
+  int programs = 0;
+  for (const auto& rule : schedule_rules()) {
+    for (const auto& [size, per_worker] : {std::pair(2, 1), std::pair(2, 2), std::pair(3, 2), std::pair(4, 1)}) {
+      const int stages = size * per_worker;
+      Layout layout{stages, 2 * size, {}};
+      try {
+        layout.placement = rule.place(stages, per_worker);
+      } catch (const std::invalid_argument&) {
+        continue;
+      }
+      if (layout.workers() != size || !rule.misfit(layout).empty()) continue;
+      if (!too_few_stages(rule.name, size, stages).empty()) continue;
+      const auto step = [&, per_worker = per_worker](const std::shared_ptr<Ranks>& ranks) {
+        Sequential model(Stash("skip"), Linear(4, 4));
+        for (int s = 2; s < stages; ++s) model->push_back(Linear(4, 4));
+        model->push_back(Pop("skip"));
+        model->push_back(Linear(4, 4));
+        Balance balance(stages, 1);
+        balance.front() = balance.back() = 2;
+        GPipe pipe(model, balance,
+                   GPipeOptions()
+                       .devices({device(ranks->rank())})
+                       .chunks(layout.micro_batches)
+                       .schedule(std::string(rule.name))
+                       .stages_per_worker(per_worker)
+                       .ranks(ranks));
+        const auto x = torch::ones({layout.micro_batches, 4});
+        pipe->step(x, x, kMse);
+      };
+      CheckedWires wires;
+      stream_order().keep_log();
+      EXPECT_THAT(run_ranks(size, patient_ranks(), &wires, step), Each(IsEmpty())) << rule.name;
+      const auto log = stream_order().take_log();
+      for (std::uint64_t seed = 0; seed < 20; ++seed) {
+        EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed}))
+            << rule.name << ", " << size << " ranks of " << stages;
+      }
+      ++programs;
+    }
+  }
+  EXPECT_GT(programs, 20);
 }
 
 TEST(RanksOnDevicesByWires, AWorkerElsewhereIsRefused) {

@@ -5,6 +5,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks/connections.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"
@@ -19,6 +20,7 @@ namespace {
 struct Sent {
   std::vector<at::Tensor> values;  // on the host
   Event event;
+  std::int64_t number;  // of the transfer
 };
 
 bool alike(const at::Tensor& one, const at::Tensor& other) {
@@ -33,6 +35,7 @@ struct CheckedWires::Network {
   std::map<std::string, std::deque<Sent>> sent;  // by wire
   std::set<std::pair<std::string, int>> ends;    // the ends that are connected
   std::atomic<int> ranks = 0;
+  std::int64_t transfers = 0;
   std::set<int> aborted;
 };
 
@@ -74,19 +77,27 @@ class CheckedWires::Wire : public c10d::Backend {
     TORCH_CHECK(network_->aborted.empty(), "the wires were aborted");
     auto& queue = network_->sent[name_];
     const KernelsOnly kernels;
-    const int stream = current_stream(device_);
+    // As on CUDA: a group has a stream of its own, after and before the work of the current one.
+    const int current = current_stream(device_);
+    const int stream = stream_order().index(device_.index(), std::hash<std::string>()(name_) >> 1);
+    stream_order().order(current, stream);
+    const absl::Cleanup join = [&] { stream_order().order(stream, current); };
+    gpipe::accelerator::Work work;
+    for (const auto& tensor : tensors_) work.bytes += static_cast<double>(tensor.nbytes());
     if (sends) {
       auto& sent = queue.emplace_back();
       for (const auto& tensor : tensors_) sent.values.push_back(alias_on_host(tensor).clone());
-      stream_order().launch(stream, "send", accesses);
+      work.transfer = sent.number = ++network_->transfers;
+      stream_order().launch(stream, "send", accesses, work);
       stream_order().record(sent.event, stream);
       return;
     }
     if (queue.empty()) return stream_order().report("a receive is enqueued before its send, on the wire " + name_);
     const auto sent = std::move(queue.front());
     queue.pop_front();
-    stream_order().wait(stream, sent.event);
-    stream_order().launch(stream, "receive", accesses);
+    work.transfer = sent.number;
+    stream_order().launch(stream, "receive", accesses, work);
+    stream_order().comes_after(stream, sent.event);
     if (!std::ranges::equal(sent.values, tensors_, alike)) {
       return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
     }

@@ -108,32 +108,63 @@ void StreamOrder::wait(int stream, const Event& event) {
   join(streams_[stream], event.clock);
 }
 
+void StreamOrder::comes_after(int stream, const Event& event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  join(streams_[stream], event.clock);
+}
+
 void StreamOrder::synchronize(int stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++counts().host_waits;
-  log_synchronize(stream);
-  join(host(), streams_[stream]);
-}
-
-void StreamOrder::synchronize(const Event& event) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto last = [stream = event.stream](const Clock& clock) {
-    const auto found = clock.find(stream);
-    return found == clock.end() ? 0 : found->second;
-  };
-  if (last(event.clock) == last(streams_[event.stream])) ++counts().host_waits;
-  log({.kind = Request::kSynchronize, .stream = -1, .id = event.id});
-  join(host(), event.clock);
-}
-
-void StreamOrder::synchronize_device(int device) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++counts().host_waits;
-  for (const auto& [key, stream] : indices_) {
-    if (key.first != device) continue;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++counts().host_waits;
     log_synchronize(stream);
     join(host(), streams_[stream]);
   }
+  run_actions();
+}
+
+void StreamOrder::synchronize(const Event& event) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto last = [stream = event.stream](const Clock& clock) {
+      const auto found = clock.find(stream);
+      return found == clock.end() ? 0 : found->second;
+    };
+    if (last(event.clock) == last(streams_[event.stream])) ++counts().host_waits;
+    log({.kind = Request::kSynchronize, .stream = -1, .id = event.id});
+    join(host(), event.clock);
+  }
+  run_actions();
+}
+
+void StreamOrder::synchronize_device(int device) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++counts().host_waits;
+    for (const auto& [key, stream] : indices_) {
+      if (key.first != device) continue;
+      log_synchronize(stream);
+      join(host(), streams_[stream]);
+    }
+  }
+  run_actions();
+}
+
+void StreamOrder::when_over(int stream, std::function<void()> action) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  actions_.push_back({stream, streams_[stream][stream], std::move(action)});
+}
+
+void StreamOrder::run_actions() {
+  std::vector<Action> over;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto rest = std::partition(actions_.begin(), actions_.end(),
+                                     [&](const Action& action) { return host()[action.stream] < action.time; });
+    std::move(rest, actions_.end(), std::back_inserter(over));
+    actions_.erase(rest, actions_.end());
+  }
+  for (const auto& action : over) action.run();
 }
 
 void StreamOrder::log_synchronize(int stream) {

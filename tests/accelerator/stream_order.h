@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -75,10 +76,15 @@ class StreamOrder {
 
   void record(Event& event, int stream);
   void wait(int stream, const Event& event);
+  /// Notes that a stream's later work comes after an event, for which it need not wait.
+  void comes_after(int stream, const Event& event);
   /// Makes this thread wait.
   void synchronize(int stream);
   void synchronize(const Event& event);
   void synchronize_device(int device);
+
+  /// Calls `action` when a thread knows that the present work of a stream is over.
+  void when_over(int stream, std::function<void()> action);
 
   /// Returns a new allocation of a stream.
   Allocation allocated(int stream, std::size_t bytes);
@@ -108,6 +114,8 @@ class StreamOrder {
   /// Logs a request of this thread, if a log is kept.
   void log(Request request);
   void log_synchronize(int stream);
+  /// Runs what waited for the work that this thread knows to be over.
+  void run_actions();
   std::string name(int stream) const;
 
   std::mutex mutex_;
@@ -118,6 +126,12 @@ class StreamOrder {
   std::map<std::string, Counts> counts_;
   std::int64_t ids_ = 0;  // given to events and allocations
   std::optional<Log> log_;
+  struct Action {
+    int stream;
+    std::uint64_t time;  // on the stream's clock
+    std::function<void()> run;
+  };
+  std::vector<Action> actions_;
 };
 
 /// Names what this thread does from now on. Returns the name before.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <limits>
+#include <random>
 #include <set>
 #include <stdexcept>
 
@@ -11,6 +12,7 @@
 namespace gpipe::accelerator {
 namespace {
 
+constexpr double kLeastScaled = 64;  // bytes of a tensor; a loss is a number in any model
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 struct Event {
@@ -25,6 +27,7 @@ struct Item {
   std::int64_t event = 0;  // 0: none
   std::int64_t frees = 0;  // of a record: the allocation that waits for it
   bool is_wait = false;
+  bool has_begun = false;  // of a transfer
 };
 
 struct Stream {
@@ -59,11 +62,13 @@ class Simulation {
     while (step()) {
     }
     for (const auto& thread : threads_) {
-      if (thread.next < thread.requests->size()) throw std::logic_error("a host thread waits for ever");
+      if (thread.next < thread.requests->size()) {
+        throw std::logic_error("a host thread waits for ever" + begun_transfers());
+      }
       result_.host_seconds = std::max(result_.host_seconds, thread.time);
     }
     for (const auto& stream : streams_) {
-      if (!stream.items.empty()) throw std::logic_error("a stream waits for ever");
+      if (!stream.items.empty()) throw std::logic_error("a stream waits for ever" + begun_transfers());
       result_.seconds = std::max(result_.seconds, stream.time);
     }
     for (const auto& [device, allocator] : allocators_)
@@ -80,7 +85,7 @@ class Simulation {
     }
     int stream = -1;
     for (const int s : busy_) {
-      if (const double at = ready(streams_[s]); at < first) first = at, stream = s;
+      if (const double at = ready(s); at < first) first = at, stream = s;
     }
     if (first == kNever) return false;
     stream >= 0 ? advance(stream, first) : advance(*thread, first);
@@ -97,9 +102,15 @@ class Simulation {
     return found == held_.end() ? thread.time : std::max(thread.time, found->second.made);
   }
 
-  double ready(const Stream& stream) {
+  double ready(int index) {
+    const auto& stream = streams_[index];
     const auto& item = stream.items.front();
     const double at = std::max(stream.time, item.enqueued);
+    if (item.has_begun) return transfers_[transfer_of(item)].end;
+    if (transfer_of(item) != 0) {
+      const auto& room = rooms_[log_.devices[index]];
+      return room.taken < machine_.transfers ? std::max(at, room.since) : kNever;
+    }
     return item.is_wait ? std::max(at, events_[item.event].over) : at;
   }
 
@@ -109,7 +120,7 @@ class Simulation {
     thread.time = at;
     switch (request.kind) {
       case Request::kLaunch:
-        thread.time += machine_.launch;
+        thread.time += machine_.seed == 0 ? machine_.launch : random_(generator_);
         enqueue(request.stream, {.request = &request, .enqueued = thread.time});
         break;
       case Request::kRecord:
@@ -139,10 +150,16 @@ class Simulation {
   void advance(int index, double at) {
     auto& stream = streams_[index];
     const auto item = stream.items.front();
+    if (transfer_of(item) != 0 && !item.has_begun) return begin_transfer(index, at);
+    if (item.has_begun) {
+      auto& room = rooms_[log_.devices[index]];
+      --room.taken;
+      room.since = at;
+    }
     stream.items.pop_front();
     if (stream.items.empty()) busy_.erase(index);
     stream.time = at;
-    if (item.is_wait) return;
+    if (item.is_wait || item.has_begun) return;
     if (item.event != 0) {
       events_[item.event].over = at;
     } else if (item.frees != 0) {
@@ -150,6 +167,32 @@ class Simulation {
     } else {
       stream.time = execute(log_.devices[index], *item.request, at);
     }
+  }
+
+  static std::int64_t transfer_of(const Item& item) {
+    const bool is_operator = item.event == 0 && item.frees == 0;
+    return is_operator ? item.request->work.transfer : 0;
+  }
+
+  void begin_transfer(int index, double at) {
+    auto& item = streams_[index].items.front();
+    item.has_begun = true;
+    ++rooms_[log_.devices[index]].taken;
+    auto& transfer = transfers_[transfer_of(item)];
+    if (!std::exchange(transfer.has_one_end, true)) return;
+    transfer.end = at + machine_.link_latency + machine_.scale * item.request->work.bytes / machine_.link_rate;
+  }
+
+  std::string begun_transfers() const {
+    std::string text;
+    for (std::size_t s = 0; s < streams_.size(); ++s) {
+      const auto& items = streams_[s].items;
+      if (items.empty() || !items.front().has_begun) continue;
+      const auto& request = *items.front().request;
+      text += "; device " + std::to_string(log_.devices[s]) + " has begun the " + std::string(request.operation) +
+              " of " + request.action;
+    }
+    return text;
   }
 
   void enqueue(int stream, Item item) {
@@ -180,7 +223,8 @@ class Simulation {
 
   void allocate(const Request& request, double at) {
     const int device = log_.devices[request.stream];
-    const auto bytes = static_cast<std::int64_t>(machine_.scale * request.work.bytes);
+    const double scale = request.work.bytes < kLeastScaled ? 1 : machine_.scale;
+    const auto bytes = static_cast<std::int64_t>(scale * request.work.bytes);
     held_[request.id] = {device, at, bytes};
     allocators_[device].allocate(request.id, request.stream, bytes);
     live_[device] += bytes;
@@ -221,6 +265,18 @@ class Simulation {
   std::map<int, CachingAllocator> allocators_;
   std::map<int, std::int64_t> live_;
   std::map<int, std::int64_t> waiting_;
+  struct Transfer {
+    bool has_one_end = false;  // that has begun
+    double end = kNever;
+  };
+  std::map<std::int64_t, Transfer> transfers_;
+  struct Room {
+    int taken = 0;  // by transfers
+    double since = 0;
+  };
+  std::map<int, Room> rooms_;  // by device
+  std::mt19937_64 generator_{machine_.seed};
+  std::uniform_real_distribution<double> random_{0, 20 * machine_.launch};
   Replay result_;
 };
 

@@ -21,7 +21,9 @@ struct Machine {
   double product_rate = 50e12;  ///< operations of products and convolutions
   double link_rate = 100e9;     ///< bytes between two devices, or between a device and the host
   double link_latency = 5e-6;
-  double scale = 1;  ///< each tensor stands for one of this many times its bytes and operations
+  int transfers = 1;       ///< between ranks, that a device can run at once
+  std::uint64_t seed = 0;  ///< unless 0, launches take random times
+  double scale = 1;        ///< of a tensor's bytes and operations, unless it has only a few numbers
 };
 
 /// What an operator asks of a device. A copy between devices uses an engine of each; the host is device -1.
@@ -30,6 +32,7 @@ struct Work {
   double products = 0;
   int copies_from = -2;
   int copies_to = -2;
+  std::int64_t transfer = 0;  ///< the number that both ends of a transfer between ranks share; 0: none
   bool is_copy() const { return copies_from != copies_to; }
 };
 
@@ -77,7 +80,9 @@ struct Replay {
 };
 
 /// Runs a log on a machine. A device has one engine for operators and one for copies in each direction. An engine
-/// serves first what was ready first. Errors: std::logic_error if something waits for ever.
+/// serves first what was ready first. A transfer between ranks follows NCCL's rules: its send and its receive begin when
+/// the work before them on their streams is over and their devices have room, and wait there for each other. Errors:
+/// std::logic_error if something waits for ever, with the transfers that have begun.
 Replay replay(const Log& log, const Machine& machine);
 
 }  // namespace gpipe::accelerator

@@ -1,6 +1,11 @@
-// What pipelines take on a machine with four devices, in time and memory: see virtual_time.h. The figures are exact.
+// What pipelines take on a machine with up to eight devices, in time and memory: see virtual_time.h. The figures are exact.
 #include "tests/accelerator/virtual_time.h"
 
+#include <cstdlib>
+#include <fstream>
+
+#include "balance/profiler.h"
+#include "balance/stage_cost.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "tests/accelerator/device.h"
@@ -12,16 +17,16 @@ namespace {
 
 using accelerator::device;
 using accelerator::DeviceSpan;
-using accelerator::kDevices;
 using accelerator::Log;
 using accelerator::Machine;
 using accelerator::Replay;
 using accelerator::replay;
 using accelerator::stream_order;
 
-constexpr int kRows = 16;   // of a micro-batch
-constexpr int kWidth = 32;  // of a layer
-constexpr int kLayers = 2;  // of a stage
+constexpr int kRows = 16;     // of a micro-batch
+constexpr int kWidth = 32;    // of a layer
+constexpr int kLayers = 2;    // of a stage
+constexpr int kHidden = 512;  // matrices of 64 KiB are large: their gradients are added up one by one
 
 /// A machine on which operators take so long that the host runs ahead: a tensor of 2 KiB stands for one of 40 MiB.
 const Machine kBusy{.scale = 2e4};
@@ -33,6 +38,12 @@ Log log_of(const std::function<void()>& step) {
   stream_order().keep_log();
   step();
   return stream_order().take_log();
+}
+
+std::vector<torch::Device> devices(int count) {
+  std::vector<torch::Device> devices;
+  for (int d = 0; d < count; ++d) devices.push_back(device(d));
+  return devices;
 }
 
 struct Deep {
@@ -52,11 +63,6 @@ struct Deep {
     for (int i = 0; i < kLayers * stages; ++i) layers->push_back(Linear(kWidth, kWidth));
     return layers;
   }
-  static std::vector<torch::Device> devices(int workers) {
-    std::vector<torch::Device> devices;
-    for (int w = 0; w < workers; ++w) devices.push_back(device(w));
-    return devices;
-  }
   Log step() {
     return log_of([&] { pipe->step(x, target, kMse); });
   }
@@ -65,20 +71,6 @@ struct Deep {
   Tensor x;
   Tensor target;
 };
-
-TEST(VirtualMemory, OfAScheduleThatBoundsItsCellsIsTheSameForAnyNumberOfMicroBatches) {
-  for (const int workers : {2, 4}) {
-    std::vector<std::int64_t> before;
-    for (const int micro_batches : {4, 12}) {
-      const auto got = replay(Deep(workers, workers, micro_batches, "1f1b").step(), kBusy);
-      std::vector<std::int64_t> reserved;
-      for (const auto& [device, memory] : got.memory) reserved.push_back(memory.peak_reserved);
-      ASSERT_EQ(reserved.size(), workers);
-      if (!before.empty()) EXPECT_EQ(reserved, before) << "with " << workers << " workers";
-      before = reserved;
-    }
-  }
-}
 
 /// The seconds of each action and edge, as the devices took them.
 Costs costs_of(const Replay& run, const Program& program) {
@@ -102,20 +94,76 @@ Costs costs_of(const Replay& run, const Program& program) {
   return costs;
 }
 
+/// Blocks as of a transformer: what a cell keeps is far larger than what it sends.
+Sequential wide_blocks(int count) {
+  Sequential layers;
+  for (int i = 0; i < count; ++i) {
+    layers->push_back(Linear(kWidth, kHidden));
+    layers->push_back(torch::nn::GELU());
+    layers->push_back(Linear(kHidden, kWidth));
+  }
+  return layers;
+}
+
+// The allocator reserves at most 1.03 times what the simulator says that cells and gradients take.
+TEST(VirtualMemory, OfAScheduleThatBoundsItsCellsIsTheSameForAnyNumberOfMicroBatches) {
+  constexpr int kBlocks = 4;
+  const std::vector<std::pair<int, std::vector<int>>> cases = {{2, {4, 16, 64}}, {4, {8, 16}}, {8, {16}}};
+  for (const auto& [workers, numbers] : cases) {
+    const Balance balance(workers, 3 * kBlocks);
+    const auto of_model =
+        profile(wide_blocks(workers * kBlocks), torch::ones({kRows, kWidth}), ProfileOptions().seconds(0).repeats(1));
+    std::vector<std::int64_t> before;
+    for (const int micro_batches : numbers) {
+      SCOPED_TRACE(std::to_string(workers) + " workers, " + std::to_string(micro_batches) + " micro-batches");
+      GPipe pipe(wide_blocks(workers * kBlocks), balance,
+                 GPipeOptions()
+                     .devices(devices(workers))
+                     .chunks(micro_batches)
+                     .schedule("1f1b")
+                     .checkpoint(Checkpoint::kNever));
+      const auto x = torch::ones({micro_batches * kRows, kWidth}, device(0));
+      const auto target = torch::zeros({micro_batches * kRows, kWidth}, device(workers - 1));
+      const auto run = replay(log_of([&] {
+                                pipe->zero_grad();
+                                pipe->step(x, target, kMse);
+                              }),
+                              kBusy);
+      std::vector<std::int64_t> reserved;
+      for (const auto& [device, memory] : run.memory) reserved.push_back(memory.peak_reserved);
+      if (!before.empty()) EXPECT_EQ(reserved, before);
+      before = reserved;
+      const auto program = pipe->program(micro_batches);
+      auto costs = costs_of(run, *program);
+      const RunOptions options{.chunks = micro_batches,
+                               .checkpoint = Checkpoint::kNever,
+                               .copies = true,
+                               .scheduling = {.schedule = "1f1b"}};
+      costs.bytes = StageCost(of_model).costs(balance, options).bytes;
+      const auto peaks = simulate(*program, costs).timeline.peak_bytes();
+      ASSERT_EQ(reserved.size(), peaks.size());
+      for (int w = 0; w < workers; ++w) {
+        EXPECT_LE(static_cast<double>(reserved[w]), 1.03 * kBusy.scale * static_cast<double>(peaks[w])) << w;
+      }
+    }
+  }
+}
+
 TEST(VirtualTime, OfAStepIsWhatItsProgramTakes) {
   constexpr int kMicroBatches = 8;
+  constexpr int kWorkers = 4;
   for (const auto& rule : schedule_rules()) {
-    for (const int stages : {2 * kDevices, kDevices}) {
+    for (const int stages : {2 * kWorkers, kWorkers}) {
       Layout layout{stages, kMicroBatches, {}};
       try {
-        layout.placement = rule.place(stages, stages / kDevices);
+        layout.placement = rule.place(stages, stages / kWorkers);
       } catch (const std::invalid_argument&) {
         continue;
       }
-      if (layout.workers() != kDevices || !rule.misfit(layout).empty()) continue;
+      if (layout.workers() != kWorkers || !rule.misfit(layout).empty()) continue;
       if (!too_few_stages(rule.name, layout.placement).empty()) continue;
       const auto program = testing::plain_program(layout, make_schedule(rule.name, layout, Checkpoint::kNever));
-      const auto run = replay(Deep(kDevices, stages, kMicroBatches, std::string(rule.name)).step(), kBusy);
+      const auto run = replay(Deep(kWorkers, stages, kMicroBatches, std::string(rule.name)).step(), kBusy);
       const double expected = simulate(program, costs_of(run, program)).makespan;
       RecordProperty(std::string(rule.name) + std::to_string(stages), std::to_string(run.seconds / expected));
       EXPECT_LT(run.seconds, 1.02 * expected) << rule.name << " with " << stages << " stages";
@@ -138,6 +186,96 @@ TEST(Kernels, ThatCopyBuffersAreAsManyForAnyNumberOfBatchNorms) {
     });
   };
   EXPECT_EQ(copies(2), copies(12));
+}
+
+// As many blocks as ResNet-50 has, on two devices. All cells are recomputed.
+TEST(Kernels, OfThePipelineItselfAreFew) {
+  constexpr int kBlocks = 16;
+  constexpr int kMicroBatches = 4;
+  Sequential layers;
+  for (int i = 0; i < kBlocks; ++i) {
+    for (const auto& [in, out, kernel] : {std::tuple(8, 4, 1), std::tuple(4, 4, 3), std::tuple(4, 8, 1)}) {
+      layers->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).bias(false)));
+      layers->push_back(torch::nn::BatchNorm2d(out));
+      layers->push_back(torch::nn::ReLU());
+    }
+  }
+  const auto kernels_of = [](const std::function<void()>& step) {
+    return replay(log_of(step), Machine()).spans.size();
+  };
+  const auto x = torch::ones({2 * kMicroBatches, 8, 4, 4}, device(0));
+  const auto model = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(layers->clone(device(0)));
+  const auto plain = kernels_of([&] {
+    for (const auto& part : x.split(2)) {
+      {
+        const torch::NoGradGuard no_grad;
+        model->forward(part);
+      }
+      (torch::mse_loss(model->forward(part), part) / kMicroBatches).backward();
+    }
+  });
+  const Balance balance(2, 9 * kBlocks / 2);
+  GPipe pipe(layers, balance, GPipeOptions().devices(devices(2)).chunks(kMicroBatches).checkpoint(Checkpoint::kAlways));
+  const auto target = x.to(device(1));
+  const auto piped = kernels_of([&] { pipe->step(x, target, kMse); });
+  RecordProperty("share", std::to_string(1 - static_cast<double>(plain) / static_cast<double>(piped)));
+  EXPECT_LE(static_cast<double>(piped - plain), 0.03 * static_cast<double>(piped)) << piped << " and " << plain;
+}
+
+// More micro-batches take what their kernels take: copies cost no time, except before the first and after the last one.
+TEST(VirtualTime, OfCopiesBetweenDevicesIsHiddenByComputation) {
+  const auto run = [](int micro_batches, double link_rate) {
+    auto machine = kBusy;
+    machine.link_rate = link_rate;
+    return replay(Deep(3, 3, micro_batches, "gpipe").step(), machine);
+  };
+  const auto copying = run(8, 100e9);
+  double seconds = 0;
+  for (const auto& span : copying.spans) seconds += span.is_copy ? span.end - span.start : 0;
+  EXPECT_GT(seconds, 0.1 * copying.seconds);
+  const double more = run(16, 100e9).seconds - copying.seconds;
+  const double without_copies = run(16, 1e15).seconds - run(8, 1e15).seconds;
+  EXPECT_NEAR(more / without_copies, 1, 1e-3);
+}
+
+// The devices' workers enqueue their copies to and from the CPU, and go on.
+TEST(HostWaits, OfAStageOnTheCpuAreItsOwn) {
+  GPipe pipe(Deep::model(3), Balance(3, kLayers),
+             GPipeOptions().devices({device(0), torch::kCPU, device(1)}).chunks(8).schedule("1f1b"));
+  const auto x = torch::ones({8 * kRows, kWidth}, device(0));
+  const auto target = torch::zeros({8 * kRows, kWidth}, device(1));
+  const auto names = accelerator::name_actions();
+  for (int i = 0; i < 3; ++i) {
+    stream_order().take_counts();
+    pipe->step(x, target, kMse);
+  }
+  for (const auto& [action, count] : stream_order().take_counts()) {
+    if (!action.starts_with("1")) EXPECT_EQ(count.host_waits, 0) << action;
+  }
+}
+
+/// The actions on the devices, without copies. Worker w has device w.
+Timeline timeline_of(const Replay& run, const Program& program) {
+  Timeline timeline{.workers = program.workers(), .edges = program.edges(), .spans = {}};
+  std::map<std::string, std::size_t> places;  // in spans, by action
+  for (const auto& span : run.spans) {
+    if (span.action.empty() || span.is_copy) continue;
+    const auto [place, is_new] = places.try_emplace(span.action, timeline.spans.size());
+    if (is_new) timeline.spans.push_back({span.device, testing::action(span.action), span.start, span.end});
+    timeline.spans[place->second].end = span.end;
+  }
+  return timeline;
+}
+
+// With the variable GPIPE_TIMELINE, writes the timeline of docs/gpus.md there.
+TEST(VirtualTime, IsATimelineOfTheProgramsActions) {
+  Deep deep(4, 4, 8, "1f1b");
+  const auto program = deep.pipe->program(8);
+  const auto timeline = timeline_of(replay(deep.step(), kBusy), *program);
+  std::vector<std::vector<Action>> lists(4);
+  for (const auto& span : timeline.spans) lists[span.worker].push_back(span.action);
+  EXPECT_EQ(lists, program->schedule());
+  if (const auto* file = std::getenv("GPIPE_TIMELINE")) std::ofstream(file) << to_chrome_json(timeline);
 }
 
 TEST(VirtualTime, IsTheSameInEachRun) {

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gpipe
 import gpipe.balance
@@ -29,7 +30,7 @@ def load_devices():
     library.take_violations.restype = ctypes.c_char_p
     module = types.ModuleType("torch.checked")
     module.is_available = lambda: True
-    module.device_count = lambda: 4
+    module.device_count = lambda: 8
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None  # the tests compare nothing that the devices draw outside of scopes
     torch._register_device_module("checked", module)
@@ -95,7 +96,68 @@ def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoi
         assert pipe[0].weight is pipe[8].weight and pipe[0].weight.device == torch.device(places[0])
         assert pipe[8].bias.device == torch.device(places[-1])
         results.append(found + on_cpu(pipe.state_dict().values()))
+        if "cpu" not in places:
+            assert host_waits(lambda: pipe.step(x, target, nn.functional.mse_loss)) == 0
     torch.testing.assert_close(*results)
+
+
+CLASSES = torch.tensor([0, 5, -100, -100, 4, 1, -100, 3])
+VALUES = torch.rand(8, 6)
+WEIGHT = torch.tensor([0.0, 1, 2, 3, 0.5, 0])
+LOSSES = {
+    "classes": (F.cross_entropy, CLASSES),
+    "weighted_classes": (lambda: nn.CrossEntropyLoss(weight=WEIGHT.to(LAST), label_smoothing=0.1), CLASSES),
+    "another_ignored_class": (functools.partial(F.cross_entropy, ignore_index=3), CLASSES.clamp(min=0)),
+    "probabilities": (F.cross_entropy, VALUES.softmax(1)),
+    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), CLASSES),
+    "nll": (lambda: nn.NLLLoss(weight=WEIGHT.to(LAST)), CLASSES),
+    "l1": (F.l1_loss, VALUES),
+    "huber": (nn.HuberLoss, VALUES),
+    "logits": (lambda: nn.BCEWithLogitsLoss(pos_weight=WEIGHT.to(LAST)), VALUES),
+    "kl": (functools.partial(F.kl_div, reduction="sum"), VALUES.softmax(1)),
+    "own": (lambda: lambda output, target: (output - target).square().mean(), VALUES),
+    "counted": (lambda: gpipe.Loss(F.cross_entropy, count=lambda target: (target != -100).sum()), CLASSES),
+}
+LAST = "checked:2"
+
+
+def host_waits(call):
+    for _ in range(2):
+        call()
+    DEVICES.take_host_waits()
+    call()
+    return DEVICES.take_host_waits()
+
+
+def three_devices(**options):
+    return gpipe.GPipe(make_model().float(), [3, 2, 4], devices=["checked:0", "checked:1", LAST], chunks=4, **options)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_host_waits_for_no_loss(name):
+    make, target = LOSSES[name]
+    loss = make if isinstance(make, functools.partial) or make.__module__ == F.__name__ else make()
+    x, target = torch.rand(8, 6).to("checked:0"), target.to(LAST)
+    pipe = three_devices(schedule="1f1b")
+    assert host_waits(lambda: pipe.step(x, target, loss)) == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_the_host_waits_once_per_device_for_a_scaler(checkpoint):
+    pipe = three_devices(schedule="zb_h1" if checkpoint == "never" else "1f1b", checkpoint=checkpoint)
+    x, target = torch.rand(8, 6).to("checked:0"), VALUES.to(LAST)
+    optimizer, scaler = torch.optim.SGD(pipe.parameters(), 0.1), torch.amp.GradScaler("cpu")
+
+    def train():
+        optimizer.zero_grad()
+        pipe.step(x, target, F.mse_loss, scale=scaler)
+        scaler.unscale_(optimizer)
+        pipe.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert host_waits(lambda: pipe.step(x, target, F.mse_loss)) == 0
+    assert host_waits(train) == 3 + 1, "a device may have overflowed; the step needs the scale"
 
 
 def test_a_module_on_two_devices_is_refused():
