@@ -7,7 +7,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/run/step_input.h"
-#include "gpipe/snapshot.h"
+#include "gpipe/snapshot/capture.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 

@@ -83,7 +83,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
                  "one in --output, or a new training if there is none")
       ->always_capture_default(false);
   app.add_option("--snapshot-every", options.snapshot_every,
-                 "write latest.snapshot also after every so many steps of an epoch; 0: only after each epoch")
+                 "write the latest snapshot also after every so many steps of an epoch; 0: only after each epoch")
       ->check(in_range(0));
 }
 

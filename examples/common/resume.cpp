@@ -10,11 +10,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
+bool has_snapshot(const fs::path& folder) { return fs::exists(folder / "snapshot.json"); }
+
 // All processes must start alike, so the first one decides.
 void find_snapshot(TrainingOptions& options) {
   options.resume.clear();
   for (const auto* name : {kBestSnapshot, kLatestSnapshot}) {  // a run that is killed early can leave only the best one
-    if (fs::exists(options.output / name)) options.resume = options.output / name;
+    if (has_snapshot(options.output / name)) options.resume = options.output / name;
   }
   if (options.ranks) options.resume = options.ranks->share(options.resume.string());
   const auto none = options.output.string() + " has no snapshot, so a new training begins";
@@ -29,32 +31,38 @@ bool resumes_in_place(const TrainingOptions& options) {
 
 }  // namespace
 
-void check_identity(const Identity& identity, const Snapshot& snapshot, const fs::path& path) {
+void check_identity(const Identity& identity, const nlohmann::json& saved, const fs::path& path) {
   for (const auto& [flag, value] : identity) {
-    if (snapshot.options.contains(flag)) continue;
+    if (saved["options"].contains(flag)) continue;
     throw std::runtime_error(path.string() + " is not a snapshot of this program: it does not store " + flag);
   }
   for (const auto& [flag, value] : identity) {
-    const auto& was = snapshot.options.at(flag);
+    const std::string was = saved["options"][flag];
     if (was == value || flag == "--epochs") continue;
     throw std::runtime_error(path.string() + " was made with " + flag + " " + was + ", not " + value +
                              "; give the same value, or train without --resume");
   }
 }
 
-std::optional<Snapshot> read_resumed(TrainingOptions& options, const Identity& identity) {
+nlohmann::json read_saved(const fs::path& path) {
+  const auto saved = nlohmann::json::parse(read_progress(path).extra);
+  if (saved.is_object() && saved.contains("options")) return saved;
+  throw std::runtime_error(path.string() + " is not a snapshot of a training program");
+}
+
+std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity) {
   if (options.resume == "auto") find_snapshot(options);
   if (options.resume.empty()) return std::nullopt;
-  auto snapshot = read_snapshot(options.resume);
-  check_identity(identity, snapshot, options.resume);
-  return snapshot;
+  auto saved = read_saved(options.resume);
+  check_identity(identity, saved, options.resume);
+  return saved;
 }
 
 void prepare_output(const TrainingOptions& options) {
   const auto latest = options.output / kLatestSnapshot, best = options.output / kBestSnapshot;
-  if (!options.overwrite && !resumes_in_place(options) && (fs::exists(latest) || fs::exists(best))) {
+  if (!options.overwrite && !resumes_in_place(options) && (has_snapshot(latest) || has_snapshot(best))) {
     throw std::runtime_error(options.output.string() + " holds an earlier training; give --resume " +
-                             (fs::exists(latest) ? latest : best).string() +
+                             (has_snapshot(latest) ? latest : best).string() +
                              " to continue it, --overwrite to replace it, or another --output");
   }
   std::error_code error;
@@ -66,10 +74,10 @@ void prepare_output(const TrainingOptions& options) {
 
 void remove_earlier_training(const TrainingOptions& options) {
   if (!options.overwrite || resumes_in_place(options)) return;
-  const std::regex written("history\\.csv|(latest|best)\\.snapshot|epoch_[0-9]+\\.png");
+  const std::regex written("history\\.csv|latest|best|epoch_[0-9]+\\.png");
   const std::vector<fs::directory_entry> entries(fs::directory_iterator(options.output), {});
   for (const auto& entry : entries) {
-    if (std::regex_match(entry.path().filename().string(), written)) fs::remove(entry.path());
+    if (std::regex_match(entry.path().filename().string(), written)) fs::remove_all(entry.path());
   }
 }
 

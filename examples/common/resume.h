@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 
@@ -9,10 +10,10 @@
 
 namespace gpipe::examples {
 
-// Files that a training writes into options.output, besides epoch_NNN.png.
+// What a training writes into options.output, besides epoch_NNN.png: a file, and folders with snapshots.
 inline constexpr char kHistoryFile[] = "history.csv";
-inline constexpr char kLatestSnapshot[] = "latest.snapshot";
-inline constexpr char kBestSnapshot[] = "best.snapshot";
+inline constexpr char kLatestSnapshot[] = "latest";
+inline constexpr char kBestSnapshot[] = "best";
 
 /// The flags, with their values, that decide the result of a training. Snapshots store them. How the model is run, such
 /// as its stages and schedule, is not part of it.
@@ -20,12 +21,17 @@ using Identity = std::map<std::string, std::string>;
 
 /// Checks that a snapshot is of this training, of any number of epochs.
 /// Errors: std::runtime_error for the first flag that is missing or differs.
-void check_identity(const Identity& identity, const Snapshot& snapshot, const std::filesystem::path& path);
+void check_identity(const Identity& identity, const nlohmann::json& saved, const std::filesystem::path& path);
 
-/// Reads the snapshot of --resume; std::nullopt if it is not given. --resume auto becomes the path of the output
-/// folder's snapshot, or none: the first process looks, and tells the others. Errors: std::runtime_error for a file
-/// that is missing, damaged or of another training.
-std::optional<Snapshot> read_resumed(TrainingOptions& options, const Identity& identity);
+/// Reads what the program saved in a snapshot besides the model and the optimizer: "options", which are the identity, and
+/// the position of the training. Errors: std::runtime_error for a folder or file that is missing, damaged or of another
+/// program.
+nlohmann::json read_saved(const std::filesystem::path& path);
+
+/// Calls read_saved() for the snapshot of --resume; std::nullopt if it is not given. --resume auto becomes the path of the output
+/// folder's snapshot, or none: the first process looks, and tells the others. Errors: those of
+/// read_saved(), and for a snapshot of another training.
+std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity);
 
 /// Creates the output folder. Errors: std::runtime_error if it holds an earlier training that the run neither resumes
 /// nor overwrites, or if it cannot be created.

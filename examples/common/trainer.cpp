@@ -27,7 +27,7 @@
 #include "gpipe/gradients.h"
 #include "gpipe/loss.h"
 #include "gpipe/options.h"
-#include "gpipe/rank_state.h"
+#include "gpipe/snapshot.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe::examples {
@@ -114,13 +114,12 @@ class Trainer {
     for (const auto& column : columns_) history_[column];
   }
 
-  void resume(const Snapshot& snapshot) {
-    restore_optimizer(optimizer_, *pipe_, own_part(*pipe_, snapshot).optimizer);
-    restore_random(snapshot.random);
-    epoch_ = static_cast<int>(snapshot.epoch);
-    batch_ = snapshot.position.at("batch");
-    seen_ = snapshot.position.at("images");
-    history_ = snapshot.history;
+  void resume(const nlohmann::json& saved) {
+    load_snapshot(options_.resume, *pipe_, &optimizer_);
+    epoch_ = saved.at("epoch");
+    batch_ = saved.at("position").at("batch");
+    seen_ = saved.at("position").at("images");
+    history_ = saved.at("history").get<decltype(history_)>();
     loss_sum_ = history_.extract("loss_sum").mapped().front();
   }
 
@@ -229,7 +228,7 @@ class Trainer {
     seen_ = 0;
     loss_sum_ = 0;
 
-    // latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
+    // the latest snapshot is written last: a run that is killed before this repeats the epoch and all its files.
     if (writes_) write_history();
     const auto& scores = history_.at(columns_[2]);
     if (std::max_element(scores.begin(), scores.end()) == scores.end() - 1) save(kBestSnapshot);
@@ -256,17 +255,10 @@ class Trainer {
   }
 
   void save(const std::string& name) {
-    Snapshot snapshot;
-    snapshot.model = capture_model(*pipe_);
-    snapshot.optimizer = capture_optimizer(optimizer_, *pipe_);
-    snapshot.epoch = epoch_;
-    snapshot.position = {{"batch", batch_}, {"images", seen_}};
-    snapshot.random = capture_random();
-    snapshot.options = identity_;
-    snapshot.history = history_;
-    snapshot.history["loss_sum"] = {loss_sum_};
-    snapshot = gather(*pipe_, snapshot);
-    if (writes_) write_snapshot(options_.output / name, snapshot);
+    nlohmann::json extra = {{"epoch", epoch_}, {"options", identity_}, {"history", history_}};
+    extra["position"] = {{"batch", batch_}, {"images", seen_}};
+    extra["history"]["loss_sum"] = {loss_sum_};
+    save_snapshot(options_.output / name, *pipe_, &optimizer_, {.extra = extra.dump()});
   }
 
   GPipe pipe_;
@@ -323,15 +315,14 @@ int run_training(TrainingOptions options, const Program& program) {
   columns.insert(columns.end(), program.scores.begin(), program.scores.end());
   columns.insert(columns.end(), {"learning_rate", "images_per_second"});
   const auto start = read_resumed(options, identity);
-  if (start && start->epoch >= options.epochs) {
-    std::cout << "nothing is left to train: " << options.resume.string() << " has " << start->epoch
+  if (start && start->at("epoch") >= options.epochs) {
+    std::cout << "nothing is left to train: " << options.resume.string() << " has " << start->at("epoch")
               << " epochs, and --epochs is " << options.epochs << std::endl;
     return 0;
   }
   torch::manual_seed(options.seed);
   auto model = program.make_model();
   check_pipeline(model, options);
-  if (start) restore_model(*model, start->model);
 
   run_first(options.ranks, [&] {
     prepare_output(options);
@@ -346,9 +337,9 @@ int run_training(TrainingOptions options, const Program& program) {
     at::autocast::set_autocast_enabled(device.type(), true);
     at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
   }
-  run_first(options.ranks, [&] { remove_earlier_training(options); });
   Trainer trainer(std::move(planned), *task, options, identity, columns);
   if (start) trainer.resume(*start);
+  run_first(options.ranks, [&] { remove_earlier_training(options); });
   const int signal = trainer.run();
   return signal == 0 ? 0 : 128 + signal;
 }

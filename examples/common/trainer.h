@@ -55,8 +55,8 @@ struct Program {
 
 /// Trains a program's model on its task as a pipeline, by GPipe::step(). Returns the program's exit code.
 ///
-/// Writes into options.output: history.csv, epoch_NNN.png, latest.snapshot and best.snapshot. After SIGINT
-/// or SIGTERM it finishes the mini-batch or the validation, writes latest.snapshot and returns. A resumed run
+/// Writes into options.output: history.csv, epoch_NNN.png, and the snapshots latest and best. After SIGINT
+/// or SIGTERM it finishes the mini-batch or the validation, writes the latest snapshot and returns. A resumed run
 /// ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the schedule
 /// sums their gradients are the same. In several processes, all train, and the first writes.
 ///

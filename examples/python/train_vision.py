@@ -1,6 +1,5 @@
 """Trains a ResNet-18 as a pipeline, and continues from its snapshot when it is started again: see docs/start.md."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from gpipe import snapshot
 
 EPOCHS, BATCH = 3, 32
 folder = Path("run")  # of TensorBoard's events and the snapshot; delete it to start from the beginning
-path = folder / "latest.snapshot"
+latest = folder / "latest"
 
 # Put your data set here. This one has ten patterns with noise.
 torch.manual_seed(0)
@@ -25,8 +24,8 @@ training, validation = random_split(data, [256, 64])
 train_loader = DataLoader(training, BATCH, shuffle=True, drop_last=True)
 validation_loader = DataLoader(validation, BATCH)
 
-saved = snapshot.read(path) if path.exists() else None
-plan = json.loads(saved.options["plan"]) if saved else {}  # nothing: from_module() measures the model and chooses
+saved = snapshot.load(latest) if (latest / "snapshot.json").exists() else None
+plan = saved.plan if saved else {}  # nothing: from_module() measures the model and chooses
 model = torchvision.models.resnet18(num_classes=10)
 pipe = gpipe.GPipe.from_module(model, torch.randn(BATCH, 3, 32, 32), **plan)
 optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -39,17 +38,12 @@ def right(output, classes):
     return (output.argmax(1) == classes).sum()
 
 
-first = 0
 if saved:
-    snapshot.restore_model(pipe, saved.model)
-    snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
-    snapshot.restore_scheduler(scheduler, saved.options["scheduler"])
-    torch.set_rng_state(saved.random)
-    first = saved.epoch
+    snapshot.load(latest, pipe, optimizer=optimizer, scheduler=scheduler)  # and the random generators
 
-steps = first * len(train_loader)
+steps = saved.step if saved else 0
 with SummaryWriter(folder, purge_step=steps) as board:
-    for epoch in range(first, EPOCHS):
+    for epoch in range(steps // len(train_loader), EPOCHS):
         progress = tqdm(train_loader, f"epoch {epoch + 1}")
         for images, classes in progress:
             optimizer.zero_grad()
@@ -68,11 +62,4 @@ with SummaryWriter(folder, purge_step=steps) as board:
         board.add_scalar("accuracy", accuracy, steps)
         print(f"epoch {epoch + 1}: loss {loss:.3f}, accuracy {accuracy:.3f}")
 
-        state = snapshot.Snapshot(
-            model=snapshot.capture_model(pipe),
-            optimizer=snapshot.capture_optimizer(optimizer, pipe),
-            epoch=epoch + 1,
-            random=torch.get_rng_state(),
-            options={"scheduler": snapshot.capture_scheduler(scheduler), "plan": json.dumps(pipe.plan)},
-        )
-        snapshot.write(path, state)
+        snapshot.save(latest, pipe, optimizer=optimizer, scheduler=scheduler, step=steps)

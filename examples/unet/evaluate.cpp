@@ -7,10 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "examples/common/files.h"
+#include "examples/common/resume.h"
 #include "examples/unet/data.h"
 #include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
-#include "gpipe/snapshot.h"
 
 namespace gpipe::examples::unet {
 namespace {
@@ -34,7 +34,7 @@ void add_options(CLI::App& app, Options& options) {
 std::vector<Sample> choose_samples(const Options& options) {
   auto samples = list_samples(options.data);
   if (options.part == "all") return samples;
-  auto flags = read_snapshot(options.model).options;
+  auto flags = read_saved(options.model)["options"].get<Identity>();
   const auto parts = split(samples, std::stod(flags["--validation"]), std::stoull(flags["--seed"]));
   if (flags["images"] == absl::StrCat(parts.training.size())) {
     return options.part == "training" ? parts.training : parts.validation;

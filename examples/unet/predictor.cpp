@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "examples/common/plan.h"
+#include "examples/common/resume.h"
 #include "examples/unet/data.h"
 #include "examples/unet/segmentation.h"
 #include "gpipe/snapshot.h"
@@ -27,19 +28,19 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options, const std::
 void predict_images(const PredictorOptions& options, const std::vector<std::filesystem::path>& images,
                     const UsePrediction& use) {
   namespace F = torch::nn::functional;
-  const auto snapshot = read_snapshot(options.model);
+  const auto flags = read_saved(options.model)["options"].get<Identity>();
   std::vector<Size> sizes;
   for (const auto& image : images) sizes.push_back(image_size(image));
   ModelOptions model_options;
   double scale = 1;
   try {
-    model_options = from_flags(snapshot.options);
-    scale = options.scale.value_or(std::stod(snapshot.options.at("--scale")));
+    model_options = from_flags(flags);
+    scale = options.scale.value_or(std::stod(flags.at("--scale")));
   } catch (const std::logic_error& error) {
     throw std::runtime_error(options.model.string() + " is not a snapshot of unet_train: " + error.what());
   }
   auto model = make_model(model_options);
-  restore_model(*model, snapshot.model);
+  load_snapshot(options.model, *model);
   model->eval();
   const Size first_size = scaled(sizes.at(0), scale);
   auto fitting = options;

@@ -40,7 +40,7 @@ class StagedModel(Wrapper):
     ranks: Ranks | None
     devices: list[torch.device]
     placement: list[int]
-    whole_state: dict[str, str]
+    _first_names: dict[str, str]  # over ranks, of each name of the whole state the first one of its tensor
     partitions: Stages
     _sequence: nn.Sequential
     _batch_dim: int
@@ -75,8 +75,8 @@ class StagedModel(Wrapper):
         self.__dict__["_batch_dim"] = vars(sequence).get("batch_dim", 0)
         self.__dict__["partitions"] = Stages(split(sequence, balance, of_stages, self._is_here, values))
         state = {} if ranks is None else self.module.state_dict(keep_vars=True)
-        first_names: dict[int, str] = {}
-        self.__dict__["whole_state"] = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
+        firsts: dict[int, str] = {}
+        self.__dict__["_first_names"] = {name: firsts.setdefault(id(value), name) for name, value in state.items()}
         places = {id(each): place for place, (_, each) in enumerate(super().named_parameters())}
         of_layers = [places[id(each)] for each in self.partitions.parameters()]
         options = own_devices, self.placement, deferred_batch_norm, keep_memory, native_ranks, of_layers

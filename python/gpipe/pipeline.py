@@ -117,7 +117,6 @@ class GPipe(StagedModel):
         devices: the device of each worker; the CPU for those of other ranks.
         placement: the worker of each stage.
         ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
-        whole_state: over ranks, each name of the whole model's state, in order, with the first name of the same tensor.
         module: the model, which is whole in one process. Of a converted sequence, its model.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`; no children. Those of other ranks are empty.
     """
@@ -233,7 +232,7 @@ class GPipe(StagedModel):
     @property
     def plan(self) -> Plan:
         """How the pipeline runs its model: ``GPipe(model, **pipe.plan)``, or ``from_module(module, input, **pipe.plan)``,
-        makes another one that does. It has only numbers, texts and lists, so a snapshot can keep it as JSON. Of what
+        makes another one that does. It has only numbers, texts and lists, and a snapshot keeps it. Of what
         :meth:`from_module` chooses, only the number of micro-batches changes bits of the results on CPU."""
         return {
             "balance": list(self.balance),

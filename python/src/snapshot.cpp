@@ -1,5 +1,3 @@
-#include "gpipe/snapshot.h"
-
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
@@ -8,6 +6,8 @@
 #include <cerrno>
 #include <filesystem>
 #include <map>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -15,8 +15,7 @@
 #include <vector>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/rank_state.h"
-#include "gpipe/snapshot/safetensors.h"
+#include "gpipe/snapshot/folder.h"
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
@@ -27,30 +26,24 @@ namespace {
 namespace py = pybind11;
 
 using Tensors = py::typing::Dict<py::str, py::object>;
-/// The content of a file: its tensors by name, and the text of Safetensors::training.
-using Content = std::pair<std::map<std::string, at::Tensor>, std::string>;
-using Names = std::vector<std::pair<std::string, std::string>>;
 
-Safetensors to_file(const Tensors& tensors, const std::string& training) {
-  Safetensors file;
+std::map<std::string, at::Tensor> to_map(const Tensors& tensors) {
+  std::map<std::string, at::Tensor> map;
   for (const auto& [name, tensor] : tensors) {
     if (!THPVariable_Check(tensor.ptr())) {
-      throw py::type_error("'" + std::string(py::str(name)) + "' of the snapshot is " +
-                           std::string(py::str(py::type::of(tensor))) + ", not a Tensor");
+      throw py::type_error("'" + std::string(py::str(name)) + "' is " + std::string(py::str(py::type::of(tensor))) +
+                           ", not a Tensor");
     }
-    file.tensors.emplace(name.cast<std::string>(), THPVariable_Unpack(tensor.ptr()));
+    map.emplace(name.cast<std::string>(), THPVariable_Unpack(tensor.ptr()));
   }
-  file.training = training;
-  return file;
+  return map;
 }
 
-Content to_content(Safetensors file) { return {std::move(file.tensors), std::move(file.training)}; }
-
-/// Calls f() without the interpreter's lock. Converts errors of files.
+/// Calls f(). Converts errors of the system, and those of a file's content to ValueError.
 template <typename F>
 auto with_file(const std::filesystem::path& path, F f) {
   try {
-    return released(f);
+    return f();
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
@@ -60,50 +53,45 @@ auto with_file(const std::filesystem::path& path, F f) {
   }
 }
 
-void write_snapshot(const py::bytes& name, const Tensors& tensors, const std::string& training) {
+/// `manifest` is a part's, as JSON. In one process there may be no pipeline.
+void save_snapshot(const py::bytes& name, std::optional<PythonPipeline*> pipe, const Tensors& weights,
+                   const Tensors& state, const py::bytes& manifest) {
   const std::filesystem::path path{std::string(name)};
-  const auto file = to_file(tensors, training);
-  // Reading it would do the same checks. The text of equal snapshots becomes equal.
-  with_file(path, [&] { write_safetensors(path, to_safetensors(from_safetensors(file))); });
-}
-
-Content read_snapshot(const py::bytes& name) {
-  const std::filesystem::path path{std::string(name)};
-  return to_content(with_file(path, [&] {
-    auto file = read_safetensors(path);
-    static_cast<void>(from_safetensors(file));
-    return file;
-  }));
+  const auto make = [&] { return SnapshotPart{to_map(weights), to_map(state), parse_json(std::string(manifest))}; };
+  const auto part = pipe.has_value() ? (*pipe)->convert(make) : make();
+  const auto save = [&](GPipeImpl* over) { save_parts(path, over, [&] { return part; }); };
+  if (!pipe.has_value()) return with_file(path, [&] { released([&] { save(nullptr); }); });
+  (*pipe)->run([&](GPipeImpl& over) {
+    try {
+      save(&over);
+    } catch (const std::system_error& error) {
+      const Section section;
+      with_file(path, [&] { throw error; });
+    }
+  });
 }
 
 void write_weights(const py::bytes& name, const Tensors& tensors, const std::string& model) {
   const std::filesystem::path path{std::string(name)};
-  auto file = to_file(tensors, "");
-  file.model = model;
-  with_file(path, [&] { write_safetensors(path, file); });
-}
-
-Content gather_snapshot(PythonPipeline& pipe, const Tensors& tensors, const std::string& training, Names whole,
-                        const std::vector<std::string>& own) {
-  const StateNames names{std::move(whole), {own.begin(), own.end()}};
-  const auto mine = pipe.convert([&] { return from_safetensors(to_file(tensors, training)); });
-  return to_content(to_safetensors(pipe.run([&](GPipeImpl& gpipe) { return gather(gpipe, names, mine); })));
-}
-
-Content part_of_snapshot(const Tensors& tensors, const std::string& training, Names whole,
-                         const std::vector<std::string>& own) {
-  const StateNames names{std::move(whole), {own.begin(), own.end()}};
-  return to_content(to_safetensors(own_part(names, from_safetensors(to_file(tensors, training)))));
+  const Safetensors file{.tensors = to_map(tensors), .model = model};
+  with_file(path, [&] { released([&] { write_safetensors(path, file); }); });
 }
 
 }  // namespace
 
 void init_snapshot(py::module_& module) {
-  module.def("write_snapshot", &write_snapshot);
-  module.def("read_snapshot", &read_snapshot);
+  module.def("save_snapshot", &save_snapshot);
   module.def("write_weights", &write_weights, "Writes tensors to a safetensors file, or a model.");
-  module.def("gather_snapshot", &gather_snapshot);
-  module.def("part_of_snapshot", &part_of_snapshot);
+  py::class_<SnapshotReader>(module, "SnapshotReader")
+      .def(py::init([](const py::bytes& name) {
+        const std::filesystem::path path{std::string(name)};
+        return with_file(path, [&] { return std::make_unique<SnapshotReader>(path); });
+      }))
+      .def_property_readonly("manifest", [](const SnapshotReader& reader) { return reader.manifest().dump(); })
+      .def("weights", &SnapshotReader::weights)
+      .def("read", [](SnapshotReader& reader, const std::string& name) {
+        return with_file(reader.path(), [&] { return released([&] { return reader.read(name); }); });
+      });
 }
 
 }  // namespace gpipe::python

@@ -24,9 +24,9 @@ says three '60 images to train, 10 to test'
 run two --balance 21,50
 same three two
 
-refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume two/latest.snapshot
+refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume two/latest
 "$other" --samples 4 --scale 0.25 -e 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "other"
-refuse other-program 'not a snapshot of this program' --resume other/latest.snapshot
+refuse other-program 'not a snapshot of this program' --resume other/latest
 
 damage test-missing 't10k-labels-idx1-ubyte: cannot be opened' rm t10k-labels-idx1-ubyte
 damage compressed 'train-images-idx3-ubyte: missing, but there is a .gz file; run gunzip' gzip train-images-idx3-ubyte

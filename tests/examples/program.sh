@@ -5,7 +5,7 @@
 #   refuse NAME TEXT FLAG...   the program must fail with one line of error that contains TEXT, before any training
 #   rarely COMMAND...          runs it only with GPIPE_ALL_EXAMPLES, as in `tests/long examples`
 #   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
-#   same NAME NAME             two runs must have the same histories, except images/s, and the same bits in latest.snapshot
+#   same NAME NAME             two runs must have the same histories, except images/s, and the same bits in the latest snapshot
 #   close NAME NAME            the same losses and scores, up to rounding
 #   damage NAME TEXT COMMAND...
 #                              a copy of the folder $data, changed by the command, must be refused
@@ -54,16 +54,21 @@ same() {
   "$python" - "$@" <<'END' || fail "other snapshots: $*"
 import json, sys
 
-def entries(path):
-    data = open(path, "rb").read()  # a safetensors file
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    metadata = header.pop("__metadata__")
-    del header[".history.images_per_second"], metadata["checksum"]
-    places = {name: at["data_offsets"] for name, at in header.items()}
-    return metadata | {name: data[end + begin : end + stop] for name, (begin, stop) in places.items()}
+def entries(folder):
+    content = json.load(open(f"{folder}/snapshot.json"))
+    del content["extra"]["history"]["images_per_second"], content["crc32"]
+    content["random"] = content["random"][0]
+    for group in content["optimizer"]["param_groups"]:
+        group["params"].sort()
+    for file in content.pop("files"):
+        data = open(f"{folder}/{file}", "rb").read()
+        end = 8 + int.from_bytes(data[:8], "little")
+        for name, tensor in json.loads(data[8:end]).items():
+            begin, stop = tensor.get("data_offsets", (0, 0))
+            content[name] = data[end + begin : end + stop]
+    return content
 
-one, other = (entries(f"{run}/latest.snapshot") for run in sys.argv[1:])
+one, other = (entries(f"{run}/latest") for run in sys.argv[1:])
 assert one.keys() == other.keys() and len(one) > 20, (one.keys(), other.keys())
 for name in one:
     assert one[name] == other[name], name

@@ -37,7 +37,7 @@ until [[ -e parts/history.csv && $(wc -l <parts/history.csv) -ge 3 ]]; do
 done
 kill -INT $launcher $(pgrep -P $launcher)
 ! wait $launcher || fail "a stopped training succeeds"
-says parts '--resume parts/latest.snapshot'
+says parts '--resume parts/latest'
 run parts --resume auto
 same whole parts
 

@@ -26,7 +26,7 @@ launch() {
 # training: waits until the job writes a snapshot. Fails if the job ends before.
 training() {
   touch mark
-  until [[ run/latest.snapshot -nt mark ]]; do
+  until [[ run/latest/snapshot.json -nt mark ]]; do
     kill -0 "$launcher" 2>/dev/null || return 1
     sleep 0.01
   done
@@ -86,5 +86,5 @@ rarely replicas_continue
 
 launcher=
 run run --stages 4 --resume auto
-says run '^nothing is left to train: run/latest.snapshot has 12 epochs'
+says run '^nothing is left to train: run/latest has 12 epochs'
 echo "all passed"

@@ -8,7 +8,7 @@ common=(-e 2 -b 4 --chunks 2 --depth 1 --channels 4 -s 0.25)
 run one --samples 12 --stages 1
 data=one/synthetic_12_192x128_2
 says one "^reached: val_dice .*, the best in epoch [12]$"
-for file in history.csv epoch_001.png latest.snapshot best.snapshot; do
+for file in history.csv epoch_001.png latest best; do
   [[ -s one/$file ]] || fail "no $file"
 done
 common+=(--data $data)
@@ -51,7 +51,7 @@ says classes 'at 20x12, 4 classes'
 head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
 
 # An earlier training is only overwritten with --overwrite.
-refuse one 'one holds an earlier training; give --resume one/latest.snapshot'
+refuse one 'one holds an earlier training; give --resume one/latest'
 echo mine | tee one/notes.txt >one/epoch_mine.png
 run one -e 1 --overwrite
 [[ $(column one 1) == 1 && ! -e one/epoch_002.png ]] || fail "--overwrite leaves the earlier training"

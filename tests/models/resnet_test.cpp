@@ -99,7 +99,7 @@ TEST_F(LoadTorchvision, LoadsAFileIntoAPipelineAndOtherTypesIntoAModel) {
   GPipe pipe(model_, {30, static_cast<std::int64_t>(model_->size()) - 30});
   const TemporaryDirectory directory;
   const auto path = directory / "weights.safetensors";
-  write_safetensors(path, {.tensors = state_, .training = ""});
+  write_safetensors(path, {.tensors = state_, .model = ""});
   load_torchvision(*pipe, path);
   expect_loaded(*pipe);
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);

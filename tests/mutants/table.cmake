@@ -118,8 +118,8 @@ mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().r
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
        Isolate*)
-mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
-mutant(captures_without_a_copy gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
+mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp ".text() != entry.checksum" ".text().empty()" *Damage*)
+mutant(loads_before_it_checks gpipe/snapshot/snapshot.cpp "check_model(reader, own);" "" SnapshotRefusals.*)
 mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
 mutant(predicts_without_parameters balance/predict.cpp "prediction.bytes[w] += kept[w];" "(void)w;" Predict.*:Search.*)
 mutant(cuts_between_tied_layers balance/cut.cpp "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)

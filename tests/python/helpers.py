@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -247,3 +248,16 @@ def results_of(size, body, *arguments):
     errors = [error for _, error in results]
     assert errors == [None] * size, errors
     return [result for result, _ in results]
+
+
+def content_of_snapshot(folder):
+    """Returns what a snapshot has, whoever wrote which part of it, except the plan and most generators."""
+    content = json.loads((folder / "snapshot.json").read_text())
+    del content["crc32"], content["plan"]
+    content["random"] = content["random"][0]["torch"]
+    for group in content["optimizer"]["param_groups"]:
+        group["params"].sort()
+    for file in content.pop("files"):
+        tensors = safetensors.torch.load_file(folder / file)
+        content |= {name: (value.dtype, value.tolist()) for name, value in tensors.items()}
+    return content

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -12,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import gpipe
 from gpipe import snapshot
-from gpipe.snapshot import Snapshot
-from helpers import make_tied_model, results_of, tied_batch
+from helpers import content_of_snapshot, make_linears, make_tied_model, results_of, tied_batch
 from test_ranks import batch, make_model
+from test_snapshot import Keeper
 
 
 def replicas(ranks, count):
@@ -168,19 +169,6 @@ def test_replicas_read_their_parts_of_each_mini_batch():
     assert seen[:10] != seen[10:]
 
 
-def save(pipe, optimizer, path):
-    mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe), epoch=3)
-    whole = snapshot.gather(pipe, mine)
-    if pipe.ranks is not None:
-        for part in [mine, whole][: 1 + pipe.ranks.rank]:
-            with pytest.raises(ValueError, match="only this rank's part of the model; .* write the whole on rank 0"):
-                snapshot.write(path, part)
-    if pipe.ranks is None or pipe.ranks.rank == 0:
-        snapshot.write(path, whole)
-    else:
-        assert whole == Snapshot()
-
-
 CASES = [  # balance, schedule, placement, checkpoint, how the model is made
     ([1, 1, 1, 4], "1f1b", "looped", "always", "converted"),  # two workers of a rank borrow
     ([1, 2, 2, 2], "zb_v", "v", "always", "meta"),
@@ -216,9 +204,7 @@ def train_and_save(ranks, source, path):
         kind = (torch.optim.SGD, torch.optim.AdamW)[number % 2]
         optimizer = kind([{"params": list(pipe.parameters())}], lr=0.1, weight_decay=0.1)
         if source:
-            part = snapshot.own_part(pipe, snapshot.read(source.format(number)))
-            snapshot.restore_model(pipe, part.model)
-            snapshot.restore_optimizer(optimizer, pipe, part.optimizer)
+            snapshot.load(source.format(number), pipe, optimizer=optimizer)
         for step in range(3):
             optimizer.zero_grad()
             loss = F.cross_entropy(pipe(x), y) if step == 1 else pipe.step(x, y, F.cross_entropy)
@@ -226,24 +212,123 @@ def train_and_save(ranks, source, path):
                 loss.backward()
             results += [loss.detach(), pipe.clip_grad_norm_(0.5)]
             optimizer.step()
-        save(pipe, optimizer, path.format(number))
+        snapshot.save(path.format(number), pipe, optimizer=optimizer)
         pipe.eval()
         with torch.no_grad():
             results.append(pipe(batch_of(case[-1], 5)[0]))
     return results
 
 
-def test_two_ranks_train_with_the_bits_of_one_process_and_write_its_file(tmp_path):
-    def contents(name):
-        return [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.*"))]
-
+def test_two_ranks_train_with_the_bits_of_one_process_and_save_its_state(tmp_path):
     torch.set_num_threads(2)  # a thread per stage, as over ranks
-    for source, name in ((None, "start"), (str(tmp_path / "start.{}"), "on")):
+    for source, name in ((None, "start"), ("start", "on"), ("start_two", "on")):
+        source = source and str(tmp_path / source) + ".{}"
         alone = train_and_save(None, source, str(tmp_path / name) + ".{}")
         for results in results_of(2, train_and_save, source, str(tmp_path / f"{name}_two") + ".{}"):
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, alone, strict=True))
-        assert len(contents(name)) == len(CASES) and contents(name) == contents(f"{name}_two")
-    assert contents("start") != contents("on")
+        for number in range(len(CASES)):
+            one, two = (content_of_snapshot(tmp_path / f"{folder}.{number}") for folder in (name, f"{name}_two"))
+            assert one == two
+
+
+KINDS = [
+    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.AdamW,
+    torch.optim.Adafactor,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    Keeper,
+]
+
+
+def go_on(ranks, kinds, balance, source, path):
+    """Trains with each kind of optimizer, from a snapshot or from the start. Returns the losses."""
+    losses = []
+    for number, kind in enumerate(kinds):
+        torch.manual_seed(1)
+        pipe = gpipe.GPipe(make_linears(6), balance, chunks=2, group=ranks)
+        optimizer = kind(pipe.parameters(), **{"lr": 0.1} if kind is Keeper else {})
+        if source:
+            assert snapshot.load(source.format(number), pipe, optimizer=optimizer).step == 3
+        for _ in range(3):
+            x = torch.rand(4, 3)
+            optimizer.zero_grad()
+            losses.append(pipe.step(x, x.exp(), F.mse_loss).item())
+            optimizer.step()
+        snapshot.save(path.format(number), pipe, optimizer=optimizer, step=3)
+    return losses
+
+
+def test_a_training_goes_on_at_another_number_of_ranks_with_the_same_losses(tmp_path, one_thread):
+    def at(name):
+        return f"{tmp_path}/{name}.{{}}"
+
+    go_on(None, KINDS, [1, 5], None, at("one"))
+    results_of(2, go_on, KINDS, [2, 4], None, at("two"))
+    expected = go_on(None, KINDS, [3, 3], at("one"), at("on"))
+    assert go_on(None, KINDS, [1, 2, 3], at("two"), at("on")) == expected
+    assert results_of(3, go_on, KINDS, [1, 1, 4], at("two"), at("on")) == [expected] * 3
+
+
+def keep_generators(ranks, path):
+    """Returns whether each rank's generator goes on, and what an LBFGS says at another cut."""
+    pipe = gpipe.GPipe(make_linears(6), [3, 3], chunks=2, group=ranks)
+    lbfgs = torch.optim.LBFGS(pipe.parameters())
+    pipe.step(*torch.rand(2, 4, 3), F.mse_loss)
+    lbfgs.step(lambda: torch.tensor(1.0))
+    torch.manual_seed(ranks.rank)
+    snapshot.save(path, pipe, optimizer=lbfgs, extra=ranks.rank)
+    drawn = torch.rand(4)
+    assert snapshot.load(path, pipe, optimizer=lbfgs).extra == 0
+    assert torch.equal(torch.rand(4), drawn)
+    other = gpipe.GPipe(make_linears(6), [2, 4], chunks=2, group=ranks)
+    with pytest.raises(ValueError, match="fits the same cut only"):
+        snapshot.load(path, other, optimizer=torch.optim.LBFGS(other.parameters()))
+    # The first rank trains nothing. Ranks that save different things, or fail, tell each other.
+    some = torch.optim.SGD(pipe.parameters(), lr=0.1 + ranks.rank)
+    snapshot.save(path, pipe, optimizer=some if ranks.rank else None)
+    with pytest.raises(RuntimeError, match="optimizer of rank 1 has the class and options .*SGD.*1.1.*, but that of ea"):
+        snapshot.save(path, pipe, optimizer=some)
+    with pytest.raises(TypeError if ranks.rank else RuntimeError, match="cannot save 'scheduler/a'"):
+        snapshot.save(path, pipe, scheduler=Unsaved() if ranks.rank else None)
+    assert snapshot.load(path, pipe, optimizer=some if ranks.rank else None).step == 0
+    return drawn.tolist()
+
+
+class Unsaved:
+    def state_dict(self):
+        return {"a": object()}
+
+
+def test_ranks_have_their_own_generators_and_learn_of_errors(tmp_path):
+    one, other = results_of(2, keep_generators, str(tmp_path / "s"))
+    assert one != other
+
+
+def checkpoint(ranks, path, balance):
+    pipe = gpipe.GPipe(make_linears(6), balance, chunks=2, group=ranks)
+    if balance == [2, 4]:
+        with torch.no_grad():
+            for each in pipe.parameters():
+                each.add_(1)
+        torch.distributed.checkpoint.save(pipe.state_dict(), checkpoint_id=path)
+    state = pipe.state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    pipe.load_state_dict(state)
+    return pipe.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_distributed_checkpoint_takes_the_state_of_ranks(tmp_path):
+    expected = {name: value + 1 for name, value in make_linears(6).state_dict().items()}
+    for balance in [2, 4], [5, 1]:
+        one, two = results_of(2, checkpoint, str(tmp_path), balance)
+        whole = one | two
+        assert all(torch.equal(whole[name], value) for name, value in expected.items()) and whole.keys() == expected.keys()
+    model = make_linears(6).state_dict()
+    torch.distributed.checkpoint.load(model, checkpoint_id=str(tmp_path))
+    assert all(torch.equal(model[name], value) for name, value in expected.items())
 
 
 class Reversed(nn.Module):
@@ -283,8 +368,8 @@ def names_and_refusals(ranks):
     every_name = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
     # The copies are not for an optimizer.
     optimizer = torch.optim.SGD(dict.fromkeys(p for layer in pipe for p in layer.parameters()), lr=0.1)
-    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="'2.matrix', which another rank trains as"):
-        save(pipe, optimizer, "")
+    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="the optimizer does not belong to the model, or an"):
+        snapshot.save("unused", pipe, optimizer=optimizer)
     # A parameter that is no longer shared: its borrower replaces it, then its owner.
     former = pipe[-1].weight if ranks.rank else None
     if ranks.rank:

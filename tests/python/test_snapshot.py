@@ -1,55 +1,102 @@
-"""Snapshots: writing, reading, capturing and restoring a training state."""
+"""Snapshots in one process: what they hold, what they refuse, and trainings that go on from them."""
 
+import copy
 import fcntl
+import json
 import os
+import random
+import zlib
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, NAdam, lr_scheduler
+from torch import nn, optim
+from torch.optim import SGD, Adam, AdamW, lr_scheduler
 
 import gpipe
 from gpipe import snapshot
-from gpipe.snapshot import Snapshot
 
-# Optimizers with options, and the names of their state per parameter.
+
+class Scale(nn.Module):
+    """Has a parameter without dimensions, and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.calls = nn.Parameter(torch.tensor(1.5)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.factor
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+class Keeper(SGD):
+    """Keeps texts, tuples and large numbers in the state of its parameters, and a number of its own."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            count = state.get("counts", (0, 0.0))[0] + 1
+            state.update(counts=(count, count / 3), mode="warm", names=["a", ("b", {"c": None})], big=2**70, step=count)
+            parameter.data -= 0.01 * count * parameter.grad
+
+
 OPTIMIZERS = [
-    (Adam, {"betas": (0.5, 0.75), "amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    (NAdam, {}, {"step", "mu_product", "exp_avg", "exp_avg_sq"}),
-    (SGD, {}, set()),
-    (SGD, {"momentum": 0.9, "nesterov": True}, {"momentum_buffer"}),
+    (Adam, {"betas": (0.5, 0.75), "amsgrad": True}),
+    (AdamW, {}),
+    (SGD, {}),
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Adafactor, {}),
+    (optim.ASGD, {"t0": 1}),
+    (optim.LBFGS, {"max_iter": 2}),
+    (optim.NAdam, {}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (optim.Rprop, {}),
+    (Keeper, {}),
 ]
 
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Scale(), nn.Linear(4, 2, bias=False))
 
 
-def groups_of(model):
-    named = dict(model.state_dict(keep_vars=True))
-    weights = [named["3.weight"], named["0.weight"]]
-    rest = [named["0.bias"], named["1.weight"], named["1.bias"]]
-    return [{"params": weights}, {"params": rest, "lr": 1}]  # an integer learning rate must work too
+def make(balance, kind=AdamW, **options):
+    """Returns a pipeline and an optimizer with two groups, if it can have these."""
+    pipe = gpipe.GPipe(make_model(), balance, chunks=2)
+    first, *others = pipe.named_parameters()
+    if kind in (optim.LBFGS, Keeper):
+        return pipe, kind(pipe.parameters(), **options)
+    return pipe, kind([{"params": [first]}, {"params": others[::-1], "lr": 0.01, "own": 1}], **options)
 
 
-def train(model, optimizer, steps):
-    for step in range(steps):
+def train(pipe, optimizer, steps):
+    losses = []
+
+    def closure():
         optimizer.zero_grad()
-        inputs = torch.linspace(-1, 1 + step, 18).view(6, 3)
-        model(inputs).square().sum().backward()
-        optimizer.step()
+        loss = pipe(x).square().sum()
+        loss.backward()
+        return loss
 
-
-def trained(kind=AdamW, **options):
-    pipe = gpipe.GPipe(make_model(), [1, 3], chunks=2)
-    optimizer = kind(groups_of(pipe), **options)
-    train(pipe, optimizer, 3)
-    return pipe, optimizer
+    for _ in range(steps):
+        x = torch.rand(6, 3)
+        losses.append(closure().item())
+        optimizer.step(closure if isinstance(optimizer, optim.LBFGS) else None)
+    return losses
 
 
 def same(a, b):
+    """Whether two values have the same types and bits."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if type(a) is not type(b):
@@ -61,199 +108,276 @@ def same(a, b):
     return bool(a == b)
 
 
-def test_a_written_snapshot_reads_back_equal(tmp_path):
-    pipe, optimizer = trained(amsgrad=True)
-    saved = Snapshot(
-        model=snapshot.capture_model(pipe),
-        optimizer=snapshot.capture_optimizer(optimizer, pipe),
-        epoch=7,
-        position={"batch": 3, "seed": -70000},
-        random=torch.get_rng_state(),
-        options={"data": "a folder/ä", "empty": ""},
-        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
-    )
-    snapshot.write(tmp_path / "latest", saved)
-    assert same(vars(snapshot.read(tmp_path / "latest")), vars(saved))
-    snapshot.write(tmp_path / "empty", Snapshot())
-    assert snapshot.read(tmp_path / "empty") == Snapshot()
+@pytest.mark.parametrize("kind, options", OPTIMIZERS)
+def test_a_training_goes_on_at_another_cut_with_the_same_losses(kind, options, tmp_path):
+    pipe, optimizer = make([1, 3], kind, **options)
+    train(pipe, optimizer, 3)
+    snapshot.save(tmp_path, pipe, optimizer=optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    losses = train(pipe, optimizer, 3)
+
+    resumed, other = make([2, 1, 1], kind, **options)
+    train(resumed, other, 1)
+    snapshot.load(tmp_path, resumed, optimizer=other)
+    assert same(other.state_dict()["state"], {key: dict(each) for key, each in saved["state"].items()})
+    assert same(other.state_dict()["param_groups"], saved["param_groups"])
+    assert train(resumed, other, 3) == losses
+    assert same(dict(resumed.state_dict()), dict(pipe.state_dict()))
 
 
-@pytest.mark.parametrize("kind", [AdamW, NAdam])
-def test_numbers_of_a_file_become_the_tensors_that_an_optimizer_has(kind):
-    """C++ writes steps as numbers, as did earlier versions."""
-    pipe, optimizer = trained(kind)
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    for fields in state["state"].values():
-        fields |= {name: value.item() for name, value in fields.items() if value.dim() == 0}
-    copy, other = trained(kind)
-    snapshot.restore_optimizer(other, copy, state)
+def test_a_step_that_is_a_python_int_stays_one(tmp_path):
+    pipe = gpipe.GPipe(nn.Sequential(nn.Embedding(10, 4, sparse=True)), [1])
+    optimizer = optim.SparseAdam(pipe.parameters())
+    pipe(torch.arange(6)).sum().backward()
+    optimizer.step()
+    snapshot.save(tmp_path, pipe, optimizer=optimizer)
+    snapshot.load(tmp_path, pipe, optimizer=optimizer)
+    assert [type(each["step"]) for each in optimizer.state.values()] == [int]
+
+
+def test_names_of_parameters_and_schedulers_and_options_that_only_one_side_has(tmp_path):
+    pipe = gpipe.GPipe(make_model(), [2, 2], chunks=2)
+    named = AdamW(pipe.named_parameters(), lr=0.5)
+    train(pipe, named, 1)
+    snapshot.save(tmp_path, pipe, optimizer=named)
+    other = AdamW(pipe.parameters())
+    lr_scheduler.StepLR(other, 1)  # adds initial_lr
+    other.param_groups[0]["of_a_newer_torch"] = 3
+    snapshot.load(tmp_path, pipe, optimizer=other)
+    group = other.param_groups[0]
+    assert (group["lr"], group["initial_lr"], group["of_a_newer_torch"]) == (0.5, 0.001, 3)
+    assert "param_names" not in group
+    snapshot.save(tmp_path, pipe, optimizer=other)
+    snapshot.load(tmp_path, pipe, optimizer=named)
+    assert named.param_groups[0]["param_names"] == [name for name, _ in pipe.named_parameters()]
+
+
+def test_an_optimizer_that_cpp_saved(tmp_path):
+    """Its steps are integers, and it lacks options and keys that only Python has."""
+    pipe, optimizer = make([1, 3])
     train(pipe, optimizer, 2)
-    train(copy, other, 2)
-    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
+    snapshot.save(tmp_path, pipe, optimizer=optimizer)
+    losses = train(pipe, optimizer, 2)
+    manifest = json.loads((tmp_path / "snapshot.json").read_text())
+    of_cpp = ["params", "lr", "betas", "eps", "weight_decay", "amsgrad"]
+    saved = manifest["optimizer"]
+    saved["param_groups"] = [{name: group[name] for name in of_cpp} for group in saved["param_groups"]]
+    for fields in saved["state"].values():
+        fields["step"] = 2
+    del saved["rest"], manifest["plan"]
+    manifest["random"] = [{"torch": manifest["random"][0]["torch"]}]
+    texts = [json.dumps(manifest | {"crc32": crc}, separators=(",", ":"), sort_keys=True) for crc in ("", "%08x")]
+    (tmp_path / "snapshot.json").write_text(texts[1] % zlib.crc32(texts[0].encode()))
+    assert snapshot.load(tmp_path, pipe, optimizer=optimizer) == snapshot.Snapshot(0, {}, None)
+    assert train(pipe, optimizer, 2) == losses
 
 
-@pytest.mark.parametrize("kind, options, state_names", OPTIMIZERS)
-def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_path):
-    pipe, optimizer = trained(kind, **options)
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    assert state["type"] == kind.__name__
-    assert state["param_groups"][0]["params"] == ["3.weight", "0.weight"]
-    assert set().union(*state["state"].values()) == state_names
-    assert len(state["state"]) == (5 if state_names else 0)
-    for fields in state["state"].values():
-        fields["other"] = 3  # numbers stay numbers
-    snapshot.write(tmp_path / "file", Snapshot(model=pipe.state_dict(), optimizer=state))
-    saved = snapshot.read(tmp_path / "file")
+EXTRA = {
+    "epoch": numpy.int64(3),
+    "numbers": (1, 2.5, True, None, -0.0, float("inf"), float("-inf"), 2**80, numpy.float32(0.5)),
+    "texts": ["", "ä", {"$": "tuple", "of": 1}],
+    "keys": {1: "a", (2, "b"): {frozenset({1}), "c"}},
+    "tensors": {"t": torch.tensor(3, dtype=torch.int16), "bits": torch.tensor([True, False])},
+    "counter": Counter({5: 2}),
+}
 
-    copy = gpipe.GPipe(make_model(), [2, 1, 1], chunks=2)
-    other = kind([{**group, "params": group["params"][::-1]} for group in groups_of(copy)], lr=0.5)
-    train(copy, other, 1)
-    snapshot.restore_model(copy, saved.model)
-    snapshot.restore_optimizer(other, copy, saved.optimizer)
-    again = snapshot.capture_optimizer(other, copy)
-    assert same(again["state"], state["state"])
-    for group, expected in zip(again["param_groups"], state["param_groups"], strict=True):
-        assert same(group | {"params": sorted(group["params"])}, expected | {"params": sorted(expected["params"])})
-    train(pipe, optimizer, 2)
-    train(copy, other, 2)
-    assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
+
+def test_what_a_snapshot_says(tmp_path):
+    pipe, _ = make([1, 3])
+    for folder in (tmp_path / "new" / "folder", tmp_path):  # a folder with other files
+        snapshot.save(folder, pipe, step=numpy.int32(7), extra=EXTRA)
+        saved = snapshot.load(folder)
+        assert (saved.step, saved.plan) == (7, pipe.plan)
+        expected = EXTRA | {"epoch": 3, "numbers": (*EXTRA["numbers"][:-1], 0.5)}
+        assert same(saved.extra, expected)
+    assert gpipe.GPipe(make_model(), **saved.plan).plan == pipe.plan
+
+
+def test_generators_continue(tmp_path):
+    module = nn.Linear(2, 2)
+    snapshot.save(tmp_path, module)
+    drawn = [(torch.rand(3).tolist(), random.random(), numpy.random.rand()) for _ in range(2)]
+    snapshot.load(tmp_path, module)
+    assert [(torch.rand(3).tolist(), random.random(), numpy.random.rand()) for _ in range(2)] == drawn
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda state: state.update(type="SGD"), "it is of class SGD, but this one is of class AdamW"),
-        (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, but this one has 2"),
-        (lambda state: state["param_groups"][0]["params"].pop(0), "group 0 lacks '3.weight'"),
-        (lambda state: state["param_groups"][0]["params"].append("9.weight"), "group 0 also has '9.weight'"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is torch.float32 of shape \(3,\)"),
-        (lambda state: state["state"].update({"1.running_mean": {}}), "it has the state of '1.running_mean'"),
-    ],
-)
-def test_a_refused_restore_leaves_the_optimizer_unchanged(change, message):
-    (pipe, optimizer), (other, otherwise) = trained(lr=0.5, amsgrad=True), trained(amsgrad=True)
-    before = snapshot.capture_optimizer(optimizer, pipe)
-    changed = snapshot.capture_optimizer(otherwise, other)
-    change(changed)
-    with pytest.raises(ValueError, match=message):
-        snapshot.restore_optimizer(optimizer, pipe, changed)
-    assert same(snapshot.capture_optimizer(optimizer, pipe), before)
-
-
-def test_other_optimizers_cannot_be_captured():
-    pipe = gpipe.GPipe(make_model(), [2, 2])
-    optimizer = Adafactor(pipe.parameters())
-    train(pipe, optimizer, 1)
-    with pytest.raises(TypeError, match=r"cannot capture 'row_var' of '0.weight', which is torch.float32 of shape \(4, 1\)"):
-        snapshot.capture_optimizer(optimizer, pipe)
-    with pytest.raises(ValueError, match="parameter 0 in group 0 of the optimizer does not belong to the model"):
-        snapshot.capture_optimizer(SGD(make_model().parameters()), pipe)
-
-
-def test_a_refused_restore_leaves_the_model_unchanged():
-    saved, model = snapshot.capture_model(make_model()), make_model()
-    nn.init.zeros_(model[0].weight)
-    before = snapshot.capture_model(model)
-    without = {name: tensor for name, tensor in saved.items() if name != "3.weight"}
-    for wrong, message in [
-        (without, "'3.weight' is missing in the snapshot"),
-        (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
-        (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
-        (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            snapshot.restore_model(model, wrong)
-        assert same(snapshot.capture_model(model), before)
-
-
-@pytest.mark.parametrize(
-    "make",
+    "make_scheduler",
     [
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
         lambda optimizer: lr_scheduler.SequentialLR(
             optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
         ),
     ],
 )
-def test_a_restored_scheduler_continues(make):
-    def rates(optimizer, scheduler, steps):
-        for _ in range(steps):
+def test_schedulers_and_scalers_continue(make_scheduler, tmp_path):
+    def rates(optimizer, scheduler, scaler, steps):
+        for step in range(steps):
             optimizer.step()
-            scheduler.step()
-            yield optimizer.param_groups[0]["lr"]
+            scheduler.step(*[step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+            scaler.update(2.0 ** (step + 3))
+            yield optimizer.param_groups[0]["lr"], scaler.get_scale()
 
     def start():
-        pipe, optimizer = trained(SGD, momentum=0.9)
-        return pipe, optimizer, make(optimizer)
+        pipe, optimizer = make([1, 3], SGD, momentum=0.9)
+        train(pipe, optimizer, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        return pipe, optimizer, make_scheduler(optimizer), scaler
 
-    _, *both = start()
-    expected = list(rates(*both, 8))
-    pipe, *both = start()
-    first = list(rates(*both, 3))
-    state, text = snapshot.capture_optimizer(both[0], pipe), snapshot.capture_scheduler(both[1])
-    pipe, *both = start()
-    snapshot.restore_optimizer(both[0], pipe, state)
-    snapshot.restore_scheduler(both[1], text)
-    assert first + list(rates(*both, 5)) == expected
-    assert snapshot.capture_scheduler(both[1]) != text
-    deep = "[" * 5000 + "]" * 5000
-    with pytest.raises(ValueError, match="too many levels"):
-        snapshot.restore_scheduler(both[1], deep)
+    pipe, *parts = start()
+    first = list(rates(*parts, 3))
+    snapshot.save(tmp_path, pipe, optimizer=parts[0], scheduler=parts[1], scaler=parts[2])
+    expected = list(rates(*parts, 5))
+    pipe, *parts = start()
+    snapshot.load(tmp_path, pipe, optimizer=parts[0], scheduler=parts[1], scaler=parts[2])
+    assert parts[2].get_scale() == first[-1][1]
+    assert list(rates(*parts, 5)) == expected
 
 
-def nested(levels):
-    value = 1
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-def optimizer_of(option, state=None):
-    return {"type": "", "param_groups": [{"params": [], "option": option}], "state": state or {}}
+def states(pipe, optimizer):
+    return copy.deepcopy([dict(pipe.state_dict()), optimizer.state_dict()])
 
 
 @pytest.mark.parametrize(
-    "fields, error, message",
+    "model, optimizer, message",
     [
-        ({"epoch": "1"}, ValueError, "'epoch' is \"1\", not an int of 64 bits"),
-        ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808, not an int of 64 bits"),
-        ({"options": {"a": 1}}, ValueError, "'a' is 1, not a string"),
-        ({"history": {"a": 1.0}}, TypeError, "history 'a' of a snapshot must be a list of numbers, but is 1.0"),
-        ({"history": {"a": ["x"]}}, TypeError, "each of history 'a' of a snapshot must be a number, but is 'x'"),
-        ({"random": 1}, TypeError, "'.random' of the snapshot is <class 'int'>, not a Tensor"),
-        ({"model": make_model()}, TypeError, "cannot convert dictionary update sequence"),
-        ({"optimizer": {"state": {}, "param_groups": []}}, ValueError, "it has no 'type'"),
-        ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
-        ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
-        ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
-        ({"optimizer": optimizer_of(nested(200))}, ValueError, "'training' is not a JSON object of at most 100 levels"),
-        ({"optimizer": optimizer_of(1, {"a": {"b.c": torch.ones(2)}})}, ValueError, "the name 'b.c' in the optimizer's state"),
-        ({"model": {".random": torch.ones(2)}}, ValueError, "the name '.random' in the model of a snapshot begins with a dot"),
-        ({"model": {"__metadata__": torch.ones(2)}}, ValueError, "a tensor has the name '__metadata__'"),
+        (nn.Sequential(*make_model()[:3]), None, r"'3.weight' is missing in the snapshot and torch.float32 of shape \(2, 4\)"),
+        (nn.Sequential(*make_model(), nn.PReLU()), None, r"'4.weight' is torch.float32 of shape \(1,\) in the snapshot and mis"),
+        (nn.Sequential(*make_model()[:3], nn.Linear(4, 3, bias=False)), None, r"of shape \(3, 4\) in the snapshot"),
+        (make_model().double(), None, "'0.weight' is torch.float64 of"),
+        (None, lambda pipe: SGD(pipe.parameters()), "it is of class SGD, but this one is of class AdamW"),
+        (None, lambda pipe: AdamW(pipe.parameters()), "it has 1 groups of parameters, but this one has 2"),
+        (None, lambda pipe: AdamW([{"params": pipe[0].parameters()}, {"params": pipe[1].parameters()}]), "also has '0.bias'"),
+        (None, lambda pipe: AdamW([{"params": [pipe[0].weight]}, {"params": [pipe[0].bias]}]), "group 1 lacks '1.bias'"),
+        (None, None, "the snapshot has no optimizer, because save"),
     ],
 )
-def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message, tmp_path):
+def test_a_refused_load_changes_nothing(model, optimizer, message, tmp_path):
+    whole = gpipe.GPipe(make_model() if model is None else model, [1, len(model or "1234") - 1], chunks=2)
+    snapshot.save(tmp_path, whole, optimizer=make_adam(whole) if model is not None else optimizer and optimizer(whole))
+    pipe, other = make([2, 2])
+    train(pipe, other, 1)
+    before = states(pipe, other)
+    with pytest.raises(ValueError, match=message):
+        snapshot.load(tmp_path, pipe, optimizer=other)
+    assert same(states(pipe, other), before)
+
+
+def make_adam(pipe):
+    return AdamW(pipe.parameters())
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
+        ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
+        ({"extra": json.loads("[" * 101 + "]" * 101)}, ValueError, "JSON has more than 100 levels"),
+        ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
+        ({"extra": torch.ones(2, device="meta")}, ValueError, "on meta cannot be saved"),
+        ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
+        ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
+        ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
+        ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
+        ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
+    ],
+)
+def test_what_cannot_be_saved_leaves_the_snapshot_before(arguments, error, message, tmp_path):
+    pipe, _ = make([1, 3])
+    snapshot.save(tmp_path, pipe, step=1)
     with pytest.raises(error, match=message):
-        snapshot.write(tmp_path / "file", Snapshot(**fields))
-    assert list(tmp_path.iterdir()) == []
+        snapshot.save(tmp_path, arguments.pop("pipe", pipe), **{"step": 2} | arguments)
+    assert snapshot.load(tmp_path, pipe).step == 1
+
+
+def test_names_of_a_model_that_a_file_has_for_others(tmp_path):
+    for name, message in ((".a", "begins with a dot"), ("__metadata__", "which the format keeps for texts")):
+        model = nn.Module()
+        model._buffers[name] = torch.ones(2)
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            snapshot.save(tmp_path, model)
+
+
+@contextmanager
+def another_writer(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+    os.close(descriptor)
 
 
 def test_errors_of_files_are_those_of_python(tmp_path):
-    path = tmp_path / "latest"
-    snapshot.write(path, Snapshot(epoch=1))
-    with open(f"{path}.tmp", "w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError, match="latest"):
-            snapshot.write(path, Snapshot(epoch=2))
-    assert snapshot.read(path).epoch == 1
-    with pytest.raises(FileNotFoundError, match="no-folder/latest"):
-        snapshot.write(tmp_path / "no-folder" / "latest", Snapshot())
-    safetensors.torch.save_file({"a": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match=f"'{path}': .*only weights"):
-        snapshot.read(path)
-    for is_zip in (True, False):
-        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=is_zip)
-        with pytest.raises(ValueError, match=r"is not a snapshot, but a file of torch.save\(\); read it with torch.load\("):
-            snapshot.read(path)
-    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
-        snapshot.read(tmp_path)
+    pipe, optimizer = make([1, 3])
+    train(pipe, optimizer, 1)
+    snapshot.save(tmp_path / "s", pipe, optimizer=optimizer, step=1)
+    with another_writer(tmp_path / "s"), pytest.raises(BlockingIOError, match=str(tmp_path)):
+        snapshot.save(tmp_path / "s", pipe)
+    assert snapshot.load(tmp_path / "s").step == 1
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        snapshot.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        snapshot.load(tmp_path)
+    with pytest.raises(NotADirectoryError):
+        snapshot.save(tmp_path / "s/snapshot.json", pipe)
+    (tmp_path / "text").write_text("no snapshot")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        snapshot.load(tmp_path / "text")
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="the file has only weights"):
+        snapshot.load(tmp_path / "weights")
+    with pytest.raises(TypeError, match="load.folder, pipe, optimizer=optimizer"):
+        snapshot.load(tmp_path / "s", optimizer=optimizer)
+    before = states(pipe, optimizer)
+    for file in sorted((tmp_path / "s").iterdir()):
+        if "index" in file.name:
+            continue
+        content = file.read_bytes()
+        for place in range(0, len(content), 1 + len(content) // 99):
+            damaged = bytes([content[place] ^ 1 << place % 7])
+            file.write_bytes(content[:place] + damaged + content[place + 1 :])
+            with pytest.raises((ValueError, OSError), match=str(tmp_path)):
+                snapshot.load(tmp_path / "s", pipe, optimizer=optimizer)
+        for size in (0, len(content) - 1):
+            file.write_bytes(content[:size])
+            with pytest.raises(ValueError, match=str(tmp_path)):
+                snapshot.load(tmp_path / "s", pipe, optimizer=optimizer)
+        file.write_bytes(content)
+    assert same(states(pipe, optimizer), before)
+
+
+def test_hugging_face_opens_the_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=20, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    snapshot.save(tmp_path, model, optimizer=AdamW(model.parameters()))
+    config.save_pretrained(tmp_path)
+    opened, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert same(dict(opened.state_dict()), dict(model.state_dict()))
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_a_file_of_version_2_is_loaded():
+    path = Path(__file__).parents[1] / "snapshot/version_2.snapshot"
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **snapshot.load(path).plan)
+    first, second = pipe
+    groups = [{"params": [second.weight]}, {"params": [second.bias, *first.parameters()], "lr": 3}]
+    optimizer = AdamW(groups, amsgrad=True)
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [5])
+    saved = snapshot.load(path, pipe, optimizer=optimizer, scheduler=scheduler)
+    options = saved.extra["options"]
+    assert (saved.step, saved.extra["epoch"], saved.extra["position"], options["data"]) == (0, 7, {"batch": 3}, "a folder/ä")
+    assert saved.extra["history"] == {"loss": [0.1, 1e-300]}
+    assert type(scheduler.milestones) is Counter and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    x = torch.rand(4, 2)
+    assert x[0].tolist() == pytest.approx([0.1759101748, 0.2698335647])
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = pipe(x).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        scheduler.step()
+    assert losses == pytest.approx([15.4208564758, 15.1101379394], rel=1e-5)

@@ -67,12 +67,10 @@ def train(pipe: gpipe.GPipe, x: Tensor, y: Tensor, file: Path) -> float:
         assert_type(pipe.clip_grad_norm_(1.0), Tensor)
         optimizer.step()
         assert_type(pipe.team.largest(0), int)
-    model, state = snapshot.capture_model(pipe), snapshot.capture_optimizer(optimizer, pipe)
-    snapshot.write(file, snapshot.Snapshot(model, state, epoch=1, options={"schedule": pipe.schedule}))
-    saved = snapshot.read(file)
-    snapshot.restore_model(pipe, saved.model)
-    snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
-    assert_type(saved.epoch, int)
+    snapshot.save(file, pipe, optimizer=optimizer, step=1, extra={"schedule": pipe.schedule})
+    saved = snapshot.load(file, pipe, optimizer=optimizer)
+    assert_type(saved.step, int)
+    assert_type(saved.plan, Plan)
     gpipe.verify(pipe, x, y, criterion)
     assert_type(pipe.evaluate(x, y, right), int)
     return assert_type(pipe.evaluate(x, y, criterion), Tensor).item()
@@ -87,7 +85,7 @@ def main(folder: Path) -> None:
     assert_type(cut, list[int])
     pipe = gpipe.GPipe(model, cut, devices=["cpu", "cpu"], chunks=4, checkpoint="never", schedule="1f1b")
     pipe.chunks = 2
-    train(pipe, x, y, folder / "latest.snapshot")
+    train(pipe, x, y, folder / "latest")
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
     plan: Plan = chosen.plan
     best = balance.suggest(model, x, ["cpu", "cpu"], chunks=[2], seconds=0.1).best
@@ -100,7 +98,7 @@ def main(folder: Path) -> None:
         schedule=best.schedule,
         placement=best.placement,
     )
-    train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen.snapshot")
+    train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()
     pipe.trace(timeline)

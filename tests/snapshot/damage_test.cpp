@@ -1,6 +1,9 @@
+#include <sys/resource.h>
 #include <sys/stat.h>
 
-#include "gpipe/snapshot/safetensors.h"
+#include <csignal>
+
+#include "gpipe/snapshot/folder.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {
@@ -9,7 +12,7 @@ namespace {
 class SnapshotDamage : public testing::Test {
  protected:
   std::string refusal() {
-    return error_of([&] { read_snapshot(path_); });
+    return error_of([&] { read_weights(path_); });
   }
   std::string refusal_of(std::string_view bytes) {
     write_bytes(path_, bytes);
@@ -17,13 +20,49 @@ class SnapshotDamage : public testing::Test {
   }
 
   TemporaryDirectory folder_;
-  const std::filesystem::path path_ = folder_ / "latest";
+  const std::filesystem::path path_ = folder_ / "file";
 };
 
+/// Tensors of every type and layout.
+std::map<std::string, at::Tensor> sample_tensors() {
+  const auto base = torch::randn({8, 6, 4, 5});
+  std::map<std::string, at::Tensor> tensors = {
+      {"view", base.select(1, 3)},
+      {"transposed", base.transpose(0, 1)},
+      {"expanded", torch::ones({1, 3}).expand({5, 3})},
+      {"channels last", base.contiguous(torch::MemoryFormat::ChannelsLast)},
+      {"scalar", torch::tensor(5)},
+      {"empty", torch::empty({0, 3})},
+      {"gradients", torch::randn({2}, torch::requires_grad())},
+      {"not numbers", torch::tensor({std::nan("3"), -0.0, HUGE_VAL}, torch::kFloat64)},
+      {"conjugate", torch::randn({3}, torch::kComplexDouble).conj()},
+      {"imaginary", torch::imag(torch::randn({3}, torch::kComplexFloat).conj())}};
+  for (const auto type : {torch::kBool, torch::kUInt8, torch::kInt64, torch::kHalf, torch::kBFloat16, torch::kDouble,
+                          torch::kFloat8_e5m2, torch::kComplexFloat, torch::kComplexDouble}) {
+    tensors[torch::toString(type)] = base.to(type);
+  }
+  tensors["the same"] = tensors["Double"];
+  return tensors;
+}
+
+TEST(Safetensors, RoundTripOfTensorsOfEveryTypeAndLayout) {
+  const TemporaryDirectory folder;
+  const auto tensors = sample_tensors();
+  write_safetensors(folder / "tensors", {.tensors = tensors, .model = ""});
+  const auto read = read_safetensors(folder / "tensors").tensors;
+  ASSERT_EQ(read.size(), tensors.size());
+  for (const auto& [name, tensor] : tensors) EXPECT_TRUE(same_bits(read.at(name), tensor)) << name;
+  EXPECT_FALSE(read.at("gradients").requires_grad());
+  EXPECT_EQ(SafetensorsFile(folder / "tensors").describe("conjugate"), "ComplexDouble[3]");
+
+  write_safetensors(folder / "view", {.tensors = {{"small view", torch::zeros({1000000})[0]}}, .model = ""});
+  EXPECT_LT(std::filesystem::file_size(folder / "view"), 10000);
+}
+
 TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
-  write_snapshot(path_, small_snapshot());
+  write_safetensors(path_, {.tensors = sample_tensors(), .model = ""});
   const auto whole = bytes_of(path_);
-  for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 97 : 7) {
+  for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 997 : 7) {
     ASSERT_THAT(refusal_of(whole.substr(0, size)), HasSubstr(path_.string())) << size;
   }
   EXPECT_THAT(refusal_of(whole + "more"), HasSubstr("4 bytes belong to no tensor"));
@@ -32,23 +71,30 @@ TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
 }
 
 TEST_F(SnapshotDamage, FlippedBitsAreRefused) {
-  const auto whole = to_bytes(small_snapshot());
-  for (std::size_t at = 0; at < whole.size(); at += 23) {
-    auto damaged = whole;
-    damaged[at] = static_cast<char>(damaged[at] ^ 1 << at % 8);
-    ASSERT_THROW(from_bytes(damaged), std::runtime_error) << "byte " << at << " of " << whole.size();
+  write_safetensors(path_, {.tensors = {{"a", torch::randn({40})}, {"b", torch::arange(9)}}, .model = "{}"});
+  for (const auto& whole :
+       {bytes_of(path_), bytes_of(std::filesystem::path(__FILE__).parent_path() / "version_2.snapshot")}) {
+    EXPECT_EQ(refusal_of(whole), "");
+    for (std::size_t at = 0; at < whole.size(); at += whole.size() < 2000 ? 1 : 23) {
+      auto damaged = whole;
+      damaged[at] = static_cast<char>(damaged[at] ^ 1 << at % 8);
+      ASSERT_NE(refusal_of(damaged), "") << "byte " << at << " of " << whole.size();
+    }
   }
 }
 
 TEST_F(SnapshotDamage, OtherFilesAreRefused) {
+  const auto of_snapshot = [&] { return error_of([&] { read_progress(path_); }); };
   EXPECT_THAT(refusal(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
+  EXPECT_THAT(of_snapshot(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
   EXPECT_THAT(refusal_of(""), HasSubstr("truncated"));
   EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("not a safetensors file"));
-  EXPECT_THAT(error_of([&] { read_snapshot(path_.parent_path()); }), HasSubstr("directory"));
+  EXPECT_THAT(of_snapshot(), HasSubstr("not a safetensors file"));
+  EXPECT_THAT(error_of([&] { read_weights(path_.parent_path()); }), HasSubstr("No such file"));
   torch::save(torch::ones({3}), path_.string());
   EXPECT_THAT(refusal(), HasSubstr("not a safetensors file"));
-  write_safetensors(path_, {.tensors = {{"a", torch::ones({3})}}, .training = ""});
-  EXPECT_THAT(refusal(), HasSubstr("not a snapshot: the file has only weights"));
+  write_safetensors(path_, {.tensors = {{"a", torch::ones({3})}}, .model = ""});
+  EXPECT_THAT(of_snapshot(), HasSubstr("not a snapshot: the file has only weights"));
   EXPECT_TRUE(torch::equal(read_weights(path_)["a"], torch::ones({3})));
 }
 
@@ -61,9 +107,10 @@ std::string file_of(const std::string& header, const std::string& bytes) {
 TEST_F(SnapshotDamage, DeepJsonIsRefused) {
   for (const std::size_t levels : {200, 50000}) {
     const auto deep = std::string(levels, '[') + std::string(levels, ']');
-    write_safetensors(path_, {.tensors = {}, .training = R"({"version": 2, "epoch": 1, "position": )" + deep + "}"});
-    EXPECT_THAT(refusal(), HasSubstr("JSON object of at most 100 levels"));
     EXPECT_THAT(refusal_of(file_of("{\"a\": " + deep + "}", "")), HasSubstr("not a safetensors file"));
+    std::filesystem::create_directory(folder_ / "s");
+    write_bytes(folder_ / "s" / kManifest, R"({"version": 3, "extra": )" + deep + "}");
+    EXPECT_THAT(error_of([&] { read_progress(folder_ / "s"); }), HasSubstr("JSON object of at most 100 levels"));
   }
 }
 
@@ -97,34 +144,25 @@ TEST_F(SnapshotDamage, TensorsMustFillTheFile) {
               HasSubstr("'a' is not stored as complex128"));
 }
 
-TEST_F(SnapshotDamage, OtherContentsAreRefused) {
-  const auto changed = [&](const std::string& from, const std::string& to) {
-    auto file = to_safetensors(small_snapshot());
-    const auto place = file.training.find(from);
-    if (place == file.training.npos) return "no " + from + " in " + file.training;
-    file.training.replace(place, from.size(), to);
-    return error_of([&] { from_safetensors(std::move(file)); });
+TEST_F(SnapshotDamage, AManifestOfAnotherContentIsRefused) {
+  const auto refused = [&](const char* key, const nlohmann::json& value) {
+    std::filesystem::create_directory(folder_ / "s");
+    nlohmann::json manifest = {{"version", 3}, {"files", nlohmann::json::object()}};
+    manifest[key] = value;
+    write_bytes(folder_ / "s" / kManifest, with_checksum(manifest).dump());
+    return error_of([&] { read_progress(folder_ / "s"); });
   };
-  EXPECT_EQ(changed(R"("epoch":7)", R"("epoch":8)"), "");
-  EXPECT_THAT(changed(R"("version":2)", R"("version":3)"), AllOf(HasSubstr("has version 3"), HasSubstr("newer")));
-  for (const auto* key :
-       {"version", "epoch", "position", "options", "optimizer", "type", "param_groups", "state", "params"}) {
-    EXPECT_THAT(changed("\"" + std::string(key) + "\":", "\"other\":"), HasSubstr("'" + std::string(key) + "'")) << key;
-  }
-  for (const auto* epoch : {"7.5", "true", "\"7\"", "null", "9223372036854775808"}) {
-    EXPECT_THAT(changed(R"("epoch":7)", R"("epoch":)" + std::string(epoch)), HasSubstr("'epoch' is")) << epoch;
-  }
-  EXPECT_THAT(changed(R"("amsgrad":true)", R"("amsgrad":{})"), HasSubstr("'amsgrad' of the optimizer is {}"));
-  EXPECT_THAT(changed(R"("empty":"")", R"("empty":0)"), HasSubstr("'empty' is 0"));
-  for (const auto* name : {".mine", ".optimizer.sum", ".history.loss"}) {
-    auto file = to_safetensors(small_snapshot());
-    file.tensors[name] = torch::ones({3});
-    EXPECT_THAT(error_of([&] { from_safetensors(file); }), HasSubstr("belongs to no field")) << name;
-  }
+  EXPECT_EQ(refused("version", 3), "");
+  EXPECT_THAT(refused("version", 4), AllOf(HasSubstr("has version 4"), HasSubstr("newer")));
+  EXPECT_THAT(refused("version", "3"), HasSubstr("not a snapshot"));
+  EXPECT_THAT(refused("files", {{"model-1", {{"size", 1}, {"crc32", "0"}, {"tensors", {"a"}}}}}),
+              HasSubstr("model-1 is missing"));
+  EXPECT_THAT(refused("files", {{"model-1", 3}}), HasSubstr("not a snapshot"));
+  EXPECT_THAT(refused("step", "3"), HasSubstr("must be number"));
 }
 
 TEST_F(SnapshotDamage, OnlyRegularFilesAreRead) {
-  EXPECT_THAT(error_of([] { read_snapshot("/dev/zero"); }), HasSubstr("'/dev/zero': not a regular file"));
+  EXPECT_THAT(error_of([] { read_weights("/dev/zero"); }), HasSubstr("'/dev/zero': not a regular file"));
   ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
   EXPECT_THAT(refusal(), HasSubstr("not a regular file"));
   std::filesystem::remove(path_);
@@ -134,30 +172,60 @@ TEST_F(SnapshotDamage, OnlyRegularFilesAreRead) {
 }
 
 TEST_F(SnapshotDamage, UnreadableValuesAreNotWritten) {
-  const auto tensor = [](const std::string& name, const at::Tensor& value) {
-    return [=](Snapshot& snapshot) { snapshot.model.insert(name, value); };
-  };
-  const auto of_optimizer = [](const std::string& name, const c10::IValue& value) {
-    return [=](Snapshot& snapshot) { snapshot.optimizer.state["a"][name] = value; };
-  };
   const auto ones = torch::ones({2});
-  const std::pair<std::function<void(Snapshot&)>, std::string> cases[] = {
-      {tensor("a", {}), "'a' is undefined"},
-      {tensor("a", ones.to_sparse()), "layout Sparse"},
-      {tensor("a", ones.to(torch::kMeta)), "on meta"},
-      {tensor("a", torch::quantize_per_tensor(ones, 0.1, 0, torch::kQInt8)), "type QInt8"},
-      {tensor(".a", ones), "'.a' begins with a dot"},
-      {tensor("__metadata__", ones), "'__metadata__', which the format keeps"},
-      {of_optimizer("b.c", ones), "'b.c' has a dot"},
-      {of_optimizer("step", torch::Device("cpu")), "'step' of the optimizer cannot be saved"},
-      {of_optimizer("step", std::numeric_limits<double>::quiet_NaN()), "not a finite number"},
-      {[](Snapshot& snapshot) { snapshot.options["a"] = "\xff"; }, "not UTF-8"}};
-  for (const auto& [change, text] : cases) {
-    Snapshot snapshot;
-    change(snapshot);
-    EXPECT_THAT(error_of([&] { write_snapshot(path_, snapshot); }), AllOf(HasSubstr(path_.string()), HasSubstr(text)));
+  const std::pair<std::map<std::string, at::Tensor>, std::string> cases[] = {
+      {{{"a", {}}}, "'a' is undefined"},
+      {{{"a", ones.to_sparse()}}, "layout Sparse"},
+      {{{"a", ones.to(torch::kMeta)}}, "on meta"},
+      {{{"a", torch::quantize_per_tensor(ones, 0.1, 0, torch::kQInt8)}}, "type QInt8"},
+      {{{"__metadata__", ones}}, "'__metadata__', which the format keeps"},
+      {{{"\xff", ones}}, "not UTF-8"}};
+  for (const auto& [tensors, text] : cases) {
+    const auto write = [&, &given = tensors] { write_safetensors(path_, {.tensors = given, .model = ""}); };
+    EXPECT_THAT(error_of<std::exception>(write), HasSubstr(text));
     EXPECT_FALSE(std::filesystem::exists(path_));
   }
+}
+
+TEST(ReplaceFile, KeepsThePreviousFileUntilAllIsWritten) {
+  const TemporaryDirectory folder;
+  const auto path = folder / "file";
+  write_bytes(path, "old");
+  const auto abandon = [](const ByteSink& sink) {
+    sink("new", 3);
+    throw std::runtime_error("abandoned");
+  };
+  EXPECT_EQ(error_of([&] { replace_file(path, abandon); }), "abandoned");
+  EXPECT_EQ(bytes_of(path), "old");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+
+  write_bytes(folder / "file.tmp", "left by a killed writer");
+  replace_file(path, [&](const ByteSink& sink) {
+    sink("n", 1);
+    sink("ew", 2);
+    EXPECT_EQ(bytes_of(path), "old");
+    EXPECT_THAT(error_of([&] { replace_file(path, abandon); }), HasSubstr("another writer"));
+  });
+  EXPECT_EQ(bytes_of(path), "new");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+}
+
+TEST(ReplaceFile, KeepsThePreviousFileIfTheNewOneIsTooLarge) {
+  const TemporaryDirectory folder;
+  write_bytes(folder / "file", "old");
+  const std::string large(std::size_t{2} << 20, 'x');
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit limit{1 << 20, before.rlim_max};
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto write_large = [&](const ByteSink& sink) { sink(large.data(), large.size()); };
+  const auto error = error_of([&] { replace_file(folder / "file", write_large); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(error, AllOf(HasSubstr((folder / "file").string()), HasSubstr("File too large")));
+  EXPECT_EQ(bytes_of(folder / "file"), "old");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 }
 
 }  // namespace

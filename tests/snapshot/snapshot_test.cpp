@@ -1,93 +1,214 @@
-#include <sys/resource.h>
-
-#include <csignal>
-
-#include "gpipe/snapshot/safetensors.h"
 #include "tests/snapshot/samples.h"
+
+#include "gpipe/snapshot/folder.h"
 
 namespace gpipe {
 namespace {
 
-TEST(Snapshot, RoundTrip) {
-  const TemporaryDirectory folder;
-  auto snapshot = small_snapshot();
-  snapshot.position["seed"] = std::int64_t{1} << 60;
-  write_snapshot(folder / "latest", snapshot);
-  EXPECT_TRUE(same_bits(read_snapshot(folder / "latest"), snapshot));
-  EXPECT_TRUE(same_bits(read_weights(folder / "latest"), snapshot.model));
-  EXPECT_EQ(to_bytes(read_snapshot(folder / "latest")), bytes_of(folder / "latest"));
-  write_snapshot(folder / "latest", {});
-  EXPECT_TRUE(same_bits(read_snapshot(folder / "latest"), {}));
-}
+namespace optim = torch::optim;
 
-TEST(Snapshot, RoundTripOfTensorsOfEveryTypeAndLayout) {
-  const TemporaryDirectory folder;
-  Snapshot snapshot;
-  const auto base = torch::randn({8, 6, 4, 5});
-  snapshot.model.insert("view", base.select(1, 3));
-  snapshot.model.insert("transposed", base.transpose(0, 1));
-  snapshot.model.insert("expanded", torch::ones({1, 3}).expand({5, 3}));
-  snapshot.model.insert("channels last", base.contiguous(torch::MemoryFormat::ChannelsLast));
-  snapshot.model.insert("scalar", torch::tensor(5));
-  snapshot.model.insert("empty", torch::empty({0, 3}));
-  snapshot.model.insert("gradients", torch::randn({2}, torch::requires_grad()));
-  snapshot.model.insert("not numbers", torch::tensor({std::nan("3"), -0.0, HUGE_VAL}, torch::kFloat64));
-  for (const auto type : {torch::kBool, torch::kUInt8, torch::kInt64, torch::kHalf, torch::kBFloat16, torch::kDouble,
-                          torch::kFloat8_e5m2, torch::kComplexFloat, torch::kComplexDouble}) {
-    snapshot.model.insert(torch::toString(type), base.to(type));
-  }
-  snapshot.model.insert("conjugate", torch::randn({3}, torch::kComplexDouble).conj());
-  snapshot.model.insert("imaginary", torch::imag(torch::randn({3}, torch::kComplexFloat).conj()));
-  snapshot.model.insert("the same", snapshot.model["Double"]);
-  write_snapshot(folder / "tensors", snapshot);
-  EXPECT_TRUE(same_bits(read_snapshot(folder / "tensors"), snapshot));
-  EXPECT_FALSE(read_snapshot(folder / "tensors").model["gradients"].requires_grad());
+using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(std::vector<optim::OptimizerParamGroup>)>;
 
-  Snapshot small;
-  small.model.insert("small view", torch::zeros({1000000})[0]);
-  write_snapshot(folder / "view", small);
-  EXPECT_LT(std::filesystem::file_size(folder / "view"), 10000);
-}
-
-TEST(ReplaceFile, KeepsThePreviousFileUntilAllIsWritten) {
-  const TemporaryDirectory folder;
-  const auto path = folder / "file";
-  write_bytes(path, "old");
-  const auto abandon = [](const ByteSink& sink) {
-    sink("new", 3);
-    throw std::runtime_error("abandoned");
+template <class Optimizer, class Options>
+MakeOptimizer make(Options options) {
+  return [=](std::vector<optim::OptimizerParamGroup> groups) {
+    groups[1].set_options(std::make_unique<Options>(options));
+    static_cast<Options&>(groups[1].options()).lr(options.lr() / 2);
+    return std::make_unique<Optimizer>(std::move(groups), options);
   };
-  EXPECT_EQ(error_of([&] { replace_file(path, abandon); }), "abandoned");
-  EXPECT_EQ(bytes_of(path), "old");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
-
-  write_bytes(folder / "file.tmp", "left by a killed writer");
-  replace_file(path, [&](const ByteSink& sink) {
-    sink("n", 1);
-    sink("ew", 2);
-    EXPECT_EQ(bytes_of(path), "old");
-    EXPECT_THAT(error_of([&] { replace_file(path, abandon); }), HasSubstr("another writer"));
-  });
-  EXPECT_EQ(bytes_of(path), "new");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
 }
 
-TEST(ReplaceFile, KeepsThePreviousFileIfTheNewOneIsTooLarge) {
+const std::pair<const char*, MakeOptimizer> kOptimizers[] = {
+    {"Adagrad", make<optim::Adagrad>(optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.01))},
+    {"Adam", make<optim::Adam>(optim::AdamOptions(0.1).betas({0.8, 0.95}).weight_decay(0.01))},
+    {"Adam with amsgrad", make<optim::Adam>(optim::AdamOptions(0.1).amsgrad(true).eps(1e-5))},
+    {"AdamW", make<optim::AdamW>(optim::AdamWOptions(0.1).amsgrad(true))},
+    {"RMSprop", make<optim::RMSprop>(optim::RMSpropOptions(0.01).alpha(0.9))},
+    {"centered RMSprop", make<optim::RMSprop>(optim::RMSpropOptions(0.01).momentum(0.9).centered(true))},
+    {"SGD", make<optim::SGD>(optim::SGDOptions(0.1))},
+    {"SGD with momentum", make<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01))},
+};
+
+/// A model with an optimizer that has the parameters in reverse order, in two groups.
+struct Training {
+  explicit Training(const MakeOptimizer& make = kOptimizers[3].second) {
+    auto parameters = model->parameters();
+    const auto middle = parameters.rbegin() + 2;
+    optimizer = make({optim::OptimizerParamGroup(std::vector<torch::Tensor>(parameters.rbegin(), middle)),
+                      optim::OptimizerParamGroup(std::vector<torch::Tensor>(middle, parameters.rend()))});
+  }
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) train(model, *optimizer);
+  }
+  /// The manifest of a snapshot, without what a save changes.
+  nlohmann::json saved() const {
+    const TemporaryDirectory folder;
+    save_snapshot(folder / "s", *model, optimizer.get());
+    auto manifest = SnapshotReader(folder / "s").manifest();
+    for (const auto* key : {"files", "crc32", "random"}) manifest.erase(key);
+    for (auto& group : manifest["optimizer"]["param_groups"]) std::sort(group["params"].begin(), group["params"].end());
+    return manifest;
+  }
+  NamedTensors state() const { return copy_of(*model); }
+
+  torch::nn::Sequential model = sample_model();
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+TEST(Snapshot, ContinuedTrainingEqualsUninterruptedTraining) {
   const TemporaryDirectory folder;
-  write_bytes(folder / "file", "old");
-  const std::string large(std::size_t{2} << 20, 'x');
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const rlimit limit{1 << 20, before.rlim_max};
-  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
-  const auto write_large = [&](const ByteSink& sink) { sink(large.data(), large.size()); };
-  const auto error = error_of([&] { replace_file(folder / "file", write_large); });
-  ::setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
-  EXPECT_THAT(error, AllOf(HasSubstr((folder / "file").string()), HasSubstr("File too large")));
-  EXPECT_EQ(bytes_of(folder / "file"), "old");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+  for (const auto& [name, make] : kOptimizers) {
+    SCOPED_TRACE(name);
+    torch::manual_seed(1);
+    Training whole(make);
+    whole.run(3);
+    whole.optimizer->param_groups()[0].options().set_lr(0.003);
+    save_snapshot(folder / "latest", *whole.model, whole.optimizer.get(), {.step = 3, .extra = R"({"epoch": [7]})"});
+    whole.run(4);
+    const auto next = torch::rand(3);
+
+    torch::manual_seed(2);
+    Training resumed(make);
+    resumed.run(2);
+    const auto progress = load_snapshot(folder / "latest", *resumed.model, resumed.optimizer.get());
+    EXPECT_EQ(progress.step, 3);
+    EXPECT_EQ(progress.extra, R"({"epoch":[7]})");
+    resumed.run(4);
+    EXPECT_TRUE(same_bits(resumed.state(), whole.state()));
+    EXPECT_TRUE(resumed.saved() == whole.saved());
+    EXPECT_TRUE(torch::equal(torch::rand(3), next));
+  }
+  EXPECT_EQ(read_progress(folder / "latest").step, 3);
+  EXPECT_EQ(read_weights(folder / "latest").size(), sample_model()->named_parameters().size() + 3);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "latest"), {}), 4);
+}
+
+TEST(Snapshot, OfAnEarlierVersionIsLoaded) {
+  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  auto parameters = model->named_parameters();
+  const auto group = [&](const std::vector<std::string>& names) {
+    std::vector<torch::Tensor> tensors;
+    for (const auto& name : names) tensors.push_back(parameters[name]);
+    return optim::OptimizerParamGroup(std::move(tensors));
+  };
+  optim::AdamW optimizer({group({"1.weight"}), group({"0.bias", "0.weight", "1.bias"})}, optim::AdamWOptions(0.5));
+  const auto path = std::filesystem::path(__FILE__).parent_path() / "version_2.snapshot";
+  const auto progress = load_snapshot(path, *model, &optimizer);
+  EXPECT_THAT(progress.extra, HasSubstr(R"("epoch":7,"history":{"loss":[0.1,1e-300]})"));
+  EXPECT_NEAR(torch::rand({4, 2})[0][0].item<double>(), 0.1759101748, 1e-6);
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-5);
+  EXPECT_TRUE(static_cast<optim::AdamWOptions&>(optimizer.param_groups()[1].options()).amsgrad());
+  const auto& state = *optimizer.state().at(parameters["0.bias"].unsafeGetTensorImpl());
+  EXPECT_EQ(static_cast<const optim::AdamWParamState&>(state).step(), 2);
+}
+
+/// Loads a snapshot of sample_model() into `model`, after `change` has changed its text. Returns the error of a load,
+/// which has changed nothing.
+std::string refused(torch::nn::Sequential model, const std::function<void(nlohmann::json&)>& change,
+                    optim::Optimizer* optimizer = nullptr) {
+  const TemporaryDirectory folder;
+  Training saved;
+  saved.run(2);
+  save_snapshot(folder / "s", *saved.model, saved.optimizer.get());
+  auto manifest = SnapshotReader(folder / "s").manifest();
+  change(manifest);
+  write_bytes(folder / "s" / kManifest, with_checksum(manifest).dump());
+  const auto before = copy_of(*model);
+  const auto error = error_of<std::exception>([&] { load_snapshot(folder / "s", *model, optimizer); });
+  if (!error.empty()) EXPECT_TRUE(same_bits(copy_of(*model), before));
+  return error;
+}
+
+TEST(SnapshotRefusals, TheStateOfAnotherModel) {
+  const auto with = [](const char* name, torch::Tensor value) {
+    auto model = sample_model();
+    model->register_buffer(name, std::move(value));
+    return model;
+  };
+  const auto none = [](auto&) {};
+  EXPECT_EQ(refused(sample_model(), none), "");
+  EXPECT_THAT(refused(with("4 weight", torch::ones({9})), none),
+              HasSubstr("'4 weight' is missing in the snapshot and"));
+  namespace nn = torch::nn;
+  nn::Sequential other(nn::Linear(3, 4), nn::BatchNorm1d(4), nn::Dropout(),
+                       nn::Linear(nn::LinearOptions(4, 3).bias(false)));
+  EXPECT_THAT(refused(other, none), HasSubstr("'3.weight' is Float[2, 4] in the snapshot and Float[3, 4] in"));
+  other->to(torch::kDouble);
+  EXPECT_THAT(refused(other, none), HasSubstr("'0.bias' is Float[4] in the snapshot and Double[4]"));
+  EXPECT_THAT(refused(nn::Sequential(nn::Linear(3, 4)), none), HasSubstr("in the snapshot and missing in this model"));
+  const auto made_in_inference_mode = [] {
+    const c10::InferenceMode mode;
+    return torch::zeros({2});
+  };
+  const TemporaryDirectory folder;
+  for (const auto& [last, message] : {std::pair(torch::zeros({1}).expand({2}), "some of its elements share"),
+                                      std::pair(made_in_inference_mode(), "it was made in inference mode")}) {
+    auto model = with("last", last);
+    save_snapshot(folder / "s", *model);
+    EXPECT_THAT(error_of<std::invalid_argument>([&] { load_snapshot(folder / "s", *model); }),
+                HasSubstr("'last' of this model: " + std::string(message)));
+  }
+}
+
+TEST(SnapshotRefusals, TheStateOfAnotherOptimizer) {
+  Training training;
+  training.run(1);
+  const auto before = training.saved();
+  const auto expect_refused =
+      [&](const std::string& text,
+          const std::function<void(nlohmann::json & optimizer, nlohmann::json & group)>& change) {
+        EXPECT_THAT(
+            refused(
+                training.model, [&](auto& all) { change(all["optimizer"], all["optimizer"]["param_groups"][0]); },
+                training.optimizer.get()),
+            HasSubstr(text));
+        EXPECT_TRUE(training.saved() == before);
+      };
+  expect_refused("of type \"SGD\", but this one of 'AdamW'", [](auto& all, auto&) { all["type"] = "SGD"; });
+  expect_refused("has 3 groups", [](auto& all, auto& group) { all["param_groups"].push_back(group); });
+  expect_refused("group 0 lacks", [](auto&, auto& group) { group["params"].erase(0); });
+  expect_refused("also has '9.weight'", [](auto&, auto& group) { group["params"].push_back("9.weight"); });
+  expect_refused("'eps'", [](auto&, auto& group) { group.erase("eps"); });
+  expect_refused("'betas'", [](auto&, auto& group) { group["betas"] = 0.9; });
+  expect_refused("'maximize' is true", [](auto&, auto& group) { group["maximize"] = true; });
+  expect_refused("'amsgrad'", [](auto&, auto& group) { group["amsgrad"] = 1; });
+  expect_refused("'exp_avg_sq' of '3.weight'", [](auto& all, auto&) { all["state"]["3.weight"].erase("exp_avg_sq"); });
+  expect_refused("'max_exp_avg_sq'", [](auto& all, auto&) { all["state"]["3.weight"].erase("max_exp_avg_sq"); });
+  expect_refused("'step' of '3.weight'", [](auto& all, auto&) { all["state"]["3.weight"]["step"] = 1.5; });
+  expect_refused("'exp_avg' of '3.weight'",
+                 [](auto& all, auto&) { all["state"]["3.weight"]["exp_avg"] = all["state"]["0.bias"]["exp_avg"]; });
+  expect_refused("'exp_avg' of '3.weight'",
+                 [](auto& all, auto&) { all["state"]["3.weight"]["exp_avg"]["of"] = "nothing"; });
+  EXPECT_THAT(refused(
+                  training.model, [](auto& all) { all.erase("optimizer"); }, training.optimizer.get()),
+              HasSubstr("another optimizer: it has none"));
+}
+
+TEST(SnapshotRefusals, WhatCannotBeSavedLeavesTheSnapshotBefore) {
+  const TemporaryDirectory folder;
+  const auto model = sample_model();
+  save_snapshot(folder / "s", *model, nullptr, {.step = 1});
+  const auto refused = [&](const torch::nn::Module& of, const optim::Optimizer* optimizer, const std::string& extra) {
+    return error_of<std::exception>([&] { save_snapshot(folder / "s", of, optimizer, {.step = 2, .extra = extra}); });
+  };
+  const optim::LBFGS unknown(model->parameters());
+  EXPECT_THAT(refused(*model, &unknown, "1"), HasSubstr("LBFGS"));
+  struct Mine : optim::SGD {
+    using SGD::SGD;
+  };
+  const Mine derived(model->parameters(), optim::SGDOptions(0.1));
+  EXPECT_THAT(refused(*model, &derived, "1"), HasSubstr("Mine"));
+  const optim::SGD stranger({model->parameters()[0], torch::ones({2})}, optim::SGDOptions(0.1));
+  EXPECT_THAT(refused(*model, &stranger, "1"), HasSubstr("parameter 1"));
+  EXPECT_THAT(refused(*model, nullptr, "{"), HasSubstr("extra that is not JSON: {"));
+  const std::pair<torch::Tensor, const char*> wrong[] = {{torch::ones({2}).to_sparse(), "layout Sparse"},
+                                                         {torch::ones({2}, torch::kMeta), "on meta"}};
+  for (const auto& [tensor, text] : wrong) {
+    auto other = sample_model();
+    other->register_buffer("last", tensor);
+    EXPECT_THAT(refused(*other, nullptr, "1"), HasSubstr(text));
+  }
+  EXPECT_EQ(read_progress(folder / "s").step, 1);
 }
 
 }  // namespace

@@ -28,8 +28,8 @@ history() { cut -d, -f1-6 "$1/history.csv"; }
 resume() {
   local snapshot
   start=(--overwrite)
-  for snapshot in run/best.snapshot run/latest.snapshot; do
-    [[ ! -e $snapshot ]] || start=(--resume $snapshot)
+  for snapshot in run/best run/latest; do
+    [[ ! -e $snapshot/snapshot.json ]] || start=(--resume $snapshot)
   done
 }
 
@@ -50,7 +50,7 @@ disturbed() {
   resume
   "${train[@]}" --epochs 8 --output run "${start[@]}" >out.log 2>err.log || grep -q 'nothing is left to train' err.log
   diff <(history run) <(history whole)
-  "${train[@]}" --epochs 1 --output loaded --overwrite --load run/best.snapshot >out.log 2>err.log
+  "${train[@]}" --epochs 1 --output loaded --overwrite --load run/best >out.log 2>err.log
 }
 
 limited() { disturbed "prlimit $1" prlimit --core=0 "$1"; }
@@ -71,7 +71,7 @@ full_disk() {
 "$program" --samples 16 --size 64x64 --epochs 1 --depth 1 --channels 1 --output data >out.log
 "${train[@]}" --epochs 8 --output whole >out.log
 "${train[@]}" --epochs 2 --output begun >out.log
-snapshot_bytes=$(stat -c %s whole/latest.snapshot)
+snapshot_bytes=$(du -sb whole/latest | cut -f1)
 needed_kib=500000
 until bash -c 'ulimit -v $0 -c 0 && "$1" --help; exit $?' $needed_kib "$program" >out.log 2>&1; do needed_kib=$((needed_kib + 100000)); done
 kinds=(file_size open_files memory)

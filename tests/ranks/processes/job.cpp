@@ -133,18 +133,7 @@ Record gradients_of(const GPipe& pipe) {
   return record;
 }
 
-Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer) {
-  Snapshot snapshot;
-  snapshot.model = capture_model(*pipe);
-  snapshot.optimizer = capture_optimizer(optimizer, *pipe);
-  return snapshot;
-}
-
-void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole) {
-  const auto part = own_part(*pipe, whole);
-  restore_model(*pipe, part.model);
-  restore_optimizer(optimizer, *pipe, part.optimizer);
-}
+std::filesystem::path job_folder() { return folder; }
 
 }  // namespace gpipe
 

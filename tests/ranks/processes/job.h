@@ -1,8 +1,8 @@
 // Tests that run as jobs of several processes.
 #pragma once
 
-#include "gpipe/rank_state.h"
 #include "gpipe/ranks.h"
+#include "gpipe/snapshot.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
@@ -61,9 +61,7 @@ void expect_part_of(const Record& part, const Record& whole);
 /// The gradients of the parameters on this rank.
 Record gradients_of(const GPipe& pipe);
 
-/// The state of the model and of the optimizer, as far as they are on this rank.
-Snapshot capture(const GPipe& pipe, const torch::optim::Optimizer& optimizer);
-/// Restores this rank's part of the state that all ranks have.
-void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole);
+/// A folder of the job, which is removed at its end.
+std::filesystem::path job_folder();
 
 }  // namespace gpipe

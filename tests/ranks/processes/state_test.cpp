@@ -1,4 +1,4 @@
-// The state of a model over processes: parameters that ranks share, snapshots that ranks join, layers that factories
+// The state of a model over processes: parameters that ranks share, snapshots, layers that factories
 // make.
 
 #include <algorithm>
@@ -45,9 +45,8 @@ RANKS_TEST(RanksTied, TheParameterCountsOnce, 2) {
   // An optimizer of the module's parameters has the copies too.
   const nn::Module& module = *pipe;
   torch::optim::SGD optimizer(distinct_parameters(module), torch::optim::SGDOptions(0.1));
-  const auto mine = capture(pipe, optimizer);
-  EXPECT_THAT(message_from([&] { gather(*pipe, mine); }),
-              HasSubstr("the optimizer has '2.weight', which another rank trains as '0.weight'"));
+  EXPECT_THAT(message_from([&] { save_snapshot(job_folder() / "s", *pipe, &optimizer); }),
+              HasSubstr("of the optimizer does not belong to the model"));
   EXPECT_TRUE(pipe->ties_unchanged());
 }
 
@@ -107,61 +106,62 @@ RANKS_TEST(RanksTied, WrongUsesAreRefused, 2) {
   }
 }
 
-// Snapshots that ranks join.
+// Snapshots of ranks.
 
-GPipe three_layers(const std::shared_ptr<Ranks>& ranks) {
+GPipe layers(int count, const std::shared_ptr<Ranks>& ranks) {
   torch::manual_seed(3);
-  return GPipe(Sequential(Linear(6, 6), Linear(6, 6), Linear(6, 6)), Balance{2, 1},
-               GPipeOptions().chunks(2).ranks(ranks));
+  Sequential model;
+  for (int i = 0; i < count; ++i) model->push_back(Linear(6, 6));
+  return GPipe(model, Balance{2, count - 2}, GPipeOptions().chunks(2).ranks(ranks));
 }
 
 RANKS_TEST(RanksSnapshot, TheStateOfAnotherModelIsRefused, 2) {
-  auto alone = three_layers(nullptr);
-  const auto good = capture(alone, torch::optim::Adam(alone->parameters()));
-  auto pipe = three_layers(ranks);
+  const auto path = job_folder() / std::to_string(ranks->rank());
+  auto pipe = layers(3, ranks);
   torch::optim::Adam adam(pipe->parameters());
-  const auto error_of = [&](const std::function<void(Snapshot&)>& change) {
-    auto other = good;
-    change(other);
-    return message_from([&] { restore(pipe, adam, other); });
+  const auto refusal_of = [&](int count, bool all) {
+    auto alone = layers(count, nullptr);
+    auto trained = alone->parameters();
+    if (!all) trained.erase(trained.begin());
+    const torch::optim::Adam optimizer(trained);
+    save_snapshot(path, *alone, &optimizer);
+    return message_from([&] { load_snapshot(path, *pipe, &adam); });
   };
-  EXPECT_THAT(error_of([](auto& other) { other.model.insert("10.weight", torch::ones({2})); }),
-              HasSubstr("'10.weight'"));
-  EXPECT_THAT(error_of([](auto& other) { other.optimizer.param_groups[0].params.push_back("10.weight"); }),
-              HasSubstr("'10.weight'"));
-  EXPECT_THAT(error_of([](auto& other) { other.model.erase("0.weight"); }),  // each rank restores its own part
-              HasSubstr(ranks->rank() == 0 ? "'0.weight' is missing" : "nothing"));
-  EXPECT_EQ(error_of([](auto&) {}), "nothing");
+  EXPECT_EQ(refusal_of(3, true), "nothing");
+  EXPECT_THAT(refusal_of(4, true), HasSubstr("'3.bias' is Float[6] in the snapshot and missing"));
+  // Each rank loads its own part.
+  EXPECT_THAT(refusal_of(3, false), HasSubstr(ranks->rank() == 0 ? "group 0 lacks '0.weight'" : "nothing"));
 }
 
-RANKS_TEST(RanksSnapshot, RanksThatGatherDifferentStatesAreTold, 2) {
+RANKS_TEST(RanksSnapshot, RanksThatSaveDifferentStatesAreTold, 2) {
   const int rank = ranks->rank();
-  auto pipe = three_layers(ranks);
-  const auto good = capture(pipe, torch::optim::Adam(pipe->parameters()));
-  struct Case {
-    std::function<void(Snapshot&)> change;  // on rank 1
-    std::string message;
-    bool is_refused = false;  // by rank 1, of which rank 0 is told
-  };
-  const std::vector<Case> cases = {
-      {[](auto& mine) { mine.optimizer.param_groups[0].options["lr"] = 0.02; }, "lr=0.02"},
-      {[](auto& mine) { mine.optimizer.type = "AdamW"; }, "rank 1 calls gather of the state of the optimizer 'AdamW'"},
-      {[](auto& mine) { mine.optimizer.param_groups.pop_back(); }, "make the same calls"},
-      {[](auto& mine) { mine.model.erase("2.weight"); }, "the snapshot lacks '2.weight'", true},
-      {[](auto& mine) { mine.optimizer.state["0.weight"] = {}; }, "the snapshot has '0.weight'", true}};
-  for (const auto& test : cases) {
-    auto mine = good;
-    if (rank == 1) test.change(mine);
-    const bool is_told = test.is_refused && rank == 0;
-    EXPECT_THAT(message_from([&] { gather(*pipe, mine); }),
-                HasSubstr((is_told ? "rank 1 refused the call: [gpipe] " : "") + test.message));
+  const auto path = job_folder() / "s";
+  auto pipe = layers(3, ranks);
+  const torch::optim::Adam good(pipe->parameters());
+  save_snapshot(path, *pipe, &good, {.step = 1});
+  const torch::optim::Adam other_rate(pipe->parameters(), 0.02);
+  const torch::optim::AdamW other_kind(pipe->parameters());
+  const torch::optim::Adam stranger({torch::ones({2})});
+  const auto other_groups = torch::optim::Adam(
+      {torch::optim::OptimizerParamGroup(pipe->parameters()), torch::optim::OptimizerParamGroup({})});
+  const std::pair<const torch::optim::Optimizer*, std::string> cases[] = {
+      {&other_rate, "\"lr\":0.02"},
+      {&other_kind, "the optimizer of rank 1 has the class and options \"AdamW\""},
+      {&other_groups, "all ranks need the same"},
+      {&stranger, "parameter 0 in group 0 of the optimizer does not belong to the model"}};
+  for (const auto& [of_rank_1, message] : cases) {
+    const auto* optimizer = rank == 1 ? of_rank_1 : &good;
+    EXPECT_THAT(message_from([&] { save_snapshot(path, *pipe, optimizer, {.step = 2}); }), HasSubstr(message));
   }
   EXPECT_THAT(message_from([&] {
                 if (rank == 1) pipe->team().largest(1);
-                gather(*pipe, good);
+                pipe->team().gather("");
+                save_snapshot(path, *pipe, &good, {.step = 2});
               }),
               HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));
-  EXPECT_EQ(gather(*pipe, good).model.contains("2.weight"), rank == 0);
+  EXPECT_EQ(load_snapshot(path, *pipe).step, 1);
+  save_snapshot(path, *pipe, rank == 1 ? &good : nullptr, {.step = 3 + rank});
+  EXPECT_EQ(read_progress(path).step, 3);
 }
 
 // Layers that factories make.
