@@ -23,6 +23,7 @@ from gpipe.checks import BalanceError, Checkpoints
 from gpipe.core import StagedModel
 from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
 from gpipe.exported.exporter import mode
+from gpipe.exported.pretended import is_on_meta
 from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
 from gpipe.losses import check_scale, checked, explained, native_loss, trains
@@ -32,7 +33,7 @@ from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
-from gpipe.weights import Values, Weights, is_on_meta
+from gpipe.weights import Values, Weights
 from gpipe.wrapper import WrappingSequence, batch_first, layers_in, naming_dimensions
 
 _Result = TypeVar("_Result")

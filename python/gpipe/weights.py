@@ -23,11 +23,6 @@ from gpipe.wrapper import Shell
 Weights = str | os.PathLike[str] | Callable[[str], Tensor]
 
 
-def is_on_meta(module: nn.Module) -> bool:
-    """Returns whether a model has tensors on the ``meta`` device."""
-    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
-
-
 class Values(NamedTuple):
     """Where the values of tensors on the ``meta`` device come from: ``weights``, which is a .safetensors file, a folder of them,
     maybe with an index, a file of ``torch.save``, or a function of a name; else ``init``, a function of a module, or each

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,7 @@ from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, Routes, divide
-from gpipe.exported.pretended import pretend, real_like, refuse_loose, shapes_only
+from gpipe.exported.pretended import is_on_meta, pretend, real_like, refuse_loose, shapes_only
 from gpipe.exported.twins import Twins, copy_of, prove_batch
 from gpipe.wrapper import WrappingSequence, batch_first
 
@@ -88,7 +87,7 @@ def to_sequential(
     if batch_dim not in (0, 1) or isinstance(batch_dim, bool):
         raise ValueError(f"batch_dim must be 0 or 1, but is {batch_dim!r}")
     whole = whole_modules(module, opaque)
-    on_meta = any(each.is_meta for each in chain(module.parameters(), module.buffers()))
+    on_meta = is_on_meta(module)
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
     with _lock, plain, inference_mode(False), enable_grad(), unchanged(module, values=True):
         refuse_modules({"": module})

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.exporter import OF_MODULES, unchanged
 from gpipe.wrapper import ConvertedLayer
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Returns whether a model has tensors on the ``meta`` device."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
 def pretend(module: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -57,7 +57,10 @@ class Read(NamedTuple):
                 found[place] = Place(value, table, name)
             elif _has_attributes(value) and id(value) not in seen:
                 seen.add(id(value))
-                places += [(place, vars(value), inner) for inner in sorted(self.names & vars(value).keys())]
+                inside = sorted(self.names & vars(value).keys())
+                # By names such as dtype, code means those of tensors. Trainers set these in configurations.
+                of_tensors = {name for name in inside if not callable(getattr(Tensor, name, len))}
+                places += [(place, vars(value), name) for name in inside if name not in of_tensors]
         return found
 
 
