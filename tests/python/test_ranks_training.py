@@ -15,7 +15,7 @@ import gpipe
 from gpipe import snapshot
 from helpers import content_of_snapshot, make_linears, make_tied_model, results_of, tied_batch
 from test_ranks import batch, make_model
-from test_snapshot import Keeper
+from test_snapshot import Keeper, Scale
 
 
 def replicas(ranks, count):
@@ -247,7 +247,8 @@ def go_on(ranks, kinds, balance, source, path):
     losses = []
     for number, kind in enumerate(kinds):
         torch.manual_seed(1)
-        pipe = gpipe.GPipe(make_linears(6), balance, chunks=2, group=ranks)
+        first, second, *others = make_linears(4)
+        pipe = gpipe.GPipe(nn.Sequential(first, Scale(), second, Scale(), *others), balance, chunks=2, group=ranks)
         optimizer = kind(pipe.parameters(), **{"lr": 0.1} if kind is Keeper else {})
         if source:
             assert snapshot.load(source.format(number), pipe, optimizer=optimizer).step == 3
@@ -268,7 +269,9 @@ def test_a_training_goes_on_at_another_number_of_ranks_with_the_same_losses(tmp_
     results_of(2, go_on, KINDS, [2, 4], None, at("two"))
     expected = go_on(None, KINDS, [3, 3], at("one"), at("on"))
     assert go_on(None, KINDS, [1, 2, 3], at("two"), at("on")) == expected
-    assert results_of(3, go_on, KINDS, [1, 1, 4], at("two"), at("on")) == [expected] * 3
+    assert results_of(3, go_on, KINDS, [1, 1, 4], at("two"), at("three")) == [expected] * 3
+    one, three = (content_of_snapshot(tmp_path / f"{name}.0") for name in ("on", "three"))
+    assert one == three and one["model"]["1._extra_state"] == {"calls": 18}
 
 
 def keep_generators(ranks, path):
@@ -368,7 +371,7 @@ def names_and_refusals(ranks):
     every_name = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
     # The copies are not for an optimizer.
     optimizer = torch.optim.SGD(dict.fromkeys(p for layer in pipe for p in layer.parameters()), lr=0.1)
-    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="the optimizer does not belong to the model, or an"):
+    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="the optimizer does not belong to the model, or another"):
         snapshot.save("unused", pipe, optimizer=optimizer)
     # A parameter that is no longer shared: its borrower replaces it, then its owner.
     former = pipe[-1].weight if ranks.rank else None
