@@ -88,7 +88,8 @@ struct Stage {
         const auto* parameter = of_layer.find(name.substr(layer->name().size() + 1));
         if (parameter != nullptr) found.back() = *parameter;
       }
-      if (!found.back().defined()) throw_error("stages share the parameter '", name, "', but its layer has none");
+      if (!found.back().defined())
+        throw_error("the parameter '", name, "', which stages share, is gone; make a new pipeline");
     }
     return found;
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <deque>
+
 #include "gpipe/program.h"
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"

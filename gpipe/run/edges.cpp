@@ -97,14 +97,20 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
 void Edges::settle(int worker) {
   auto& team = pipeline_.team();
   if (!team.has_device_wires() || team.has_failed()) return;
-  for (const bool sends : {false, true}) {
-    for (int other = 0; other < pipeline_.workers(); ++other) {
-      auto* link = sends ? pipeline_.device_link(worker, other) : pipeline_.device_link(other, worker);
-      if (link == nullptr) continue;
-      if (!link->settle(team.timeout())) throw TimeoutError(team.of_workers()[other]);
-      team.check();
+  DeviceLink* link = nullptr;  // any, because all transfers of the worker run in turn on one stream
+  std::set<int> others;
+  for (int other = 0; other < pipeline_.workers(); ++other) {
+    for (auto* each : {pipeline_.device_link(worker, other), pipeline_.device_link(other, worker)}) {
+      if (each == nullptr) continue;
+      link = each;
+      others.insert(team.of_workers()[other]);
     }
   }
+  if (link != nullptr && !link->settle(team.timeout())) {
+    if (others.size() == 1) throw TimeoutError(*others.begin());
+    throw ConnectionError(absl::StrCat("one of the ranks ", absl::StrJoin(others, ", "), " did not answer in time"));
+  }
+  team.check();
 }
 
 }  // namespace gpipe

@@ -159,21 +159,21 @@ TEST(Counts, TheHostWaitsOncePerDeviceToClipAndToUnscale) {
 }
 
 TEST(Counts, TheWorkersOfATracedCallWaitForTheirDevicesAtItsEnd) {
-  auto it = counted_pipe({device(0), torch::kCPU, device(2)}, Checkpoint::kAlways);
+  auto it = counted_pipe({device(0), device(1), device(2)}, Checkpoint::kAlways);
   const auto x = torch::ones({8, 6}, device(0));
   const auto timeline = std::make_shared<Timeline>();
   const auto call = [&] { it->forward(x).sum().backward(); };
-  const int copies_from_devices = host_waits(call);
+  EXPECT_EQ(host_waits(call), 0);
   it->trace(timeline);
   const auto before = now();
-  EXPECT_EQ(host_waits(call), copies_from_devices + 2 /*waits*/ * 2 /*workers*/ * 2 /*parts*/);
+  EXPECT_EQ(host_waits(call), 2 /*waits*/ * 3 /*workers*/ * 2 /*parts*/);
   const auto after = now();
   ASSERT_EQ(timeline->spans.size(), 3u * (3 /*stages*/ * 3 /*F, R, B*/ * kChunks));
   std::map<int, double> ends;
   for (const auto& span : timeline->spans) {
-    EXPECT_GE(span.start, before);
+    EXPECT_GE(span.start, before - 1e-3);  // the clocks of devices are compared with the host's once
     EXPECT_GE(span.end, span.start);
-    EXPECT_LE(span.end, after);
+    EXPECT_LE(span.end, after + 1e-3);
     EXPECT_GE(span.start, std::exchange(ends[span.worker], span.end)) << "a worker's actions run in turn";
     EXPECT_GT(span.bytes.peak, 0);
   }

@@ -119,7 +119,7 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
         continue;
       }
       if (layout.workers() != size || !rule.misfit(layout).empty()) continue;
-      if (!too_few_stages(rule.name, size, stages).empty()) continue;
+      if (!too_few_stages(rule.name, layout.placement).empty()) continue;
       const auto step = [&, per_worker = per_worker](const std::shared_ptr<Ranks>& ranks) {
         Sequential model(Stash("skip"), Linear(4, 4));
         for (int s = 2; s < stages; ++s) model->push_back(Linear(4, 4));

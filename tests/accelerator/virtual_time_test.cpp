@@ -269,9 +269,12 @@ Timeline timeline_of(const Replay& run, const Program& program) {
 
 // With the variable GPIPE_TIMELINE, writes the timeline of docs/gpus.md there.
 TEST(VirtualTime, IsATimelineOfTheProgramsActions) {
-  Deep deep(4, 4, 8, "1f1b");
-  const auto program = deep.pipe->program(8);
-  const auto timeline = timeline_of(replay(deep.step(), kBusy), *program);
+  GPipe pipe(wide_blocks(4), Balance(4, 3),
+             GPipeOptions().devices(devices(4)).chunks(8).schedule("1f1b").checkpoint(Checkpoint::kNever));
+  const auto x = torch::ones({8 * kRows, kWidth}, device(0));
+  const auto target = torch::zeros({8 * kRows, kWidth}, device(3));
+  const auto program = pipe->program(8);
+  const auto timeline = timeline_of(replay(log_of([&] { pipe->step(x, target, kMse); }), kBusy), *program);
   std::vector<std::vector<Action>> lists(4);
   for (const auto& span : timeline.spans) lists[span.worker].push_back(span.action);
   EXPECT_EQ(lists, program->schedule());

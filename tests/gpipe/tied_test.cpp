@@ -125,6 +125,21 @@ TEST(TiedParameters, AreTheSameWhenALayerMakesAParameterBeforeThem) {
   expect_close(results({1, 4}), results({5}));
 }
 
+TEST(TiedParameters, MayNotBeTakenFromTheirLayer) {
+  struct OuterImpl : nn::Module {
+    explicit OuterImpl(Linear linear) : inner(register_module("inner", linear)) {}
+    Tensor forward(const Tensor& x) { return inner->forward(x); }
+    void unregister() { unregister_module("inner"); }
+    Linear inner;
+  };
+  const auto first = std::make_shared<OuterImpl>(Linear(6, 6));
+  GPipe pipe(Sequential(first, Sharer(first->inner->weight, mix)), {1, 1});
+  pipe->forward(torch::ones({4, 6}));
+  first->unregister();
+  EXPECT_FALSE(pipe->ties_unchanged());
+  EXPECT_THAT([&] { pipe->forward(torch::ones({4, 6})); }, throws<std::runtime_error>("'0.inner.weight'"));
+}
+
 TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
   const auto big = torch::ones({1 << 20}).requires_grad_();
   const auto scale = [](const Tensor& x, const Tensor& weight) { return x * weight[0]; };
