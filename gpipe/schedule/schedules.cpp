@@ -246,7 +246,7 @@ bool fills_and_drains(std::string_view name) {
 
 std::string too_few_stages(std::string_view name, const std::vector<int>& placement) {
   const Layout layout{static_cast<int>(placement.size()), 1, placement};
-  const int stages = merge_segments(layout).layout.stages;
+  const int stages = layout.workers() == 1 ? layout.stages : merge_segments(layout).layout.stages;
   if (!name.starts_with("interleaved_") || stages > layout.workers()) return "";
   return absl::StrFormat(
       "schedule '%s' needs several stages per worker, but there are %d for %d; set placement, such as 0, 1, 0, 1, or "
