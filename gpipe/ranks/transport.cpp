@@ -7,6 +7,7 @@
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/team.h"
+#include "gpipe/schedule/verifier.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -191,46 +192,27 @@ std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec) {
 }
 
 std::vector<Message> messages_of(const Program& program, Part part) {
-  const auto& layout = program.layout();
-  const auto cells = static_cast<std::size_t>(layout.stages) * layout.micro_batches;
-  const auto index = [&](bool forward, int stage, int micro_batch) {
-    return (forward ? 0 : cells) + static_cast<std::size_t>(stage) * layout.micro_batches + micro_batch;
-  };
-  std::vector<int> ends(2 * cells);  // of each F, and of each B or I; 0: not known yet
-  std::vector<int> clocks(program.workers());
-  std::vector<std::size_t> done(program.workers());
-  std::vector<std::pair<int, Message>> messages;
-  for (bool moves = true; std::exchange(moves, false);) {
-    for (int w = 0; w < program.workers(); ++w) {
-      for (const auto& action : program.actions(w, part).subspan(done[w])) {
-        const bool forward = action.kind == Kind::F;
-        int begin = clocks[w];
-        bool is_ready = true;
-        for (const int edge : program.wiring().takes(action)) {
-          const auto& [from, to, name] = program.edges()[edge];
-          const int end = ends[index(forward, forward ? from : to, action.micro_batch)];
-          begin = std::max(begin, end);
-          is_ready = is_ready && end > 0;
-        }
-        if (!is_ready) break;
-        moves = true;
-        ++done[w];
-        clocks[w] = begin + 1;
-        if (action.kind == Kind::R || action.kind == Kind::W) continue;
-        ends[index(forward, action.stage, action.micro_batch)] = clocks[w];
-        for (const int edge : program.wiring().puts(action)) {
-          const auto& [from, to, name] = program.edges()[edge];
-          const int receiver = layout.placement[forward ? to : from];
-          if (receiver == w || edge != edges_of_message(program, action, receiver).back()) continue;
-          messages.push_back({clocks[w], {action, w, receiver}});
-        }
-      }
+  Schedule lists;
+  for (int w = 0; w < program.workers(); ++w) {
+    const auto actions = program.actions(w, part);
+    lists.emplace_back(actions.begin(), actions.end());
+  }
+  const auto equal = [](const Action&) { return 1.0; };
+  const auto run = replay(program.layout(), program.edges(), program.wiring(), lists, equal,
+                          /*latencies=*/std::vector<double>(program.edges().size()));
+  std::vector<Span> spans;
+  for (const auto& of_worker : run.spans) spans.insert(spans.end(), of_worker.begin(), of_worker.end());
+  std::ranges::sort(spans, {}, [](const Span& span) { return std::pair(span.end, span.worker); });
+  std::vector<Message> messages;
+  for (const auto& span : spans) {
+    for (const int edge : program.wiring().puts(span.action)) {
+      const auto& ends = program.edges()[edge];
+      const int receiver = program.layout().placement[span.action.kind == Kind::F ? ends.to : ends.from];
+      const bool is_last = edge == edges_of_message(program, span.action, receiver).back();
+      if (receiver != span.worker && is_last) messages.push_back({span.action, span.worker, receiver});
     }
   }
-  std::ranges::stable_sort(messages, {}, [](const auto& timed) { return std::pair(timed.first, timed.second.from); });
-  std::vector<Message> in_order;
-  for (auto& [end, message] : messages) in_order.push_back(message);
-  return in_order;
+  return messages;
 }
 
 RemoteTransport::RemoteTransport(Team& team, const Program& program, Part part, FindLink link,

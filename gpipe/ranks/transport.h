@@ -87,13 +87,13 @@ struct Message {
   int to = 0;
 };
 
-/// Returns the messages of a part of a program by the ends of their actions, if all actions take as long. Workers that
-/// each send and receive in this order never wait for one another for ever: the first message that has not passed waits
-/// only for actions that come before it.
+/// Returns the messages of a part of a program in the order in which their actions end, if all actions take equally
+/// long. Workers that send and receive in this order cannot deadlock: the first message that is still to come waits only
+/// for actions that ended earlier.
 std::vector<Message> messages_of(const Program& program, Part part);
 
 /// Takes parcels to and from other ranks. Between devices, each worker sends and receives in the order of
-/// messages_of(): a device that can run few transfers at once could otherwise wait for ever.
+/// messages_of(), because a device that runs few transfers at once could deadlock in another order.
 class RemoteTransport : public Transport {
  public:
   /// Returns this rank's end of the wire between the devices of two workers; null if there is none.
