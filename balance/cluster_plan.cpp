@@ -63,9 +63,7 @@ double least_seconds(const Share& share, Checkpoint checkpoint, int workers) {
     once += layer.forward + std::min(layer.backward, layer.input_gradient + layer.weight_gradient);
     again += layer.stored + layer.recompute - layer.forward;
   }
-  int recomputed = 0;
-  for (int m = 0; m < share.chunks; ++m) recomputed += checkpoint.recomputes(m, share.chunks, share.chunks) ? 1 : 0;
-  return (share.chunks * once + recomputed * again) / workers;
+  return (share.chunks * once + checkpoint.recomputed(share.chunks) * again) / workers;
 }
 
 /// Returns the ways to cut a replica's share into micro-batches, those that fill and drain fastest first.

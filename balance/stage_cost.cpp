@@ -48,13 +48,6 @@ void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
   for (const auto member : kSummedBytes) sum.*member += sign * layer.*member;
 }
 
-double share_recomputed(const RunOptions& options) {
-  int recomputed = 0;
-  for (int m = 0; m < options.chunks; ++m)
-    recomputed += options.checkpoint.recomputes(m, options.chunks, options.chunks);
-  return 1.0 * recomputed / options.chunks;
-}
-
 }  // namespace
 
 bool is_read(const SkipProfile& skip, int first, int end) {
@@ -128,7 +121,7 @@ LayerProfile StageCost::sum(int first, int end) const {
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
   const auto& before = sums_[first];
   const auto& after = sums_[end];
-  const double share = share_recomputed(options);
+  const double share = 1.0 * options.checkpoint.recomputed(options.chunks) / options.chunks;
   const double seconds = after.backward - before.backward + (1 - share) * (after.forward - before.forward) +
                          share * (after.stored - before.stored + after.recompute - before.recompute);
   const auto bytes = bytes_in(first, end);

@@ -43,13 +43,16 @@ class GPIPE_API Checkpoint {
   static const Checkpoint kNever;
   static const Checkpoint kExceptLast;  ///< all except the mini-batch's last micro-batch
   static const Checkpoint kAlways;
-  /// So many of the micro-batches that the stage has in flight. E.g. 1f1b has at most 4 in flight on the first of 4
-  /// workers; 1 of them recomputes micro-batches 0, 4, 8 and so on. Errors: std::invalid_argument for count < 0.
+  /// Recomputes `count` of the micro-batches that the stage has in flight at once. E.g. the first of 4 workers has up
+  /// to 4 in flight under 1f1b; with a count of 1 it recomputes micro-batches 0, 4, 8 and so on. Errors:
+  /// std::invalid_argument for count < 0.
   static Checkpoint in_flight(int count);
   constexpr Checkpoint() = default;  // kNever
 
   /// `in_flight`: the most micro-batches that the stage has in flight at once.
   bool recomputes(int micro_batch, int micro_batches, int in_flight) const;
+  /// The number of micro-batches for which recomputes() holds if all are in flight at once.
+  int recomputed(int micro_batches) const;
 
   /// A mode that recomputes less comes first.
   friend auto operator<=>(const Checkpoint&, const Checkpoint&) = default;
@@ -95,8 +98,8 @@ inline constexpr char kAnySchedule[] = "auto";
 
 struct GPIPE_API Layout;
 
-/// Generates the schedule of a training step. If it has no R, the pipeline adds those of the checkpoint mode. Throws
-/// std::invalid_argument for a layout that it has no schedule for.
+/// Generates the schedule of a training step. The pipeline adds the R's of the checkpoint mode to a schedule without R.
+/// Throws std::invalid_argument for a layout that it has no schedule for.
 using ScheduleFunction = std::function<Schedule(const Layout& layout)>;
 
 }  // namespace gpipe

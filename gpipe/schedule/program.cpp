@@ -40,6 +40,10 @@ bool Checkpoint::recomputes(int micro_batch, int micro_batches, int in_flight) c
   return micro_batch % in_flight < count_;
 }
 
+int Checkpoint::recomputed(int micro_batches) const {
+  return *this == kExceptLast ? micro_batches - 1 : std::min(count_, micro_batches);
+}
+
 void Checkpoints::check(int stages) const {
   if (modes.size() == 1 || std::ssize(modes) == stages) return;
   refuse_argument("checkpoint has ", modes.size(), " modes, but there are ", stages,

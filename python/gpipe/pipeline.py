@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -475,12 +475,7 @@ def _unmeasured(
     workers = processes * len(devices) if devices else processes if processes > 1 else torch.cuda.device_count() or 2
     count = min(len(plan["balance"] or ()) or stages or workers, len(model))
     sizes = [sum(each.numel() for each in layer.parameters()) + 1 for layer in layers_in(model).values()]
-    ends = [*accumulate(sizes)]
-    cuts = [0]
-    for stage in range(1, count):  # leaves a layer for each later stage
-        nearest = min(range(len(ends)), key=lambda index: abs(ends[index] - ends[-1] * stage / count)) + 1
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(model) - count + stage))
-    balance = [end - begin for begin, end in pairwise([*cuts, len(model)])]
+    balance = _C.best_partition(sizes, count)
     default = {"balance": balance, "chunks": 4 * workers, "checkpoint": "except_last", "schedule": "1f1b"}
     return {name: default[name] if given is None else given for name, given in plan.items()}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe.exported.pretended import refuse_loose
+from gpipe.exported.pretended import is_on_meta, refuse_loose
 from gpipe.randomness import RandomScope
 from gpipe.wrapper import Shell
 
@@ -43,7 +43,7 @@ class Values(NamedTuple):
         so the values depend neither on the cut nor on the number of ranks. A tensor of several modules gets the values of the
         first one. One that is ``borrowed`` from another rank gets zeros, until the first call, if it is not read. Raises ValueError
         with names for weights that do not fit, and for tensors that nothing gives values."""
-        if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
+        if not any(map(is_on_meta, stages)):
             if self != Values():
                 raise ValueError("weights and init are for a model on the meta device; give this one values by load_state_dict()")
             return

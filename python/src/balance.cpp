@@ -254,6 +254,8 @@ void init_balance(py::module_& module) {
   module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt,
              py::arg("rows") = std::numeric_limits<int>::max());
   module.def("check_stages", &check_stages);
+  module.def("best_partition",
+             [](const std::vector<double>& costs, int parts) { return best_partition(costs, parts); });
 }
 
 }  // namespace gpipe::python

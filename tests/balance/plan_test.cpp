@@ -150,8 +150,9 @@ TEST(Cut, BalancesBySizeOptimally) {
     const auto bytes = static_cast<std::int64_t>(random() % 200);
     profile.skips = {{"skip", from, {to}, bytes}};
     profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, {to}});
-    const std::array modes = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4), .checkpoint = modes[random() % 3]};
+    const auto modes = checkpoints();
+    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
+                         .checkpoint = std::next(modes.begin(), random() % 3)->second};
     const StageCost stage(profile);
     for (int first = 0; first < layers; ++first) {
       for (int end = first + 1; end <= layers; ++end) {

@@ -47,8 +47,8 @@ inline Program draw_program(std::mt19937_64& random, const Layout& layout, const
 inline GeneratedProgram generate(std::mt19937_64& random) {
   const auto rules = schedule_rules();
   const auto& rule = rules[draw(random, 0, static_cast<int>(rules.size()) - 1)];
-  const std::array modes = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-  const auto checkpoint = modes[draw(random, 0, 2)];
+  const auto modes = checkpoints();
+  const auto checkpoint = std::next(modes.begin(), draw(random, 0, 2))->second;
   const auto layout = draw_layout(random, rule);
   auto program = draw_program(random, layout, make_schedule(rule.name, layout, checkpoint));
   return {std::string(rule.name), checkpoint, std::move(program)};
