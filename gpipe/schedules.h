@@ -8,8 +8,9 @@
 namespace gpipe {
 
 // Consecutive stages on one worker, as in the placement 0, 0, 1, 1, are *segments*: a schedule runs them as if they were
-// one stage, but each has its own checkpoint mode. A forward runs them in order, a backward in reverse. Unless it is split,
-// no two recomputed segments have graphs at once. In a V, those of the last worker are two stages, two halves.
+// one stage, but each has its own checkpoint mode. A forward runs them in order, a backward in reverse. So a worker holds
+// the graph of only one recomputed segment at a time, unless backwards are split. In a V, the segments in the middle form
+// two stages, one for each half.
 
 /// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending. Errors:
 /// std::invalid_argument for an invalid layout, here and below.

@@ -24,8 +24,8 @@ class GPipeImpl;
 
 // A snapshot has the state that a training needs to continue as if it had never stopped. It is a folder:
 //
-// - a safetensors file or two of each rank: its tensors of the model by their names in the unpartitioned model, and
-//   those of the optimizer
+// - one or two safetensors files per rank: the model's tensors on that rank, by their names in the unpartitioned model,
+//   and the optimizer's
 // - model.safetensors.index.json, Hugging Face's index of the model's tensors
 // - snapshot.json, which describes the snapshot and has checksums. It is renamed last, so the folder has this snapshot,
 //   or the one before, whenever the process is killed. Files of the one before are then removed.
@@ -51,8 +51,8 @@ GPIPE_API void save_snapshot(const std::filesystem::path& folder, GPipeImpl& pip
 GPIPE_API void save_snapshot(const std::filesystem::path& folder, const torch::nn::Module& model,
                              const torch::optim::Optimizer* optimizer = nullptr, const Progress& progress = {});
 
-/// Loads a model, the optimizer if one is given, and the state of the CPU's generator: that of the rank of this number,
-/// or for another number of ranks that of the first one. Errors: std::runtime_error with the path and the reason for a
+/// Loads a model, the optimizer if one is given, and the state of the CPU's generator. Each rank gets its own generator
+/// back; with another number of ranks, all get the first one's. Errors: std::runtime_error with the path and the reason for a
 /// snapshot that is missing, damaged or of a newer version; std::invalid_argument for one of another model or
 /// optimizer, or if a tensor of the model cannot be written in place. Model and optimizer are then unchanged, unless
 /// the file of a tensor is damaged. An error on one rank leaves the others loaded.

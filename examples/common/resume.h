@@ -28,9 +28,9 @@ void check_identity(const Identity& identity, const nlohmann::json& saved, const
 /// program.
 nlohmann::json read_saved(const std::filesystem::path& path);
 
-/// Calls read_saved() for the snapshot of --resume; std::nullopt if it is not given. --resume auto becomes the path of the output
-/// folder's snapshot, or none: the first process looks, and tells the others. Errors: those of
-/// read_saved(), and for a snapshot of another training.
+/// Reads the snapshot of --resume; returns std::nullopt without --resume. Replaces --resume auto by the path of the snapshot
+/// in the output folder, if there is one: the first process looks for it and tells the others. Errors: as read_saved(), and
+/// for a snapshot of another training.
 std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity);
 
 /// Creates the output folder. Errors: std::runtime_error if it holds an earlier training that the run neither resumes

@@ -40,7 +40,7 @@ std::string read_text(const fs::path& path) {
   return std::move(text).str();
 }
 
-/// Adds the optimizer of a rank to those of the ranks before.
+/// Adds the optimizer of a rank to what earlier ranks have saved of theirs.
 void join_optimizer(json& all, const json& part, std::size_t rank) {
   if (all.is_null()) {
     all = part;

@@ -22,8 +22,8 @@ class GPipeImpl;
 /// - "random": of each rank, the states of its generators
 /// - "step", "plan", "extra", "scheduler", "scaler"
 ///
-/// Values are those of Python. What JSON lacks is an object with the kind under "$" and the content under "of": a
-/// "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/snapshot.py lists.
+/// A value is what Python saves or would save. What JSON lacks is an object with the kind under "$" and the content under
+/// "of": a "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/packing.py lists.
 inline constexpr char kManifest[] = "snapshot.json";
 
 inline nlohmann::json tagged(const char* kind, nlohmann::json content) {
@@ -43,8 +43,8 @@ struct SnapshotPart {
   nlohmann::json manifest = nlohmann::json::object();
 };
 
-/// Saves what `make` returns on each rank of a pipeline, or in this process if `pipe` is null. Of replicas, the first
-/// one's model and optimizer count. Errors: those of `make`, and as save_snapshot().
+/// Saves what `make` returns on each rank of a pipeline, or in this process if `pipe` is null. Of replicas, saves the
+/// first one's model and optimizer. Errors: as `make` and as save_snapshot().
 void save_parts(const std::filesystem::path& folder, GPipeImpl* pipe, const std::function<SnapshotPart()>& make);
 
 /// Writes the tensors of a part, one of `count`, to files that no other save overwrites. Returns its manifest with

@@ -18,16 +18,16 @@ namespace gpipe {
 ///
 /// The file is the size of a header (8 bytes, little endian), the header, and the tensors' bytes without gaps. The
 /// header is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library
-/// writes these texts: "tensor_crc32", the CRC-32 of each tensor's bytes; "header_crc32", that of the bytes before the
-/// tensors, with eight zeros in its place; "complex128", a list of the tensors of that type, which the format lacks and
-/// which are stored as pairs of float64; `model`. Earlier versions wrote "checksum", that of the whole file.
+/// writes these texts: "tensor_crc32", the CRC-32 of each tensor's bytes; "header_crc32", the CRC-32 of the bytes before
+/// the tensors, with eight zeros in its place; "complex128", a list of the tensors of that type, which the format lacks and
+/// which are stored as pairs of float64; `model`. Earlier versions wrote "checksum", of the whole file.
 struct Safetensors {
   std::map<std::string, at::Tensor> tensors;
   std::string model;  ///< of a model file, else empty
 };
 
-/// Passes the bytes of the file to `sink`, in order. Returns the checksum of the header, which has those of the
-/// tensors. Equal contents give equal bytes. Errors: std::invalid_argument for a tensor that is undefined, not dense or
+/// Passes the bytes of the file to `sink`, in order. Returns the checksum of the header, which has the checksums
+/// of the tensors. Equal contents give equal bytes. Errors: std::invalid_argument for a tensor that is undefined, not dense or
 /// of a dtype that the format lacks; std::runtime_error for text that is not UTF-8.
 std::string write_safetensors(const Safetensors& content, const ByteSink& sink);
 

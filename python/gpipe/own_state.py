@@ -42,8 +42,8 @@ class OwnState:
         return self._owned | {name: shared[first] for name, first in self._firsts.items() if first in shared}
 
     def loaded(self, reader: _C.SnapshotReader, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state in a snapshot, which has ``others`` besides tensors, also those of other ranks. Raises
-        ValueError if names or kinds of tensors are not the model's."""
+        """Returns the state in a snapshot, whose values other than tensors are ``others``, of all ranks. Raises ValueError
+        if names or kinds of tensors are not the model's."""
         loaded = {name: unpacked(value, reader.read) for name, value in others.items()}
         theirs = {*reader.weights(), *others}
         for name in [*self._state, *sorted(theirs - self._state.keys() - self.elsewhere)]:

@@ -101,8 +101,9 @@ class Stages(nn.ModuleList):
 def split(
     module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool], values: Values
 ) -> list[Partition]:
-    """Returns the stages of a model. Moves those of this rank, as ``is_here`` tells, to their devices. Tensors on the ``meta``
-    device get ``values``. Raises ValueError as these, and if stages on different devices share a parameter through a module that cannot use a stand-in."""
+    """Returns the stages of a model. Moves this rank's stages, as ``is_here`` tells, to their devices. Tensors on the ``meta``
+    device get ``values``. Raises ValueError as :meth:`Values.give`, and if stages on different devices share a parameter
+    through a module that cannot use a stand-in."""
     for layer in layers_in(module).values():
         if isinstance(layer, ConvertedLayer):
             layer.follow_model()

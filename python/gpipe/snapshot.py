@@ -113,8 +113,8 @@ def load(
     scaler: GradScaler | None = None,
 ) -> Snapshot:
     """Loads a snapshot into a pipeline, or another module, and into what else is given, by its ``load_state_dict()``.
-    Sets the random generators: to those of the rank of this number, or for another number of ranks of the first.
-    Without a pipeline only reads what the snapshot says, such as its plan.
+    Each rank gets its own random generators back; with another number of ranks, all get the first one's. Without a
+    pipeline, only reads what the snapshot says, such as its plan.
 
     Raises:
         OSError: with the path and the reason; FileNotFoundError if the folder has no whole snapshot.

@@ -39,7 +39,7 @@ std::map<std::string, at::Tensor> to_map(const Tensors& tensors) {
   return map;
 }
 
-/// Calls f(). Converts errors of the system, and those of a file's content to ValueError.
+/// Calls f(). Errors of the system become OSError, errors in a file's content ValueError.
 template <typename F>
 auto with_file(const std::filesystem::path& path, F f) {
   try {

@@ -26,7 +26,7 @@ inline constexpr int kDevices = 8;
 
 inline c10::Device device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 
-/// Whether memory of the host is pinned, as that of Tensor::pin_memory().
+/// Whether memory of the host is pinned, as Tensor::pin_memory() makes it.
 bool is_pinned(const void* memory);
 
 /// While it is true, no event is over.

@@ -45,7 +45,7 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def mixed_modes(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module for a block, and another one of each submodule than that of the module around it."""
+    """Sets the mode of a module for a block, and gives each submodule the other mode than the module around it has."""
     with mode(module, training):
         for path, each in module.named_modules():
             each.training = training == (len(path.split(".")) % 2 == 0 or not path)

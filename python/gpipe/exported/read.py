@@ -33,7 +33,7 @@ class Read(NamedTuple):
     names: set[str]
 
     def add(self, code: CodeType, space: str) -> None:
-        """Adds what a function reads whose globals are those of a module."""
+        """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
         self.names.update(code.co_names)
 
@@ -41,7 +41,10 @@ class Read(NamedTuple):
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
         classes and of objects. Each has a text that tells where it is."""
         found: dict[str, Place] = {}
-        places: list[tuple[str, Mapping[str, Any], str]] = [(space, vars(sys.modules[space]), name) for space, name in sorted(self.globals) if space in sys.modules]
+        places: list[tuple[str, Mapping[str, Any], str]] = []
+        for space, name in sorted(self.globals):
+            if space in sys.modules:
+                places.append((space, vars(sys.modules[space]), name))
         for kind in {each: None for module in modules.values() for each in type(module).__mro__ if not _is_of_torch(each.__module__)}:
             places += [(kind.__qualname__, vars(kind), name) for name in sorted(self.names & vars(kind).keys())]
         for path, module in modules.items():
@@ -58,7 +61,7 @@ class Read(NamedTuple):
             elif _has_attributes(value) and id(value) not in seen:
                 seen.add(id(value))
                 inside = sorted(self.names & vars(value).keys())
-                # By names such as dtype, code means those of tensors. Trainers set these in configurations.
+                # Names such as dtype are mostly read of tensors. Trainers set attributes of these names in configurations.
                 of_tensors = {name for name in inside if not callable(getattr(Tensor, name, len))}
                 places += [(place, vars(value), name) for name in inside if name not in of_tensors]
         return found
@@ -92,7 +95,7 @@ def noted(value: Any) -> Any:
 
 
 def _elements(value: Any) -> list[Any]:
-    """Returns the elements of a collection, those of equal sets in the same order."""
+    """Returns the elements of a collection. Equal sets give them in the same order."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=hash)
     return list(value.items() if type(value) is dict else value)
