@@ -5,7 +5,8 @@
 namespace gpipe {
 /// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
 /// when they are freed: the inputs of a stage live until its action has run, or until the recompute of a checkpointed
-/// cell. If the stage copies them, they live until the copy is made, and the copy is counted as long as the cell lives.
+/// cell. If the stage copies them, which it does where `copies` and the sender is another worker, they live until the
+/// copy is made, and the copy is counted as long as the cell lives.
 class StageCost::Cell {
   /// One kind of pass through the layers first..end-1, which run one after the other.
   class Pass {
@@ -60,14 +61,14 @@ class StageCost::Cell {
     }
     add_gradients_of_readers();
     add_arriving();
-    if (copies_) copy_between_devices();
+    copy_between_devices();
     keep_inputs();
     for (int layer = first_; layer < end_; ++layer) {
       forward_.run(cost_.profile_.layers[layer].forward_extra, forward_.change(layer));
       stored_.run(cost_.profile_.layers[layer].stored_extra, stored_.change(layer));
     }
     for (int layer = end_; layer-- > first_;) run_backward(layer);
-    const auto recompute = forward_.peak() - (copies_ ? cost_.bytes_in(first_, end_) : 0) + buffers_;
+    const auto recompute = forward_.peak() - entering_ + buffers_;
     return {.forward = {forward_.peak(), forward_.held()},
             .stored = {stored_.peak(), stored_.held()},
             .recompute = {recompute, recompute_.held()},
@@ -117,7 +118,9 @@ class StageCost::Cell {
     }
     return sender;
   }
-  bool is_on_worker(int stage) const { return !placement_.empty() && placement_[stage] == placement_[stage_]; }
+  bool is_on_worker(int stage) const { return placement_.empty() ? stage == stage_ : placement_[stage] == placement_[stage_]; }
+  /// Whether what goes to or comes from a layer of another stage is copied.
+  bool is_copied(int layer) const { return copies_ && layer < cost_.layers_ && !is_on_worker(stage_of(layer, ends_)); }
 
   /// Each stage that reads a skip has its gradient until the backward of the stage that sent it the skip. The blocks
   /// have the last reader's gradient alone. An unpartitioned backward adds the others to it.
@@ -159,14 +162,15 @@ class StageCost::Cell {
     const bool saved = block.until != Kind::F;
     forward_.change(block.layer) += bytes;
     if (!inside(block.freed_by)) {
-      hold_outside(forward_, block, saved && !copies_ ? until : Until::kForward);
+      hold_outside(forward_, block, is_copied(block.freed_by) ? Until::kForward : saved ? until : Until::kRecompute);
     } else if (saved && until == Until::kLast && !inside(block.reaches) && block.reaches < cost_.layers_) {
       // Saved by both sides of a cut: here for the backward, there for a W. An R makes it for this side alone.
-      copies_ ? forward_.hold(bytes, Until::kSendsGradients, stage_)
-              : forward_.hold(bytes, Until::kLast, stage_of(block.reaches, ends_), /*until_own_backward=*/true);
+      const bool copied = is_copied(block.reaches);
+      copied ? forward_.hold(bytes, Until::kSendsGradients, stage_)
+             : forward_.hold(bytes, Until::kLast, stage_of(block.reaches, ends_), /*until_own_backward=*/true);
       recompute_.hold(bytes, Until::kSendsGradients, stage_);
       backward_.change(block.freed_by) -= bytes;
-      if (!copies_) shared_.change(block.freed_by) += bytes;
+      if (!copied) shared_.change(block.freed_by) += bytes;
     } else if (saved) {
       forward_.hold(bytes, until, stage_);
       recompute_.hold(bytes, until, stage_);
@@ -187,18 +191,35 @@ class StageCost::Cell {
       // Of several stages that get it, the first one's backward comes last. Their recomputes have no order.
       const int first_use = block.reaches >= end_ ? end_ : *std::ranges::lower_bound(block.readers, end_);
       const int receiver = stage_of(first_use, ends_);
-      const bool copied = copies_ || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
+      const bool copied = is_copied(first_use) || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
       const auto freed_in = saved ? until : last_use >= ends_[receiver] ? Until::kSendsGradients : Until::kRecompute;
       stored_.hold(bytes, copied ? Until::kForward : freed_in, receiver);
     }
   }
 
+  std::int64_t copies_of(const std::vector<int>& layers) const {
+    return std::ranges::count_if(layers, [&](int layer) { return is_copied(layer); });
+  }
+
   void copy_between_devices() {
-    const auto entering = cost_.bytes_in(first_, end_);
-    const auto gradients = cost_.bytes_out(first_, end_);
+    const auto& profile = cost_.profile_;
+    std::int64_t gradients = 0;  // an upper bound: as if each later layer on another worker were in a stage of its own
+    if (first_ > 0 && is_copied(first_ - 1)) entering_ += profile.layers[first_ - 1].output;
+    if (is_copied(end_)) gradients += profile.layers[end_ - 1].output;
+    for (const auto& skip : profile.skips) {
+      if (skip.from < first_ && is_read(skip, first_, end_) && copies_ && !is_on_worker(sender_of(skip))) {
+        entering_ += skip.bytes;
+      }
+      if (inside(skip.from)) gradients += skip.bytes * copies_of(skip.readers);
+    }
+    for (const auto& tie : profile.ties) {
+      const auto next = std::ranges::lower_bound(tie.layers, first_);
+      if (next != tie.layers.end() && *next < end_ && is_copied(tie.layers.front())) entering_ += tie.bytes;
+      if (inside(tie.layers.front())) gradients += tie.bytes * copies_of(tie.layers);
+    }
     for (auto* pass : {&forward_, &stored_}) {
-      pass->hold(entering, Until::kLast, stage_);
-      pass->run(entering, entering);
+      pass->hold(entering_, Until::kLast, stage_);
+      pass->run(entering_, entering_);
     }
     for (auto* pass : {&backward_, &first_backward_, &input_gradient_}) pass->run(gradients, gradients);
   }
@@ -225,7 +246,7 @@ class StageCost::Cell {
     const auto& of = cost_.profile_.layers[layer];
     std::int64_t kept_by_backward = 0;
     for (const Block* block : cost_.blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
-    const bool as_last = layer + 1 == end_ && end_ < cost_.layers_ && !copies_;
+    const bool as_last = layer + 1 == end_ && end_ < cost_.layers_ && !copies_ && !is_on_worker(stage_of(end_, ends_));
     const auto arriving = arriving_[layer - first_];
     const auto extra = arriving + (as_last ? of.last_backward_extra : of.backward_extra);
     const auto change = backward_.change(layer) + of.late_gradients;
@@ -253,6 +274,7 @@ class StageCost::Cell {
   const bool copies_;
   const bool splits_ = cost_.splits(first_);
   std::int64_t buffers_ = 0;
+  std::int64_t entering_ = 0;  ///< bytes of the inputs that are copied
   std::vector<std::int64_t> arriving_ = std::vector<std::int64_t>(end_ - first_);  // bytes, by layer
   Pass forward_{first_, end_};
   Pass stored_{first_, end_};    // a forward without graph

@@ -1,7 +1,11 @@
-#include "balance/predictor.h"
+#include "balance/predict.h"
 
 #include <algorithm>
 #include <numeric>
+
+#include "balance/stage_cost.h"
+#include "gpipe/schedule_source.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -21,51 +25,25 @@ void give_outputs_to_loss(std::vector<CellBytes>& stages) {
   }
 }
 
-}  // namespace
-
-Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
-    : stage_(profile),
-      options_(std::move(options)),
-      source_(schedule_source(options_.scheduling.schedule.empty() ? kFillAndDrain : options_.scheduling.schedule,
-                              stages, options_.scheduling.stages_per_worker, options_.scheduling.placement)) {
-  stage_.check(options_);
-}
-
-const Program& Predictor::program(const Layout& layout, const std::vector<Edge>& edges) {
-  if (program_ && edges == program_->edges()) return *program_;
-  program_ = Program::make(layout, edges, with_recomputes(source_.make(layout), options_.checkpoint, layout));
-  return *program_;
-}
-
-Costs Predictor::costs(const std::vector<std::int64_t>& balance, const StageCost::SizedEdges& stage_edges) const {
-  auto placed = options_;
-  placed.scheduling.placement = source_.placement;
-  auto costs = stage_.costs(balance, placed);
-  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(costs.bytes);
+/// Seconds and bytes of the actions and edges of a step.
+Costs costs_of(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options,
+               const StageCost::SizedEdges& stage_edges) {
+  auto costs = stage.costs(balance, options);
+  if (!options.scheduling.schedule.empty()) give_outputs_to_loss(costs.bytes);
+  const auto& placement = options.scheduling.placement;
   for (std::size_t e = 0; e < stage_edges.edges.size(); ++e) {
-    const auto& edge = stage_edges.edges[e];
-    const auto link =
-        crosses(edge) ? options_.network.link(source_.placement[edge.from], source_.placement[edge.to]) : LinkSpeed();
+    const auto [from, to] = std::pair(placement[stage_edges.edges[e].from], placement[stage_edges.edges[e].to]);
+    const auto link = from != to ? options.network.link(from, to) : LinkSpeed();
     costs.edges.push_back(link.seconds(stage_edges.bytes[e]));
     costs.sending.push_back(link.sending(stage_edges.bytes[e]));
   }
   return costs;
 }
 
-bool Predictor::crosses(const Edge& edge) const { return source_.placement[edge.from] != source_.placement[edge.to]; }
-
-std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t>& balance) const {
-  std::vector<std::int64_t> bytes(1 + *std::max_element(source_.placement.begin(), source_.placement.end()));
-  for (int first = 0, stage = 0; const int end : stage_.ends(balance)) {
-    bytes[source_.placement[stage++]] +=
-        stage_.static_bytes(first, end) + stage_.reduction_bytes(first, end, options_.network);
-    first = end;
-  }
-  return bytes;
-}
-
-// A worker begins to sum a stage's gradients after the stage's last backward, one stage at a time.
-double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline) const {
+/// When the gradients of all stages are summed over the replicas. A worker begins to sum a stage's gradients after the
+/// stage's last backward, one stage at a time.
+double reduced(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options,
+               const Timeline& timeline) {
   std::vector<double> last(ends.size());
   for (const auto& [worker, action, start, end, step, bytes] : timeline.spans) {
     if (action.kind == Kind::B || action.kind == Kind::W) last[action.stage] = std::max(last[action.stage], end);
@@ -74,41 +52,54 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return last[a] < last[b]; });
   std::vector<double> free(timeline.workers);
-  for (const auto stage : order) {
-    const int worker = source_.placement[stage];
-    const auto gradients = stage_.gradients(stage == 0 ? 0 : ends[stage - 1], ends[stage]);
-    free[worker] = std::max(free[worker], last[stage]) + options_.network.reduction(worker, gradients);
+  for (const auto s : order) {
+    const int worker = options.scheduling.placement[s];
+    const auto gradients = stage.gradients(s == 0 ? 0 : ends[s - 1], ends[s]);
+    free[worker] = std::max(free[worker], last[s]) + options.network.reduction(worker, gradients);
   }
   return *std::max_element(free.begin(), free.end());
 }
 
-Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
-  const auto stage_edges = stage_.edges(balance, source_.placement);
-  Prediction prediction{{balance, source_.placement}};
+}  // namespace
+
+Prediction predict(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
+  stage.check(options);
+  const auto& [schedule, per_worker, wanted] = options.scheduling;
+  const int stages = static_cast<int>(balance.size());
+  const auto source = schedule_source(schedule.empty() ? kFillAndDrain : schedule, stages, per_worker, wanted);
+  auto placed = options;
+  const auto& placement = placed.scheduling.placement = source.placement;
+  const auto ends = stage.ends(balance);
+  const auto stage_edges = stage.edges(balance, placement);
+  const Layout layout{stages, options.chunks, placement};
+  const auto program =
+      Program::make(layout, stage_edges.edges, with_recomputes(source.make(layout), options.checkpoint, layout));
+  auto simulation = simulate(program, costs_of(stage, balance, placed, stage_edges));
+  Prediction prediction{{balance, placement}};
   for (std::size_t e = 0; e < stage_edges.edges.size(); ++e) {
-    if (crosses(stage_edges.edges[e])) prediction.crossing += options_.chunks * stage_edges.bytes[e];
+    const auto& edge = stage_edges.edges[e];
+    if (placement[edge.from] != placement[edge.to]) prediction.crossing += options.chunks * stage_edges.bytes[e];
   }
-  const Layout layout{static_cast<int>(balance.size()), options_.chunks, source_.placement};
-  auto simulation = simulate(program(layout, stage_edges.edges), costs(balance, stage_edges));
-  const auto ends = stage_.ends(balance);
-  prediction.seconds = std::max(simulation.makespan, reduced(ends, simulation.timeline));
+  prediction.seconds = std::max(simulation.makespan, reduced(stage, ends, placed, simulation.timeline));
   prediction.reduction = prediction.seconds - simulation.makespan;
   prediction.bubble = 1 - (1 - simulation.bubble) * simulation.makespan / prediction.seconds;
   prediction.bytes = simulation.timeline.peak_bytes();
   prediction.timeline = std::move(simulation.timeline);
-  const auto kept = static_bytes(balance);
-  for (std::size_t w = 0; w < kept.size(); ++w) prediction.bytes[w] += kept[w];
-  auto alone = options_;
-  alone.network = {};
-  for (int first = 0; const int end : ends) {
-    prediction.stages.push_back(stage_.seconds(first, end, alone));
+  for (int first = 0, s = 0; const int end : ends) {
+    prediction.bytes[placement[s]] +=
+        stage.static_bytes(first, end) + stage.reduction_bytes(first, end, options.network);
+    auto alone = options;
+    alone.network = {};
+    alone.checkpoint = options.checkpoint.of(s);
+    prediction.stages.push_back(stage.seconds(first, end, alone));
     first = end;
+    ++s;
   }
   return prediction;
 }
 
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
-  return Predictor(profile, static_cast<int>(balance.size()), options).predict(balance);
+  return predict(StageCost(profile), balance, options);
 }
 
 }  // namespace gpipe

@@ -24,9 +24,12 @@ struct Prediction : PredictedStep {
   Timeline timeline = {};           ///< of the simulation; its bytes exclude what stays during the step
 };
 
+class StageCost;
+
 /// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
 /// that does not sum to the number of layers, for invalid options, and for a schedule that does not fit.
 GPIPE_API Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance,
                              const RunOptions& options = {});
+Prediction predict(const StageCost& cost, const std::vector<std::int64_t>& balance, const RunOptions& options);
 
 }  // namespace gpipe

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "balance/cluster.h"
+#include "balance/network.h"
 #include "gpipe/action.h"
 
 namespace gpipe {
@@ -16,7 +16,7 @@ struct Scheduling {
 /// How a partitioned model runs.
 struct RunOptions {
   int chunks = 1;  ///< micro-batches of the profile's size
-  Checkpoint checkpoint = Checkpoint::kExceptLast;
+  Checkpoints checkpoint = Checkpoint::kExceptLast;
   Network network = {};  ///< the workers' devices. By default transfers take no time, as between CPU stages
   /// Parcels are copied to the receiver's device, as between GPUs. Otherwise the receiver uses the sender's memory.
   bool copies = false;

@@ -31,11 +31,6 @@ double all_bytes(const Profile& profile) {
   return sum;
 }
 
-/// How many of these ascending layers come at or after `first`.
-std::int64_t readers_from(const std::vector<int>& layers, int first) {
-  return layers.end() - std::lower_bound(layers.begin(), layers.end(), first);
-}
-
 constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward,        &LayerProfile::stored,
                                                     &LayerProfile::recompute,      &LayerProfile::backward,
                                                     &LayerProfile::input_gradient, &LayerProfile::weight_gradient};
@@ -51,7 +46,8 @@ void add(LayerProfile& sum, const LayerProfile& layer, int sign) {
 }  // namespace
 
 bool is_read(const SkipProfile& skip, int first, int end) {
-  return readers_from(skip.readers, first) > readers_from(skip.readers, end);
+  const auto next = std::ranges::lower_bound(skip.readers, first);
+  return next != skip.readers.end() && *next < end;
 }
 
 int stage_of(int layer, const std::vector<int>& ends) {
@@ -73,8 +69,6 @@ StageCost::StageCost(const Profile& profile)
       all_bytes_(all_bytes(profile)),
       sums_(layers_ + 1),
       blocks_(layers_),
-      saved_by_(layers_ + 1),
-      saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
   if (all_bytes_ > kMaxBytes) refuse_argument("the sum of the profile's bytes, ", all_bytes_, ", overflows");
   for (int i = 0; i < layers_; ++i) {
@@ -83,14 +77,7 @@ StageCost::StageCost(const Profile& profile)
     add(sums_[i + 1], layer, 1);
     for (int position = layer.shares_with + 1; position <= i; ++position) can_cut_[position] = false;
   }
-  for (const auto& block : profile_.blocks) {
-    blocks_[block.layer].push_back(&block);
-    if (block.born != Kind::F || block.until == Kind::F || block.freed_by < block.layer) continue;
-    saved_by_[block.layer + 1] += block.bytes;
-    saved_for_[block.freed_by + 1] += block.bytes;
-  }
-  std::partial_sum(saved_by_.begin(), saved_by_.end(), saved_by_.begin());
-  std::partial_sum(saved_for_.begin(), saved_for_.end(), saved_for_.begin());
+  for (const auto& block : profile_.blocks) blocks_[block.layer].push_back(&block);
 }
 
 int StageCost::most_stages() const {
@@ -119,11 +106,9 @@ LayerProfile StageCost::sum(int first, int end) const {
 }
 
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
-  const auto& before = sums_[first];
-  const auto& after = sums_[end];
-  const double share = 1.0 * options.checkpoint.recomputed(options.chunks) / options.chunks;
-  const double seconds = after.backward - before.backward + (1 - share) * (after.forward - before.forward) +
-                         share * (after.stored - before.stored + after.recompute - before.recompute);
+  const auto sum = this->sum(first, end);
+  const double share = 1.0 * options.checkpoint.of(0).recomputed(options.chunks) / options.chunks;
+  const double seconds = sum.backward + (1 - share) * sum.forward + share * (sum.stored + sum.recompute);
   const auto bytes = bytes_in(first, end);
   return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
@@ -142,48 +127,6 @@ std::int64_t StageCost::reduction_bytes(int first, int end, const Network& netwo
   return gpipe::reduction_bytes(network.replicas, gradients(first, end), largest);
 }
 
-std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
-  const auto cell = cell_bytes(begin, end, {begin, end, layers_}, /*placement=*/{}, options.copies);
-  // After the fill all micro-batches' cells are live. The drain begins with the last one. Before backward k, other
-  // stages may still hold the gradients that the k backwards before it sent.
-  const std::int64_t chunks = options.chunks;
-  const bool last_is_recomputed = options.checkpoint == Checkpoint::kAlways;
-  const bool others_are = options.checkpoint != Checkpoint::kNever;
-  const auto each = (others_are ? cell.stored : cell.forward).kept();
-  const auto& last = last_is_recomputed ? cell.stored : cell.forward;
-  const auto backward = [&](bool recomputed, std::int64_t extra) {
-    return recomputed ? std::max(cell.recompute.extra, cell.recompute.kept() + extra) : extra;
-  };
-  const auto first = backward(last_is_recomputed, std::max(cell.first_backward_extra, cell.backward.extra));
-  auto peak = (chunks - 1) * each + std::max(last.extra, last.kept() + first);
-  for (const std::int64_t k : {std::int64_t{1}, chunks - 1}) {  // linear in between
-    if (k < 1 || k >= chunks) continue;
-    peak = std::max(peak, (chunks - k) * each + k * cell.backward.kept() + cell.parameters +
-                              backward(others_are, cell.backward.extra));
-  }
-  return static_bytes(begin, end) + reduction_bytes(begin, end, options.network) + peak;
-}
-
-std::int64_t StageCost::most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
-  std::int64_t most = 0;
-  for (int first = 0; const int end : ends(balance)) {
-    most = std::max(most, bytes(first, end, options));
-    first = end;
-  }
-  return most;
-}
-
-// After the first of several backwards, all gradients and other cells are live. A backward begins with all bytes saved
-// for it: at least the bytes that backwards before `end` free, less the bytes that forwards before `first` saved.
-std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& options) const {
-  const auto saved = std::max(std::int64_t{0}, saved_for_[end] - saved_by_[first]);
-  const auto gradients = this->gradients(first, end);
-  const std::int64_t others = options.chunks - 1;
-  if (others == 0) return static_bytes(first, end) + std::max(saved, gradients);
-  const bool never = options.checkpoint == Checkpoint::kNever;
-  return static_bytes(first, end) + (never ? others * saved + std::max(saved, gradients) : saved + gradients);
-}
-
 std::int64_t StageCost::bytes_in(int first, int end) const {
   std::int64_t bytes = first > 0 ? profile_.layers[first - 1].output : 0;
   for (const auto& skip : profile_.skips) {
@@ -197,19 +140,6 @@ std::int64_t StageCost::bytes_borrowed(int first, int end) const {
   for (const auto& [name, layers, size] : profile_.ties) {
     const auto next = std::lower_bound(layers.begin(), layers.end(), first);
     if (next != layers.begin() && next != layers.end() && *next < end) bytes += size;
-  }
-  return bytes;
-}
-
-// As if each later layer were in a stage of its own.
-std::int64_t StageCost::bytes_out(int first, int end) const {
-  std::int64_t bytes = end < layers_ ? profile_.layers[end - 1].output : 0;
-  for (const auto& skip : profile_.skips) {
-    if (skip.from >= first && skip.from < end) bytes += skip.bytes * readers_from(skip.readers, end);
-  }
-  for (const auto& [name, layers, size] : profile_.ties) {
-    if (layers.front() < first || layers.front() >= end) continue;
-    bytes += size * readers_from(layers, end);
   }
   return bytes;
 }

@@ -39,23 +39,15 @@ class StageCost {
   /// The layers' seconds, saved bytes, and bytes of parameters, gradients, optimizer and buffers.
   LayerProfile sum(int first, int end) const;
   /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and
-  /// their gradients over the link between the first two workers.
+  /// their gradients over the link between the first two workers. REQUIRES: one checkpoint mode for all stages.
   double seconds(int first, int end, const RunOptions& options) const;
 
-  /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all
-  /// timings. Other schedules usually need less; those that split backwards can need more.
-  std::int64_t bytes(int begin, int end, const RunOptions& options) const;
-  /// The largest bytes() of a stage of the balance. Errors: as ends().
-  std::int64_t most_bytes(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   /// Bytes of the gradients of the stage's parameters.
   std::int64_t gradients(int first, int end) const { return sums_[end].gradients - sums_[first].gradients; }
-  /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
+  /// The bytes that stay between steps: parameters, buffers, optimizer state.
   std::int64_t static_bytes(int first, int end) const;
-  /// The part of bytes() that sums the gradients over replicas.
+  /// The bytes that sum the gradients over replicas.
   std::int64_t reduction_bytes(int first, int end, const Network& network) const;
-
-  /// Cheap lower bound on bytes(), of this stage and of every stage that contains these layers.
-  std::int64_t least_bytes(int first, int end, const RunOptions& options) const;
 
   /// Bytes of the stage's inputs for one micro-batch: activation, skips and borrowed parameters.
   std::int64_t bytes_in(int first, int end) const;
@@ -75,8 +67,6 @@ class StageCost {
   bool splits(int first) const;
   /// The part of bytes_in() that is parameters of earlier stages.
   std::int64_t bytes_borrowed(int first, int end) const;
-  /// Upper bound of the bytes of the stage's outputs for one micro-batch: activation, skips and lent parameters.
-  std::int64_t bytes_out(int first, int end) const;
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;
@@ -89,9 +79,6 @@ class StageCost {
   double all_bytes_ = 0;
   std::vector<LayerProfile> sums_;                 ///< prefix sums, by layer
   std::vector<std::vector<const Block*>> blocks_;  ///< by layer
-  // Prefix sums of the bytes kept from forwards for backwards, by layer.
-  std::vector<std::int64_t> saved_by_;   ///< that the layer's forward allocates
-  std::vector<std::int64_t> saved_for_;  ///< that the layer's backward frees
   std::vector<bool> can_cut_;
 };
 

@@ -11,7 +11,7 @@ namespace gpipe {
 /// The action, of one stage and the same micro-batch, whose end frees memory. Or, of no stage, the last two.
 enum class Until {
   kForward,
-  kRecompute,
+  kRecompute,       ///< R of a cell that is recomputed, else F
   kSendsGradients,  ///< I of a split backward, else B
   kLast,            ///< W of a split backward, else B
   kForwardsEnd,     ///< the step's last forward

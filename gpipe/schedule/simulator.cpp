@@ -158,7 +158,7 @@ class Step {
     const auto& [forward, recompute, sends, ends] = cells[micro_batch];
     const bool is_last = held.until == Until::kLast && bytes_[held.stage].splits;
     const Span* span = held.until == Until::kForward     ? forward
-                       : held.until == Until::kRecompute ? recompute
+                       : held.until == Until::kRecompute ? (recompute != nullptr ? recompute : forward)
                        : is_last                         ? ends
                                                          : sends;
     return span == nullptr ? kNeverFreed : span->end;

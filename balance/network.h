@@ -38,28 +38,4 @@ struct GPIPE_API Network {
 /// Errors: std::invalid_argument for a number of replicas that is not positive, and for negative or NaN numbers.
 GPIPE_API void check(const Network& network);
 
-/// Hosts of equal devices.
-struct Cluster {
-  int hosts = 1;
-  int devices_per_host = 1;
-  std::int64_t memory = 0;  ///< bytes per device; 0: no limit
-  LinkSpeed inside = {};    ///< between two devices of a host
-  /// Between two devices of different hosts. If the devices of a host share a network card, a device's share of it.
-  LinkSpeed between = {};
-
-  int devices() const { return hosts * devices_per_host; }
-  /// The devices as replicas of a pipeline.
-  Network network(int replicas) const { return {replicas, devices_per_host, inside, between}; }
-};
-
-/// The most devices of a cluster.
-inline constexpr int kMostDevices = 1 << 20;
-/// The longest text that cluster_from_json() accepts, in bytes.
-inline constexpr std::size_t kMaxClusterJson = std::size_t{1} << 16;
-
-/// Reads a cluster from JSON: an object with the names of Cluster's members, each link an object with "bandwidth" and
-/// "latency". Every member is required, and no other name is allowed. Errors: std::invalid_argument with the reason and
-/// the place, e.g. "/inside/latency"; numbers out of range are errors, and so is a bandwidth of 0.
-GPIPE_API Cluster cluster_from_json(const std::string& text);
-
 }  // namespace gpipe

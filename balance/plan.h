@@ -1,0 +1,66 @@
+#pragma once
+
+#include <optional>
+
+#include "balance/predict.h"
+
+namespace gpipe {
+
+/// A way to train a model, and its predicted cost.
+struct Plan : PredictedStep {
+  int chunks = 1;
+  Checkpoints checkpoint = {};  ///< of each stage, or of all
+  std::string schedule = {};    ///< of step()
+  int replicas = 1;             ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
+  bool fits = true;             ///< into the memory
+};
+
+/// What is given. The rest is chosen.
+struct PlanOptions {
+  std::int64_t samples = 1;  ///< of the mini-batch
+  /// Names of the devices, one per worker, in all replicas. Bytes of workers on one device add up, times do not.
+  std::vector<std::string> devices = {};
+  /// The most bytes of each device, or of all if there is one number; empty: no limit.
+  std::vector<std::int64_t> memory = {};
+  int replicas = 1;      ///< 0: any number that divides the devices and the samples
+  Network network = {};  ///< its `replicas` are not used
+  bool copies = false;   ///< as in RunOptions
+  int chunks = 0;        ///< 0: as many micro-batches as a profile's samples make; only for one replica
+  std::vector<std::int64_t> balance = {};
+  std::optional<Checkpoints> checkpoint = {};
+  std::vector<Scheduling> schedulings = {};  ///< to try; empty: all_schedulings()
+  /// Most actions that are simulated to improve plans.
+  std::int64_t most_actions = 2'000'000;
+};
+
+/// The best plans of each number of micro-batches, schedule, placement and number of replicas.
+struct GPIPE_API Plans {
+  std::vector<Plan> plans;  ///< those that fit come first, fastest first
+  std::string reason = {};  ///< why nothing fits: which device, how many bytes are missing, what would fit
+
+  bool fits() const { return !plans.empty() && reason.empty(); }
+  /// The first plan. Errors: std::runtime_error with the reason if nothing fits.
+  const Plan& best() const;
+};
+
+/// Returns the schedules that fit `workers` workers, with one and, for enough layers, two stages on each, in loops and
+/// in a V, where they fit. Of schedules with the same lists, the first rule's counts.
+GPIPE_API std::vector<Scheduling> all_schedulings(int workers, int layers);
+
+/// Plans the training of a model from profiles of it, each for micro-batches of another size. Chooses the schedule, the
+/// placement, the number of micro-batches, the cut, which layers are recomputed (see segments.h), and, if wanted, the
+/// number of replicas: what the simulator says is fastest within the memory.
+///
+/// For each schedule and number of micro-batches, dynamic programming cuts the model by estimates. The simulator then
+/// tells the bytes of each device, a search for the least price of memory meets its limit, and what is left of the limit
+/// is used up by recomputing fewer micro-batches. Last, cuts are moved by one layer as long as the step gets faster.
+/// Deterministic. Takes seconds for a thousand devices.
+///
+/// Of plans that differ by less than 3 %, the first recomputes least. Schedules that fill and drain come after all others
+/// that fit, because they add gradients in another order: so a training has the same bits whichever plan is chosen.
+///
+/// Errors: std::invalid_argument for invalid options, no profiles, profiles of different models, or if nothing can be
+/// tried.
+GPIPE_API Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options);
+
+}  // namespace gpipe
