@@ -118,7 +118,9 @@ class StageCost::Cell {
     }
     return sender;
   }
-  bool is_on_worker(int stage) const { return placement_.empty() ? stage == stage_ : placement_[stage] == placement_[stage_]; }
+  bool is_on_worker(int stage) const {
+    return placement_.empty() ? stage == stage_ : placement_[stage] == placement_[stage_];
+  }
   /// Whether what goes to or comes from a layer of another stage is copied.
   bool is_copied(int layer) const { return copies_ && layer < cost_.layers_ && !is_on_worker(stage_of(layer, ends_)); }
 

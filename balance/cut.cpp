@@ -4,38 +4,31 @@
 #include <cmath>
 #include <limits>
 
-#include "balance/stage_cost.h"
+#include "balance/segments.h"
 #include "gpipe/base/checks.h"
 
 namespace gpipe {
 
-std::vector<std::int64_t> best_partition(int count, int parts, const std::function<double(int, int)>& cost) {
+std::vector<std::int64_t> best_partition(int count, int parts, const std::function<double(int, int, int)>& cost) {
   if (parts < 1) refuse_argument("parts must be positive, but is ", parts);
   if (count < parts) refuse_argument(count, " layers cannot be cut into ", parts, " parts; each needs at least one");
-  // of_part[end][first]: cost of the part first..end-1; infinite for all first < earliest[end].
   // worst[end]: cost of the most expensive part in the best cut of 0..end-1 into the parts so far.
   const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> of_part(count + 1);
-  std::vector<int> earliest(count + 1);
-  for (int end = 1; end <= count; ++end) {
-    for (int first = 0; first < end; ++first) {
-      const double value = of_part[end].emplace_back(cost(first, end));
-      if (std::isnan(value)) refuse_argument("the cost of layers ", first, " to ", end - 1, " is not a number");
-      if (value == infinity && earliest[end] == first) earliest[end] = first + 1;
-    }
-  }
   std::vector<double> worst(count + 1, infinity);
+  worst[0] = 0;
   std::vector<std::vector<int>> start(parts, std::vector<int>(count + 1, 0));
-  for (int end = 1; end <= count; ++end) worst[end] = of_part[end][0];
-  for (int part = 1; part < parts; ++part) {
+  for (int part = 0; part < parts; ++part) {
     std::vector<double> longer(count + 1, infinity);
-    for (int end = part + 1; end <= count; ++end) {
-      for (int first = end - 1; first >= std::max(part, earliest[end]); --first) {
-        const double largest = std::max(worst[first], of_part[end][first]);
-        if (largest < longer[end]) {
-          longer[end] = largest;
-          start[part][end] = first;
-        }
+    const bool is_last = part + 1 == parts;
+    for (int end = is_last ? count : part + 1; end <= count; ++end) {
+      for (int first = part == 0 ? 0 : end - 1; first >= part; --first) {
+        if (worst[first] == infinity) continue;
+        const double of_part = cost(part, first, end);
+        if (std::isnan(of_part)) refuse_argument("the cost of layers ", first, " to ", end - 1, " is not a number");
+        const double largest = std::max(worst[first], of_part);
+        if (largest >= longer[end]) continue;
+        longer[end] = largest;
+        start[part][end] = first;
       }
     }
     worst = std::move(longer);
@@ -59,20 +52,12 @@ std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int p
     sum_to.push_back(sum_to.back() + costs[i]);
   }
   return best_partition(static_cast<int>(costs.size()), parts,
-                        [&](int first, int end) { return sum_to[end] - sum_to[first]; });
+                        [&](int, int first, int end) { return sum_to[end] - sum_to[first]; });
 }
 
 namespace {
 
 constexpr double kForbidden = std::numeric_limits<double>::infinity();
-
-std::vector<std::int64_t> cut(const StageCost& stage, int partitions, const std::function<double(int, int)>& cost) {
-  check_stages(partitions, stage.layers());
-  return best_partition(stage.layers(), partitions, [&](int first, int end) {
-    const bool allowed = stage.can_cut_before(first) && stage.can_cut_before(end);
-    return allowed ? cost(first, end) : kForbidden;
-  });
-}
 
 std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
   std::vector<std::int64_t> balance;
@@ -100,12 +85,6 @@ double load(const StageCost& stage, const std::vector<int>& ends, const RunOptio
   return std::ranges::max_element(busy, {}, [](const auto& each) { return each.second; })->second;
 }
 
-[[noreturn]] void refuse(int partitions) {
-  refuse_argument(
-      partitions,
-      " stages would separate layers that share a buffer or parameter; use fewer stages, or give each layer its own");
-}
-
 }  // namespace
 
 void check_stages(int stages, int layers) {
@@ -114,54 +93,41 @@ void check_stages(int stages, int layers) {
   }
 }
 
+std::vector<std::int64_t> cut_at(const StageCost& stage, int stages, const std::function<double(int, int, int)>& cost) {
+  check_stages(stages, stage.layers());
+  auto balance = best_partition(stage.layers(), stages, [&](int part, int first, int end) {
+    const bool allowed = stage.can_cut_before(first) && stage.can_cut_before(end);
+    return allowed ? cost(part, first, end) : kForbidden;
+  });
+  if (!balance.empty()) return balance;
+  refuse_argument(
+      stages,
+      " stages would separate layers that share a buffer or parameter; use fewer stages, or give each layer its own");
+}
+
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);
   stage.check(options);
-  auto balance = cut(stage, partitions, [&](int first, int end) { return stage.seconds(first, end, options); });
-  if (balance.empty()) refuse(partitions);
-  return balance;
+  return cut_at(stage, partitions, [&](int, int first, int end) { return stage.seconds(first, end, options); });
 }
 
-// StageCost::bytes() is slow, so stages whose lower bound exceeds a limit are skipped. If the best balance of the other
-// stages is within the limit, it is the best of all. Otherwise the limit is raised and the search repeated.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options) {
-  const StageCost stage(profile);
-  stage.check(options);
-  const auto whole = stage.least_bytes(0, stage.layers(), options);
-  auto limit = whole / std::max(1, partitions);
-  for (;;) {
-    auto balance = cut(stage, partitions, [&](int first, int end) {
-      const bool too_large = stage.least_bytes(first, end, options) > limit;
-      return too_large ? kForbidden : static_cast<double>(stage.bytes(first, end, options));
-    });
-    const bool all_considered = limit >= whole;
-    if (balance.empty()) {
-      if (all_considered) refuse(partitions);
-      limit = 2 * limit + 1;
-      continue;
-    }
-    const auto worst = stage.most_bytes(balance, options);
-    if (all_considered || worst <= limit) return balance;
-    limit = worst;
-  }
-}
-
-std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
-                                         const RunOptions& options) {
-  const StageCost stage(profile);
-  stage.check(options);
-  return cut(stage, partitions, [&](int first, int end) {
-    const bool fits = stage.least_bytes(first, end, options) <= bytes && stage.bytes(first, end, options) <= bytes;
-    return fits ? stage.seconds(first, end, options) : kForbidden;
+  const Segments segments(profile);
+  segments.cost().check(options);
+  const InFlight in_flight{options.chunks, 1};
+  const bool recomputes = options.checkpoint.of(0) != Checkpoint::kNever;
+  return cut_at(segments.cost(), partitions, [&](int, int first, int end) {
+    const auto recomputation = recomputes ? segments.whole(first, end) : Recomputation();
+    return static_cast<double>(segments.bytes(first, end, in_flight, recomputation));
   });
 }
 
-std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options) {
-  const StageCost stage(profile);
+std::vector<std::int64_t> balance_by_load(const StageCost& stage, const RunOptions& options) {
   const int stages = static_cast<int>(options.scheduling.placement.size());
   auto without_links = options;
   without_links.network = {};
-  auto best = stage.ends(balance_by_time(profile, stages, without_links));
+  auto best = stage.ends(
+      cut_at(stage, stages, [&](int, int first, int end) { return stage.seconds(first, end, without_links); }));
   double least = load(stage, best, options, without_links);
   const int step = std::max(1, stage.layers() / 64);
   const auto try_cuts = [&](std::vector<int> ends) {

@@ -12,12 +12,12 @@ namespace gpipe {
 /// Cuts the elements 0..count-1 into `parts` contiguous, non-empty parts so that the most expensive part is as cheap as
 /// possible. Returns the number of elements per part. Ties go to longer early parts.
 ///
-/// `cost` returns the cost of a part with the elements first..end-1. Any function is allowed: infinity forbids the
-/// part, and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
+/// `cost` returns the cost of a part, from 0, with the elements first..end-1. Any function is allowed: infinity forbids
+/// it, and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
 ///
 /// Empty if every cut has a forbidden part. Errors: std::invalid_argument for parts < 1, more than elements, or NaN.
 GPIPE_API std::vector<std::int64_t> best_partition(int count, int parts,
-                                                   const std::function<double(int first, int end)>& cost);
+                                                   const std::function<double(int part, int first, int end)>& cost);
 
 /// The same for parts that cost the sum of their elements' costs. Errors: also for a negative or infinite cost.
 GPIPE_API std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts);
@@ -25,8 +25,8 @@ GPIPE_API std::vector<std::int64_t> best_partition(const std::vector<double>& co
 // Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in
 // one (LayerProfile::shares_with).
 //
-// Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
-// from balance_within(), if every balance would separate such layers.
+// Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and if every
+// balance would separate such layers.
 
 /// Errors: std::invalid_argument unless `stages` is between 1 and `layers`.
 GPIPE_API void check_stages(int stages, int layers);
@@ -35,18 +35,21 @@ GPIPE_API void check_stages(int stages, int layers);
 GPIPE_API std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions,
                                                     const RunOptions& options = {});
 
-/// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes().
+/// Returns the balance whose largest stage needs the fewest bytes if all chunks are in flight at once, by the estimates of
+/// segments.h. A checkpoint mode other than kNever counts as kAlways.
 GPIPE_API std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions,
                                                     const RunOptions& options = {});
 
-/// Returns the balance whose slowest stage is fastest, of those with at most `bytes` per stage. Empty if there is none.
-GPIPE_API std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
-                                                   const RunOptions& options = {});
+class StageCost;
+
+/// best_partition() of a model into stages that may be cut off.
+std::vector<std::int64_t> cut_at(const StageCost& cost, int stages,
+                                 const std::function<double(int stage, int first, int end)>& seconds);
 
 /// Returns a balance for stages on the workers of `options.scheduling.placement`, which is not empty. Keeps the busiest
 /// worker, or link from one worker to another, as little busy as its search finds: from the balance whose slowest stage
 /// is fastest, moves a cut, or two cuts that lie opposite each other, as long as this helps.
-GPIPE_API std::vector<std::int64_t> balance_by_load(const Profile& profile, const RunOptions& options);
+std::vector<std::int64_t> balance_by_load(const StageCost& cost, const RunOptions& options);
 
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, skips across
 /// it, and lent parameters. A skip or parameter that passes several cuts counts in each, but is sent once to each stage

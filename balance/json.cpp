@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "absl/strings/str_format.h"
-#include "balance/cluster.h"
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
 #include "gpipe/base/json.h"
@@ -17,8 +16,6 @@ constexpr int kVersion = 5;
 // Limits far above real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
-constexpr double kMostBandwidth = kMostBytes;
-constexpr double kMostLatency = 1e3;
 
 // Defines visit(of, f), which calls f(name, member) for each of the members. A name in JSON is the member's.
 #define GPIPE_VISIT_MEMBER(member) f(#member, of.member);
@@ -33,8 +30,6 @@ GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, readers)
 GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed, wants_gradient)
 GPIPE_VISIT(TieProfile, name, layers, bytes)
 GPIPE_VISIT(Profile, samples, device, workers, intraop_threads, input_requires_grad, layers, blocks, skips, ties)
-GPIPE_VISIT(LinkSpeed, bandwidth, latency)
-GPIPE_VISIT(Cluster, hosts, devices_per_host, memory, inside, between)
 
 template <class Of>
 concept Record = requires(Of& of) {
@@ -44,9 +39,6 @@ concept Record = requires(Of& of) {
 /// Reads values without converting types. `path` is the place of a value in the document, e.g. "/layers/3/forward".
 class Reader {
  public:
-  /// `what` is what the text should be. No number is more than `most`. `is_strict`: objects have no other members.
-  Reader(std::string what, double most, bool is_strict) : what_(std::move(what)), most_(most), is_strict_(is_strict) {}
-
   Json parse(const std::string& text, std::size_t longest) const {
     if (text.size() > longest) {
       refuse(absl::StrFormat("the text has %d bytes, but the limit is %d", text.size(), longest));
@@ -70,15 +62,7 @@ class Reader {
 
   template <Record Of>
   void read(const Json& json, const std::string& path, Of& of) {
-    std::set<std::string> names;
-    visit(of, [&](const char* name, auto& member) {
-      read_member(json, path, name, member);
-      names.insert(name);
-    });
-    if (!is_strict_) return;
-    for (const auto& [name, value] : json.items()) {
-      if (!names.contains(name)) refuse(absl::StrFormat("%s/%.40s is unknown", path, name));
-    }
+    visit(of, [&](const char* name, auto& member) { read_member(json, path, name, member); });
   }
 
   template <class T>
@@ -87,7 +71,7 @@ class Reader {
     refuse(absl::StrCat(path, " is ", value, ", but must be from ", least, " to ", most));
   }
 
-  [[noreturn]] void refuse(const std::string& reason) const { refuse_argument("not a ", what_, ": ", reason); }
+  [[noreturn]] void refuse(const std::string& reason) const { refuse_argument("not a profile: ", reason); }
 
  private:
   [[noreturn]] void refuse_value(const Json& json, const std::string& path, const std::string& wanted) const {
@@ -145,15 +129,12 @@ class Reader {
   }
 
   void read(const Json& json, const std::string& path, double& seconds) {
-    if (!json.is_number() || !(json >= 0.0 && json <= most_)) {
-      refuse_value(json, path, absl::StrFormat("a number from 0 to %g", most_));
+    if (!json.is_number() || !(json >= 0.0 && json <= kMostSeconds)) {
+      refuse_value(json, path, absl::StrFormat("a number from 0 to %g", kMostSeconds));
     }
     seconds = json;
   }
 
-  const std::string what_;
-  const double most_;
-  const bool is_strict_;
   std::int64_t bytes_ = 0;  ///< sum of all sizes read
 };
 
@@ -215,7 +196,7 @@ std::string profile_to_json(const Profile& profile) {
 }
 
 Profile profile_from_json(const std::string& text) {
-  Reader reader("profile", kMostSeconds, /*is_strict=*/false);
+  Reader reader;
   const auto json = reader.parse(text, kMaxProfileJson);
   int version = 0;
   reader.read_member(json, "", "version", version);
@@ -227,21 +208,6 @@ Profile profile_from_json(const std::string& text) {
   check(reader, profile);
   const StageCost checks_sums(profile);
   return profile;
-}
-
-Cluster cluster_from_json(const std::string& text) {
-  Reader reader("cluster", kMostBandwidth, /*is_strict=*/true);
-  const auto json = reader.parse(text, kMaxClusterJson);
-  Cluster cluster;
-  reader.read(json, "", cluster);
-  reader.check_range("/hosts", cluster.hosts, 1, kMostDevices);
-  reader.check_range("/devices_per_host", cluster.devices_per_host, 1, kMostDevices / cluster.hosts);
-  for (auto& [name, link] : {std::pair("inside", &cluster.inside), std::pair("between", &cluster.between)}) {
-    const auto path = absl::StrCat("/", name);
-    reader.check_range(path + "/bandwidth", link->bandwidth, 1.0, kMostBandwidth);
-    reader.check_range(path + "/latency", link->latency, 0.0, kMostLatency);
-  }
-  return cluster;
 }
 
 }  // namespace gpipe

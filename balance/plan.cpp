@@ -16,9 +16,9 @@ namespace {
 
 using absl::StrFormat;
 
-constexpr double kClose = 1.03;              // plans whose times differ by less are equally fast
-constexpr std::int64_t kMostCells = 1 << 13;  // stages x micro-batches of a plan
-constexpr std::size_t kImproved = 8;         // plans whose cuts are moved
+constexpr double kClose = 1.03;                     // plans whose times differ by less are equally fast
+constexpr std::int64_t kMostCellsOfPlan = 1 << 13;  // stages x micro-batches of a plan
+constexpr std::size_t kImproved = 8;                // plans whose cuts are moved
 
 /// The devices of one replica, and their memory.
 class Devices {
@@ -91,7 +91,10 @@ class Contender {
   }
 
   void start(std::int64_t& actions) {
-    if (!given_.balance.empty()) return offer(segments_.cost().ends(given_.balance), actions);
+    if (!given_.balance.empty()) {
+      offer(segments_.cost().ends(given_.balance), actions);
+      return;
+    }
     const int stages = static_cast<int>(placement_.size());
     const auto seconds = [&](int first, int end) {
       auto run = run_;
@@ -131,8 +134,8 @@ class Contender {
     auto modes = best_.checkpoint.modes;
     for (std::size_t s = 0; s < modes.size() && actions > 0; ++s) {
       if (modes[s] != Checkpoint::kAlways) continue;
-      int low = -1;                 // does not fit
-      int high = run_.chunks;       // fits
+      int low = -1;            // does not fit
+      int high = run_.chunks;  // fits
       while (high - low > 1 && actions > 0) {
         const int count = (low + high) / 2;
         auto fewer = modes;
@@ -301,8 +304,7 @@ int fewest_devices(Segments& segments, std::int64_t memory, int chunks, int devi
   for (int count = devices + 1; count <= std::min(64, segments.cost().most_stages()); ++count) {
     const auto needed = [&](int stage, int first, int end) {
       const InFlight in_flight{std::min(chunks, count - stage), 1};
-      return static_cast<double>(
-          segments.bytes(first, end, in_flight, segments.within(memory, first, end, in_flight)));
+      return static_cast<double>(segments.bytes(first, end, in_flight, segments.within(memory, first, end, in_flight)));
     };
     double most = 0;
     for (int stage = 0, first = 0; const int end : stage_ends(cut_at(segments.cost(), count, needed))) {
@@ -314,22 +316,25 @@ int fewest_devices(Segments& segments, std::int64_t memory, int chunks, int devi
   return 0;
 }
 
-std::string why_not(const Contender& smallest, const PlanOptions& options) {
+std::string why_not(const Contender& smallest) {
   const auto& plan = smallest.best();
   const auto [device, missing] = smallest.devices().fullest(plan.bytes);
   const auto memory = smallest.devices().memory(device);
-  auto reason = StrFormat("nothing fits: the plan that lacks least, %s with %d chunks, needs %s on %s, which has %s, %s too few; ",
-                          plan.schedule, plan.chunks, bytes_to_text(memory + missing), smallest.devices().name(device),
-                          bytes_to_text(memory), bytes_to_text(missing));
+  auto reason = StrFormat(
+      "nothing fits: the plan that lacks least, %s with %d chunks, needs %s on %s, which has %s, %s too few; ",
+      plan.schedule, plan.chunks, bytes_to_text(memory + missing), smallest.devices().name(device),
+      bytes_to_text(memory), bytes_to_text(missing));
   auto& segments = smallest.segments();
   for (int layer = 0; layer < segments.cost().layers(); ++layer) {
     const auto alone = segments.bytes(layer, layer + 1, {});
     if (alone <= memory) continue;
-    return reason + StrFormat("layer %d alone needs %s: use a smaller layer or micro-batch", layer, bytes_to_text(alone));
+    return reason +
+           StrFormat("layer %d alone needs %s: use a smaller layer or micro-batch", layer, bytes_to_text(alone));
   }
   const int workers = static_cast<int>(plan.bytes.size());
   const int devices = fewest_devices(segments, memory, plan.chunks, workers);
-  const auto more = devices > 0 ? StrFormat("use %d devices%s, or ", devices, plan.replicas > 1 ? " per replica" : "") : "";
+  const auto more =
+      devices > 0 ? StrFormat("use %d devices%s, or ", devices, plan.replicas > 1 ? " per replica" : "") : "";
   return reason + more + "give the device more memory, or use smaller micro-batches";
 }
 
@@ -367,7 +372,7 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
   for (const auto& profile : profiles) segments.push_back(std::make_unique<Segments>(profile));
   const int devices = static_cast<int>(options.devices.size());
   const int most_stages = segments.front()->cost().most_stages();
-  std::vector<Contender> contenders;
+  std::vector<std::unique_ptr<Contender>> contenders;
   for (int replicas = devices; replicas >= 1; --replicas) {
     if (devices % replicas != 0 || options.samples % replicas != 0) continue;
     if (options.replicas != 0 && options.replicas != replicas) continue;
@@ -376,16 +381,17 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
     for (std::size_t i = 0; i < profiles.size(); ++i) {
       const auto samples = options.samples / replicas;
       if (replicas > 1 && samples % profiles[i].samples != 0) continue;
-      const auto chunks = options.chunks > 0 ? options.chunks : (samples + profiles[i].samples - 1) / profiles[i].samples;
+      const auto chunks =
+          options.chunks > 0 ? options.chunks : (samples + profiles[i].samples - 1) / profiles[i].samples;
       for (const auto& scheduling : tried) {
         const auto stages = std::ssize(scheduling.placement);
-        if (stages > most_stages || (chunks > 1 && stages * chunks > kMostCells)) continue;
+        if (stages > most_stages || (chunks > 1 && stages * chunks > kMostCellsOfPlan)) continue;
         if (!options.balance.empty() && stages != std::ssize(options.balance)) continue;
         if (1 + std::ranges::max(scheduling.placement) != workers) continue;
         auto network = options.network;
         network.replicas = replicas;
         const RunOptions run{static_cast<int>(chunks), {}, network, options.copies, scheduling};
-        contenders.emplace_back(*segments[i], run, options);
+        contenders.push_back(std::make_unique<Contender>(*segments[i], run, options));
       }
     }
   }
@@ -393,15 +399,15 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
     refuse_argument("no schedule and number of replicas suits ", devices, " devices, ", options.samples,
                     " samples and a model that allows ", most_stages, " stages; change one of them");
   }
-  std::ranges::stable_sort(contenders, {}, &Contender::least_seconds);
+  std::ranges::stable_sort(contenders, {}, [](const auto& each) { return each->least_seconds(); });
   auto actions = options.most_actions;
   double fastest = std::numeric_limits<double>::infinity();
   std::vector<Contender*> ordered;
   for (auto& each : contenders) {
-    if (actions < 0 && each.least_seconds() > fastest) continue;
-    each.start(actions);
-    if (each.best().fits) fastest = std::min(fastest, each.best().seconds);
-    ordered.push_back(&each);
+    if (actions < 0 && each->least_seconds() > fastest) continue;
+    each->start(actions);
+    if (each->best().fits) fastest = std::min(fastest, each->best().seconds);
+    ordered.push_back(each.get());
   }
   const auto before = [](const Contender* a, const Contender* b) { return a->is_better(a->best(), b->best()); };
   std::ranges::stable_sort(ordered, before);
@@ -416,16 +422,19 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
   Plans found;
   for (const auto* each : ordered) found.plans.push_back(each->best());
   if (!found.plans.front().fits) {
-    found.reason = why_not(*ordered.front(), options);
+    found.reason = why_not(*ordered.front());
     return found;
   }
   const auto first_of = [&](bool drains) {
-    return std::ranges::find_if(found.plans, [&](const Plan& it) { return it.fits && fills_and_drains(it.schedule) == drains; });
+    return std::ranges::find_if(found.plans,
+                                [&](const Plan& it) { return it.fits && fills_and_drains(it.schedule) == drains; });
   };
-  if (const auto first = first_of(false); first != found.plans.end()) std::rotate(found.plans.begin(), first, first + 1);
+  if (const auto first = first_of(false); first != found.plans.end())
+    std::rotate(found.plans.begin(), first, first + 1);
   const auto close = [&](const Plan& it) {
     const auto& first = found.plans.front();
-    return it.fits && it.seconds <= kClose * first.seconds && fills_and_drains(it.schedule) == fills_and_drains(first.schedule);
+    return it.fits && it.seconds <= kClose * first.seconds &&
+           fills_and_drains(it.schedule) == fills_and_drains(first.schedule);
   };
   auto chosen = found.plans.begin();
   for (auto it = found.plans.begin(); it != found.plans.end(); ++it) {

@@ -13,6 +13,7 @@ struct Plan : PredictedStep {
   std::string schedule = {};    ///< of step()
   int replicas = 1;             ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
   bool fits = true;             ///< into the memory
+  double measured = 0;          ///< seconds of a step that ran; 0 if none did
 };
 
 /// What is given. The rest is chosen.
@@ -36,6 +37,9 @@ struct PlanOptions {
 /// The best plans of each number of micro-batches, schedule, placement and number of replicas.
 struct GPIPE_API Plans {
   std::vector<Plan> plans;  ///< those that fit come first, fastest first
+  /// The whole mini-batch on one device, without a pipeline. On a CPU with all intra-op threads. Set by plan() of a
+  /// model; empty if the model does not run that way, e.g. because memory runs out.
+  std::optional<Plan> unpartitioned = {};
   std::string reason = {};  ///< why nothing fits: which device, how many bytes are missing, what would fit
 
   bool fits() const { return !plans.empty() && reason.empty(); }

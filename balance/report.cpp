@@ -61,31 +61,28 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
 }
 
 // E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
-std::string schedule_of(const Candidate& candidate) {
-  const auto name = candidate.schedule.empty() ? "forward" : candidate.schedule;
-  const auto& placement = candidate.placement;
+std::string schedule_of(const Plan& plan) {
+  const auto& name = plan.schedule;
+  std::vector<int> placement;  // without segments
+  for (const int worker : plan.placement) {
+    if (placement.empty() || placement.back() != worker) placement.push_back(worker);
+  }
   const auto stages = static_cast<int>(placement.size());
-  const auto workers = static_cast<int>(candidate.bytes.size());
-  if (placement.empty() || name.starts_with('@')) return name;
-  const auto looped = looped_placement(workers, stages);
-  if (placement == looped) return stages == workers ? name : absl::StrCat(name, ", ", stages / workers, " per worker");
-  const auto& rule = schedule_rule(candidate.schedule.empty() ? kFillAndDrain : candidate.schedule);
-  if (!rule.misfit({stages, 1, looped}).empty()) return name;  // it has one placement
-  if (stages == 2 * workers && placement == v_placement(stages)) return name + ", V";
-  return absl::StrCat(name, " on ", absl::StrJoin(placement, ","));
+  const auto workers = static_cast<int>(plan.bytes.size());
+  if (stages <= workers || name.starts_with('@') || !schedule_rule(name).loops) return name;
+  return placement == looped_placement(workers, stages) ? absl::StrCat(name, ", ", stages / workers, " per worker")
+                                                        : name + ", V";
 }
 
-std::string percent(double part) { return absl::StrFormat("%.0f %%", 100 * part); }
-
-/// A line that tells that no candidate is as fast as the unpartitioned model, or nothing.
-std::string advice(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
-  if (!unpartitioned || !unpartitioned->fits || candidates.empty()) return "";
-  const double faster = candidates.front().seconds / unpartitioned->seconds;
-  if (faster <= 1) return "";
-  return absl::StrFormat(
-      "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast as the best "
-      "pipeline.\n",
-      faster);
+// How many layers are recomputed, at least for some micro-batches.
+std::string recomputed_of(const Plan& plan) {
+  std::int64_t layers = 0;
+  std::int64_t all = 0;
+  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
+    all += plan.balance[s];
+    if (plan.checkpoint.of(static_cast<int>(s)) != Checkpoint::kNever) layers += plan.balance[s];
+  }
+  return layers == 0 ? "none" : absl::StrCat(layers, " of ", all, " layers");
 }
 
 }  // namespace
@@ -143,62 +140,54 @@ std::string prediction_table(const Prediction& prediction) {
       table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble, shared ? "worker" : "stage");
 }
 
-std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned,
-                            int rows) {
+std::string plan_table(const Plans& plans, int rows) {
   std::set<std::string> seen;
-  std::vector<Candidate> first;  // of each schedule
-  for (const auto& candidate : candidates) {
-    if (seen.insert(schedule_of(candidate)).second) first.push_back(candidate);
+  std::vector<Plan> first;  // of each schedule and number of replicas
+  for (const auto& plan : plans.plans) {
+    if (seen.insert(absl::StrCat(schedule_of(plan), " ", plan.replicas)).second) first.push_back(plan);
   }
-  const bool several = first.size() > 1;
-  std::vector<std::string> head = {"balance", "checkpoint", "chunks", "step", "bubble", "memory"};
-  if (several) head.insert(head.begin(), "schedule");
-  if (several) head.emplace_back("crossing");
-  if (unpartitioned) head.emplace_back("speed-up");
+  const bool replicated = std::ranges::any_of(first, [](const Plan& plan) { return plan.replicas > 1; });
+  std::vector<std::string> head = {"schedule", "layers per worker", "chunks", "recomputed", "step", "bubble", "memory"};
+  head.emplace_back("crossing");
+  if (replicated) head.insert(head.end(), {"replicas", "sums"});
+  const auto& whole = plans.unpartitioned;
+  if (whole) head.emplace_back("speed-up");
   Table table(std::move(head));
-  const auto add = [&](const std::string& schedule, const Candidate& candidate, const std::string& note) {
-    const auto most = std::max_element(candidate.bytes.begin(), candidate.bytes.end());
-    std::vector<std::string> cells = {
-        balance_to_text(candidate.balance), to_string(candidate.checkpoint),
-        absl::StrCat(candidate.chunks),     seconds_to_text(candidate.seconds),
-        percent(candidate.bubble),          bytes_to_text(most == candidate.bytes.end() ? 0 : *most)};
-    if (several) cells.insert(cells.begin(), schedule);
-    if (several) cells.push_back(bytes_to_text(candidate.crossing));
-    if (unpartitioned) cells.push_back(absl::StrFormat("%.2f", unpartitioned->seconds / candidate.seconds));
-    cells.push_back(absl::StrCat(note, candidate.fits ? "" : "too large"));
+  const auto add = [&](const std::string& schedule, const Plan& plan, const std::string& note) {
+    std::vector<std::int64_t> layers;  // of consecutive stages of a worker
+    for (std::size_t s = 0; s < plan.balance.size(); ++s) {
+      const bool is_next = s > 0 && plan.placement[s] == plan.placement[s - 1];
+      is_next ? layers.back() += plan.balance[s] : layers.emplace_back(plan.balance[s]);
+    }
+    std::vector<std::string> cells = {schedule,
+                                      balance_to_text(layers),
+                                      absl::StrCat(plan.chunks),
+                                      recomputed_of(plan),
+                                      seconds_to_text(plan.seconds),
+                                      absl::StrFormat("%.0f %%", 100 * plan.bubble),
+                                      bytes_to_text(std::ranges::max(plan.bytes)),
+                                      bytes_to_text(plan.crossing)};
+    if (replicated) cells.insert(cells.end(), {absl::StrCat(plan.replicas), seconds_to_text(plan.reduction)});
+    if (whole) cells.push_back(absl::StrFormat("%.2f", whole->seconds / plan.seconds));
+    cells.push_back(absl::StrCat(note, plan.fits ? "" : "too large"));
     table.add(std::move(cells));
   };
-  const absl::Span<const Candidate> all = several ? std::as_const(first) : candidates;
-  for (const auto& candidate : all.subspan(0, rows)) {
-    add(schedule_of(candidate), candidate, "");
-  }
-  if (unpartitioned) add("", *unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
-  return absl::StrCat(
-      table.text(), several ? "The best of each schedule. " : "",
-      "step: forward and backward of one mini-batch. bubble: share of the step during which workers wait. memory: "
-      "peak of the worker that needs the most.",
-      several ? " crossing: bytes that a forward of the mini-batch sends to other workers." : "",
-      unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n",
-      advice(candidates, unpartitioned));
-}
-
-std::string plan_table(const ClusterPlan& plan) {
-  Table table(
-      {"replicas", "schedule", "workers", "stages", "checkpoint", "chunks", "step", "bubble", "sums", "memory"});
-  for (const auto& candidate : plan.candidates) {
-    table.add({absl::StrCat(candidate.replicas), schedule_of(candidate), absl::StrCat(candidate.bytes.size()),
-               absl::StrCat(candidate.balance.size()), to_string(candidate.checkpoint), absl::StrCat(candidate.chunks),
-               seconds_to_text(candidate.seconds), percent(candidate.bubble), seconds_to_text(candidate.reduction),
-               bytes_to_text(std::ranges::max(candidate.bytes)), candidate.fits ? "" : "too large"});
-  }
-  const auto& first = plan.candidates.front();
-  return absl::StrCat(
+  for (const auto& plan : absl::MakeConstSpan(first).subspan(0, rows)) add(schedule_of(plan), plan, "");
+  if (whole) add("", *whole, whole->fits ? "one device" : "one device, ");
+  auto text = absl::StrCat(
       table.text(),
-      "The best for each number of replicas. All figures are predicted. workers, stages: of a replica. chunks: "
-      "micro-batches of a replica. step: forward and backward of one mini-batch, until the replicas have summed the "
-      "gradients. sums: the part of it after the last backward. bubble: share of the step during which workers wait. "
-      "memory: peak of the device that needs the most.\nbalance of the first: ",
-      balance_to_text(first.balance), "\n");
+      "The best of each schedule, predicted. recomputed: layers that run again in the backward. step: forward and "
+      "backward of one mini-batch. bubble: share of the step during which workers wait. memory: peak of the worker "
+      "that "
+      "needs the most. crossing: bytes that a forward of the mini-batch sends to other workers.",
+      replicated ? " sums: the part of the step after the last backward, until all gradients are summed." : "",
+      whole ? " speed-up: over the unpartitioned model on one device." : "", "\n");
+  if (whole && whole->fits && !first.empty() && first.front().seconds > whole->seconds) {
+    absl::StrAppendFormat(
+        &text, "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast.\n",
+        first.front().seconds / whole->seconds);
+  }
+  return text + (plans.fits() ? "" : plans.reason + "\n");
 }
 
 std::string bytes_to_text(std::int64_t bytes) {

@@ -1,6 +1,8 @@
 #pragma once
 
-#include "balance/cluster_plan.h"
+#include <limits>
+
+#include "balance/plan.h"
 #include "gpipe/api.h"
 
 namespace gpipe {
@@ -15,15 +17,9 @@ GPIPE_API std::string profile_table(const Profile& profile, const std::vector<st
 /// One row per stage, and a line about the step. Errors: std::invalid_argument for fields of different lengths.
 GPIPE_API std::string prediction_table(const Prediction& prediction);
 
-/// One row per candidate, in the given order, up to `rows`. If they have several schedules, only the first candidate of
-/// each, with columns for the schedule and for the bytes that cross to other workers. With `unpartitioned` (see
-/// Suggestion), also a row for it, a column of speed-ups over it, and a line if it is faster than the first candidate.
-GPIPE_API std::string candidate_table(const std::vector<Candidate>& candidates,
-                                      const std::optional<Candidate>& unpartitioned = std::nullopt,
-                                      int rows = std::numeric_limits<int>::max());
-
-/// One row per number of replicas, and the balance of the first.
-GPIPE_API std::string plan_table(const ClusterPlan& plan);
+/// One row per schedule, its best plan, in the given order, up to `rows`. With Plans::unpartitioned also a row for it, a
+/// column of speed-ups over it, and a line if it is faster than the first plan. With the reason if nothing fits.
+GPIPE_API std::string plan_table(const Plans& plans, int rows = std::numeric_limits<int>::max());
 
 /// E.g. "1.50 MiB": three digits, in B, KiB, MiB, GiB or TiB.
 GPIPE_API std::string bytes_to_text(std::int64_t bytes);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr double kSecondsOfSegment = 20e-6;  // for which one more segment of a stage keeps a worker busy
 constexpr int kLongest = 32;                 // layers of a segment
-constexpr int kWhole = -1;                     // a price
+constexpr int kWhole = -1;                   // a price
 constexpr double kAnyPrice = 1e12;           // seconds per byte: saves what can be saved
 
 /// The last layer that uses a block, forwards or backwards.

@@ -55,7 +55,7 @@ class Segments {
 
  private:
   static constexpr int kCaps = 3;  // on Recomputation::rebuilt
-  struct Best {  // of the layers up to an end
+  struct Best {                    // of the layers up to an end
     double seconds = 0;
     std::int64_t bytes = 0;
     std::int64_t rebuilt = 0;
@@ -74,7 +74,7 @@ class Segments {
   std::vector<double> again_;                     ///< prefix sums of the seconds that recomputing takes
   std::vector<double> prices_;                    ///< in seconds per byte
   std::vector<std::int64_t> caps_;
-  std::vector<std::vector<Best>> solved_;         ///< by first layer, price and cap; empty if not known yet
+  std::vector<std::vector<Best>> solved_;  ///< by first layer, price and cap; empty if not known yet
 };
 
 }  // namespace gpipe

@@ -1,10 +1,9 @@
-// Profiles and clusters in JSON. One reader reads both.
+// Profiles in JSON.
 
 #include <nlohmann/json.hpp>
 
 #include <limits>
 
-#include "balance/cluster.h"
 #include "balance/profile.h"
 #include "tests/support/matchers.h"
 
@@ -131,52 +130,6 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
   expect_refused("/samples", {0});
   EXPECT_THAT(refusal("/blocks/0/bytes", std::int64_t{1} << 53),
               HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
-}
-
-const Json kCluster = {{"hosts", 128},
-                       {"devices_per_host", 8},
-                       {"memory", 80'000'000'000},
-                       {"inside", {{"bandwidth", 3e11}, {"latency", 5e-6}}},
-                       {"between", {{"bandwidth", 25'000'000'000}, {"latency", 0}}}};
-
-std::string refusal_of_cluster(const Json& json) {
-  return error_of<std::invalid_argument>([&] { cluster_from_json(json.dump()); });
-}
-
-TEST(ClusterJson, ReadsACluster) {
-  const auto cluster = cluster_from_json(kCluster.dump());
-  EXPECT_EQ(cluster.devices(), 1024);
-  EXPECT_EQ(cluster.devices_per_host, 8);
-  EXPECT_EQ(cluster.memory, 80'000'000'000);
-  EXPECT_EQ(cluster.inside.bandwidth, 3e11);
-  EXPECT_EQ(cluster.inside.latency, 5e-6);
-  EXPECT_EQ(cluster.between.bandwidth, 25e9);
-  EXPECT_EQ(cluster.between.latency, 0);
-}
-
-TEST(ClusterJson, RefusesNumbersOutOfRangeAndOtherFields) {
-  const std::map<std::string, std::vector<Json>> wrong = {
-      {"/hosts", {0, -1}},
-      {"/devices_per_host", {0, -1, kMostDevices / 128 + 1}},
-      {"/memory", {-1, 1e10, "80GB"}},
-      {"/inside", {3e11, nullptr, Json::array()}},
-      {"/inside/bandwidth", {0, -1, 0.5, 1e30, "3e11"}},
-      {"/between/latency", {-1, -1e-9, 1e30, Json::object()}},
-  };
-  for (const auto& [place, values] : wrong) {
-    for (const auto& value : values) {
-      EXPECT_THAT(refusal_of_cluster(with(kCluster, place, value)),
-                  StartsWith("[gpipe] not a cluster: " + place + " is "))
-          << value;
-    }
-  }
-  auto json = kCluster;
-  json["between"].erase("latency");
-  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/latency is missing"));
-  json["between"]["delay"] = json["between"]["latency"] = 1;
-  EXPECT_THAT(refusal_of_cluster(json), HasSubstr("/between/delay is unknown"));
-  EXPECT_THAT([] { cluster_from_json(std::string(kMaxClusterJson + 1, ' ')); },
-              refused("65537 bytes, but the limit is 65536"));
 }
 
 }  // namespace

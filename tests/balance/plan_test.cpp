@@ -1,15 +1,16 @@
 // Cuts, predictions and suggestions from hand-written profiles, without a model.
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <random>
 
 #include "balance/cut.h"
+#include "balance/plan.h"
 #include "balance/predict.h"
 #include "balance/profile.h"
 #include "balance/report.h"
-#include "balance/search.h"
 #include "balance/stage_cost.h"
 #include "tests/support/matchers.h"
 
@@ -138,40 +139,11 @@ TEST(Predict, SendsTiedParametersWithEachMicroBatch) {
   EXPECT_THAT(balance_by_time(profile, 1, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(4));
 }
 
-TEST(Cut, BalancesBySizeOptimally) {
-  std::mt19937 random(3);
-  for (int trial = 0; trial < 300; ++trial) {
-    const int layers = 2 + static_cast<int>(random() % 6);
-    auto profile = chain(std::vector<double>(layers, 1.0));
-    for (auto& layer : profile.layers) layer.parameters = layer.gradients = static_cast<std::int64_t>(random() % 50);
-    for (auto& block : profile.blocks) block.bytes = static_cast<std::int64_t>(1 + random() % 50);
-    const int from = static_cast<int>(random() % layers);
-    const int to = from + static_cast<int>(random() % (layers - from));
-    const auto bytes = static_cast<std::int64_t>(random() % 200);
-    profile.skips = {{"skip", from, {to}, bytes}};
-    profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, {to}});
-    const auto modes = checkpoints();
-    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
-                         .checkpoint = std::next(modes.begin(), random() % 3)->second};
-    const StageCost stage(profile);
-    for (int first = 0; first < layers; ++first) {
-      for (int end = first + 1; end <= layers; ++end) {
-        EXPECT_LE(stage.least_bytes(first, end, run), stage.bytes(first, end, run));
-        EXPECT_LE(stage.least_bytes(first, end - 1, run), stage.least_bytes(first, end, run));
-        EXPECT_LE(stage.least_bytes(first + 1, end, run), stage.least_bytes(first, end, run));
-      }
-    }
-    auto least = std::numeric_limits<std::int64_t>::max();
-    for (int cut = 1; cut < layers; ++cut) {
-      least = std::min(least, std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)));
-    }
-    const int cut = static_cast<int>(balance_by_size(profile, 2, run).front());
-    EXPECT_EQ(std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)), least);
-    // The bound holds for the simulated timing.
-    const auto predicted = predict(profile, {cut, layers - cut}, run).bytes;
-    EXPECT_LE(predicted[0], stage.bytes(0, cut, run));
-    EXPECT_LE(predicted[1], stage.bytes(cut, layers, run));
-  }
+TEST(Cut, BalancesBySize) {
+  auto profile = chain({1, 1, 1, 1});
+  EXPECT_THAT(balance_by_size(profile, 2, {.chunks = 8}), ElementsAre(2, 2));
+  profile.layers[0].parameters = 1000;
+  EXPECT_THAT(balance_by_size(profile, 2, {.chunks = 8}), ElementsAre(1, 3));
 }
 
 TEST(Predict, CountsCopiesForTheReceiver) {
@@ -184,9 +156,6 @@ TEST(Predict, CountsCopiesForTheReceiver) {
     EXPECT_EQ(copied.seconds, shared.seconds);
     if (checkpoint == Checkpoint::kNever) EXPECT_LT(copied.bytes[0], shared.bytes[0]) << "the sender frees its outputs";
     EXPECT_EQ(copied.bytes[1], shared.bytes[1] + 3 * 10) << "the receiver holds one activation per micro-batch";
-    const StageCost stage(profile);
-    EXPECT_GE(stage.bytes(0, 2, run), copied.bytes[0]);
-    EXPECT_GE(stage.bytes(2, 4, run), copied.bytes[1]);
   }
 }
 
@@ -244,33 +213,32 @@ TEST(Predict, FollowsTheSchedule) {
   EXPECT_THAT(refusal({"gpipe", 3}), HasSubstr("which stages_per_worker = 3 does not divide"));
 }
 
-TEST(Search, FindsTheSchedule) {
+TEST(Plan, FindsTheSchedule) {
   auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
   profile.input_requires_grad = true;
   for (auto& layer : profile.layers) layer.input_gradient = layer.weight_gradient = 1;
-  const auto any = [&](std::int64_t limit) {
-    return search({{4, profile}}, {.checkpoints = {Checkpoint::kNever},
-                                   .memory_limit = limit,
-                                   .schedulings = all_schedulings(2, static_cast<int>(profile.layers.size()))});
+  const auto any = [&](std::vector<std::int64_t> memory) {
+    return plan({profile},
+                {.samples = 16, .devices = {"a", "b"}, .memory = std::move(memory), .checkpoint = Checkpoint::kNever});
   };
-  const auto free = any(0);
+  const auto free = any({});
   // Two workers with 4 * 4 layers' work of 3 s each, and one F that worker 1 waits for.
   EXPECT_DOUBLE_EQ(free.best().seconds, 4 * 4 * 3 + 2);
-  for (const auto& candidate : free.candidates) {
-    if (candidate.schedule == "gpipe" && candidate.balance.size() == 2) EXPECT_DOUBLE_EQ(candidate.seconds, 5 * 12);
-    if (candidate.schedule == "zb_h1") EXPECT_DOUBLE_EQ(candidate.seconds, 4 * 12 + 4);
+  for (const auto& plan : free.plans) {
+    EXPECT_EQ(plan.chunks, 4);
+    if (plan.schedule == "gpipe" && plan.balance.size() == 2) EXPECT_DOUBLE_EQ(plan.seconds, 5 * 12);
+    if (plan.schedule == "zb_h1") EXPECT_DOUBLE_EQ(plan.seconds, 4 * 12 + 4);
   }
   const auto most = std::ranges::max(free.best().bytes);
-  const auto limited = any(most - 1);
+  const auto limited = any({most - 1});
   ASSERT_TRUE(limited.fits());
   EXPECT_LT(std::ranges::max(limited.best().bytes), most);
   EXPECT_GE(limited.best().seconds, free.best().seconds);
-  EXPECT_THAT(candidate_table(free.candidates),
-              AllOf(HasSubstr("zb_v"), HasSubstr("greedy, V"), HasSubstr("crossing")));
-  EXPECT_THAT(any(1).reason, HasSubstr("the smallest candidate, "));
+  EXPECT_THAT(plan_table(free), AllOf(HasSubstr("zb_v"), HasSubstr("greedy, V"), HasSubstr("crossing")));
+  EXPECT_THAT(any({1}).reason, HasSubstr("nothing fits: the plan that lacks least"));
 }
 
-TEST(Search, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
+TEST(Plan, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
   auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
   for (int i = 0; i < 4; ++i) profile.skips.push_back({"skip" + std::to_string(i), i, {7 - i}, 1000});
   const auto crossing = [&](const Scheduling& scheduling) {
@@ -280,31 +248,135 @@ TEST(Search, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
   EXPECT_EQ(crossing({"interleaved_zb", 2}), 3 * (3 * 10 + 4 * 1000));
 }
 
-TEST(Search, FindsBalanceChunksAndCheckpoint) {
-  const auto whole = chain({4, 4, 4, 4});
-  const auto halves = chain({2, 2, 2, 2});
-  const auto suggestion = search({{1, whole}, {2, halves}}, {.stages = 2});
-  ASSERT_TRUE(suggestion.fits());
-  EXPECT_EQ(suggestion.candidates.size(), 6U);
-  EXPECT_EQ(suggestion.best().chunks, 2);
-  EXPECT_EQ(suggestion.best().checkpoint, Checkpoint::kNever);
-  EXPECT_THAT(suggestion.best().balance, ElementsAre(2, 2));
-  EXPECT_EQ(suggestion.profile_of(suggestion.best()), halves);
-  EXPECT_THROW(search({}), std::invalid_argument);
-  EXPECT_THROW(search({{1, whole}}, {.stages = 5}), std::invalid_argument);
+TEST(Plan, FindsBalanceAndChunks) {
+  auto whole = chain({4, 4, 4, 4});
+  whole.samples = 8;
+  const auto plans = plan({whole, chain({2, 2, 2, 2})}, {.samples = 8, .devices = {"a", "b"}});
+  EXPECT_EQ(plans.best().chunks, 2);
+  EXPECT_EQ(plans.best().checkpoint, Checkpoint::kNever);
+  EXPECT_THAT(plans.best().balance, ElementsAre(2, 2));
 }
 
-TEST(Search, ExplainsWhyNothingFits) {
+// What is given stays.
+TEST(Plan, KeepsWhatIsGiven) {
+  const auto profile = chain({1, 1, 1, 1, 1, 1});
+  PlanOptions options{.samples = 16, .devices = {"a", "b"}, .memory = {400}, .balance = {4, 2}};
+  for (const auto& each : plan({profile}, options).plans) {
+    EXPECT_THAT(each.balance, ElementsAre(4, 2));
+    EXPECT_LE(std::ranges::max(each.bytes), each.fits ? 400 : 1000);
+  }
+  options.checkpoint = Checkpoint::kAlways;
+  options.schedulings = {{"1f1b", 1, {0, 1}}};
+  const auto plans = plan({profile}, options);
+  ASSERT_EQ(plans.plans.size(), 1U);
+  EXPECT_EQ(plans.best().checkpoint, Checkpoint::kAlways);
+  EXPECT_EQ(plans.best().schedule, "1f1b");
+}
+
+/// A profile of layers of random times and sizes.
+Profile random_chain(std::mt19937& random, int layers) {
+  std::vector<double> seconds;
+  for (int i = 0; i < layers; ++i) seconds.push_back(1e-3 * (1 + static_cast<double>(random() % 20)));
+  auto profile = chain(seconds);
+  for (auto& layer : profile.layers) {
+    layer.parameters = layer.gradients = static_cast<std::int64_t>(random() % 50);
+    layer.input_gradient = layer.weight_gradient = layer.backward / 2;
+  }
+  for (auto& block : profile.blocks) {
+    if (block.born == Kind::F) block.bytes = static_cast<std::int64_t>(1 + random() % 5000);
+  }
+  for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].output = profile.blocks[2 * i].bytes;
+  return profile;
+}
+
+/// Plans for one worker less memory each time. Calls `check` with the limit and the plans, until nothing fits.
+void for_each_limit(const Profile& profile, PlanOptions options,
+                    const std::function<void(std::int64_t limit, const Plans& plans)>& check) {
+  auto limit = std::ranges::max(plan({profile}, options).best().bytes);
+  for (;; limit -= std::max<std::int64_t>(1, limit / 16)) {
+    options.memory = {limit};
+    const auto plans = plan({profile}, options);
+    if (!plans.fits()) return;
+    check(limit, plans);
+  }
+}
+
+TEST(Plan, MemoryIsADial) {
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 12; ++trial) {
+    const auto profile = random_chain(random, 12);
+    double before = 0;
+    int limits = 0;
+    for_each_limit(profile, {.samples = 32, .devices = {"a", "b"}, .schedulings = {{"1f1b", 1, {0, 1}}}},
+                   [&](std::int64_t limit, const Plans& plans) {
+                     ++limits;
+                     EXPECT_LE(std::ranges::max(plans.best().bytes), limit);
+                     EXPECT_GE(plans.best().seconds, before / 1.03) << "less memory takes no less time";
+                     before = std::max(before, plans.best().seconds);
+                   });
+    EXPECT_GT(limits, 4);
+  }
+}
+
+/// The fastest of all cuts, and all segments that are recomputed always, under 1f1b.
+double fastest_of_all(const Profile& profile, int chunks, int workers, std::int64_t limit) {
+  const int layers = static_cast<int>(profile.layers.size());
+  double fastest = std::numeric_limits<double>::infinity();
+  // Between two layers: 0 goes on, 1 begins a segment, 2 a stage. Then, by segment, whether it is recomputed.
+  std::vector<int> between(layers - 1);
+  for (std::size_t i = 0; i < between.size();) {
+    if (std::ranges::count(between, 2) == workers - 1) {
+      std::vector<std::int64_t> balance = {1};
+      std::vector<int> placement = {0};
+      for (const int each : between) {
+        each == 0 ? void(++balance.back()) : balance.push_back(1);
+        if (each > 0) placement.push_back(placement.back() + (each == 2 ? 1 : 0));
+      }
+      for (unsigned set = 0; set < 1U << balance.size(); ++set) {
+        std::vector<Checkpoint> modes;
+        bool is_needless = false;  // neighbours that are not recomputed are one segment
+        for (std::size_t s = 0; s < balance.size(); ++s) {
+          modes.push_back((set >> s & 1) != 0 ? Checkpoint::kAlways : Checkpoint::kNever);
+          is_needless |= s > 0 && placement[s] == placement[s - 1] && (set >> (s - 1) & 3) == 0;
+        }
+        if (is_needless) continue;
+        const auto found =
+            predict(profile, balance, {.chunks = chunks, .checkpoint = modes, .scheduling = {"1f1b", 1, placement}});
+        if (std::ranges::max(found.bytes) <= limit) fastest = std::min(fastest, found.seconds);
+      }
+    }
+    for (i = 0; i < between.size() && ++between[i] == 3; ++i) between[i] = 0;
+  }
+  return fastest;
+}
+
+TEST(Plan, IsNearTheBestOfAll) {
+  std::mt19937 random(7);
+  std::vector<double> ratios;
+  for (int trial = 0; trial < 10; ++trial) {
+    const auto profile = random_chain(random, 6);
+    for_each_limit(profile, {.samples = 16, .devices = {"a", "b"}, .schedulings = {{"1f1b", 1, {0, 1}}}},
+                   [&](std::int64_t limit, const Plans& plans) {
+                     ratios.push_back(plans.best().seconds / fastest_of_all(profile, 4, 2, limit));
+                   });
+  }
+  std::ranges::sort(ratios);
+  EXPECT_LE(ratios[ratios.size() / 2], 1.0);
+  EXPECT_LE(ratios[ratios.size() * 9 / 10], 1.02);
+}
+
+TEST(Plan, ExplainsWhyNothingFits) {
   auto profile = chain({1, 1, 1, 1});
   for (auto& layer : profile.layers) layer.parameters = 10 << 20;
-  const auto needs_more = search({{2, profile}}, {.stages = 2, .memory_limit = 15 << 20});
+  const PlanOptions options{.samples = 8, .devices = {"device 0", "device 1"}, .memory = {15 << 20}};
+  const auto needs_more = plan({profile}, options);
   ASSERT_FALSE(needs_more.fits());
-  EXPECT_THAT(needs_more.reason, HasSubstr("nothing fits into 15.0 MiB per device"));
-  EXPECT_THAT(needs_more.reason, HasSubstr("20.0 MiB on device 0, 5.00 MiB too much"));
-  EXPECT_THAT(needs_more.reason, HasSubstr("use 4 devices, or use devices with 20.0 MiB"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("needs 20.0 MiB on device 0, which has 15.0 MiB, 5.00 MiB too few"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("use 4 devices, or give the device more memory"));
   EXPECT_THAT(error_of([&] { needs_more.best(); }), HasSubstr("nothing fits"));
-  const auto too_large = search({{2, profile}}, {.stages = 2, .memory_limit = 5 << 20});
-  EXPECT_THAT(too_large.reason, HasSubstr("layer 'l0' alone needs 10.0 MiB"));
+  auto less = options;
+  less.memory = {5 << 20};
+  EXPECT_THAT(plan({profile}, less).reason, HasSubstr("layer 0 alone needs 10.0 MiB"));
 }
 
 TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
@@ -333,19 +405,23 @@ TEST(StageCost, RefusesNumbersThatOverflow) {
   EXPECT_THAT([&] { profile_from_json(profile_to_json(profile)); }, refused("/layers/0/parameters"));
 }
 
-TEST(Report, ComparesCandidatesWithOneDevice) {
-  const Candidate pipeline{{.balance = {1, 1}, .seconds = 1, .bytes = {100, 300}}, /*chunks=*/4};
-  Candidate whole{{.balance = {2}, .seconds = 1.5, .bytes = {900}}, 1, Checkpoint::kNever, "", 1, /*fits=*/false};
-  EXPECT_THAT(candidate_table({pipeline}), Not(HasSubstr("speed-up")));
-  const auto table = candidate_table({pipeline}, whole);
-  EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
-  EXPECT_THAT(table, ContainsRegex("2 +never +1 +1.50 s +0 % +900 B +1.00 +one device, too large\n"));
-  EXPECT_THAT(candidate_table({pipeline, pipeline}, whole, /*rows=*/1), table);
-  whole.seconds = 0.5;
-  const auto advice = HasSubstr("is predicted to be 2.00 times as fast as the best pipeline.\n");
-  EXPECT_THAT(candidate_table({pipeline}, whole), Not(advice));
-  whole.fits = true;
-  EXPECT_THAT(candidate_table({pipeline}, whole), advice);
+TEST(Report, ComparesPlansWithOneDevice) {
+  const Plan pipeline{{.balance = {1, 1, 2}, .placement = {0, 0, 1}, .seconds = 1, .bytes = {100, 300}},
+                      /*chunks=*/4,
+                      Checkpoints({Checkpoint::kAlways, Checkpoint::kNever, Checkpoint::kNever}),
+                      "1f1b"};
+  Plans plans{{pipeline, pipeline}};
+  EXPECT_THAT(plan_table(plans), Not(HasSubstr("speed-up")));
+  plans.unpartitioned = Plan{{.balance = {4}, .placement = {0}, .seconds = 1.5, .bytes = {900}}};
+  plans.unpartitioned->fits = false;
+  const auto table = plan_table(plans);
+  EXPECT_THAT(table, ContainsRegex("1f1b +2,2 +4 +1 of 4 layers +1.00 s +0 % +300 B +0 B +1.50\n"));
+  EXPECT_THAT(table, ContainsRegex(" 4 +1 +none +1.50 s +0 % +900 B +0 B +1.00 +one device, too large\n"));
+  plans.unpartitioned->seconds = 0.5;
+  const auto advice = HasSubstr("is predicted to be 2.00 times as fast.\n");
+  EXPECT_THAT(plan_table(plans), Not(advice));
+  plans.unpartitioned->fits = true;
+  EXPECT_THAT(plan_table(plans), advice);
   auto prediction = predict(chain({1, 1}), {1, 1});
   EXPECT_THAT(prediction_table(prediction), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));
   prediction.placement.pop_back();

@@ -5,9 +5,9 @@
 
 #include "balance/balance.h"
 #include "balance/measurement.h"
+#include "balance/plan_model.h"
 #include "balance/predict.h"
 #include "balance/stage_cost.h"
-#include "balance/suggest.h"
 #include "balance/trial.h"
 #include "gpipe/nested.h"
 #include "gpipe/schedules.h"
@@ -230,15 +230,16 @@ TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   unlimited->now = -1000;
   const auto same = large_model(unlimited);
   const auto whole = profile(same, rows(), brief().workers(2));
-  const StageCost of_lone(of);
-  const StageCost of_whole(whole);
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (const auto& [first, end] : {std::pair(0, 4), std::pair(4, 8), std::pair(0, 8)}) {
+    for (const Balance& balance : {Balance{4, 5}, {9}}) {
       const RunOptions run{.chunks = 4, .checkpoint = checkpoint};
-      const auto ratio =
-          static_cast<double>(of_lone.bytes(first, end, run)) / static_cast<double>(of_whole.bytes(first, end, run));
-      EXPECT_GT(ratio, 0.95);
-      EXPECT_LT(ratio, 2);
+      const auto lone = predict(of, balance, run).bytes;
+      const auto together = predict(whole, balance, run).bytes;
+      for (std::size_t w = 0; w < lone.size(); ++w) {
+        const auto ratio = static_cast<double>(lone[w]) / static_cast<double>(together[w]);
+        EXPECT_GT(ratio, 0.95);
+        EXPECT_LT(ratio, 2);
+      }
     }
   }
 }
@@ -260,76 +261,85 @@ TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
   EXPECT_FALSE(first.tensors()[1].requires_grad());
 }
 
-TEST(Suggest, ComparesWithTheUnpartitionedModel) {
+TEST(PlanOfModel, ComparesWithTheUnpartitionedModel) {
   const auto model = four_layers();
   const auto x = rows(8);
   const RunOptions run{.chunks = 1, .checkpoint = Checkpoint::kNever};
   for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
     std::vector<double> progress;
     const auto profiling = brief().progress([&](double part) { progress.push_back(part); });
-    const auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks(chunks).profile(profiling));
-    EXPECT_EQ(suggestion.profiles.size(), chunks.size());
-    ASSERT_TRUE(suggestion.unpartitioned);
-    EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{4});
-    EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
-    EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
-    EXPECT_EQ(suggestion.unpartitioned->bytes, predict(profile(model, x, brief()), {4}, run).bytes);
+    const auto plans = plan(model, x, kTwoCpus, {}, MeasureOptions().chunks(chunks).profile(profiling));
+    ASSERT_TRUE(plans.unpartitioned);
+    EXPECT_EQ(plans.unpartitioned->balance, std::vector<std::int64_t>{4});
+    EXPECT_EQ(plans.unpartitioned->chunks, 1);
+    EXPECT_EQ(plans.unpartitioned->bytes, predict(profile(model, x, brief()), {4}, run).bytes);
     EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
     EXPECT_EQ(progress.back(), 1);
   }
 }
 
-TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
+TEST(PlanOfModel, LeavesOutAnUnpartitionedModelThatFails) {
   const auto refuses_more_than_4 = [](torch::Tensor x) {
     if (x.size(0) > 4) throw std::runtime_error("too many samples");
     return x * 2;
   };
   nn::Sequential model(nn::Linear(6, 6), nn::Functional(refuses_more_than_4), nn::Linear(6, 6));
-  const auto suggestion = suggest(model, rows(8), kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
-  EXPECT_TRUE(suggestion.fits());
-  EXPECT_FALSE(suggestion.unpartitioned);
+  const auto plans = plan(model, rows(8), kTwoCpus, {}, MeasureOptions().chunks({4}).profile(brief()));
+  EXPECT_TRUE(plans.fits());
+  EXPECT_FALSE(plans.unpartitioned);
 }
 
-TEST(Suggest, TriesEverySchedule) {
+TEST(PlanOfModel, TriesEveryScheduleAndRunsTheBest) {
   const auto model = four_layers();
   const auto x = rows(8);
-  auto suggestion = suggest(model, x, kTwoCpus, SuggestOptions().chunks({4}).profile(brief()));
+  auto plans = plan(model, x, kTwoCpus, {}, MeasureOptions().chunks({4}).pilots(100).profile(brief()));
   std::set<std::string> schedules;
-  for (const auto& candidate : suggestion.candidates) schedules.insert(candidate.schedule);
+  for (const auto& plan : plans.plans) {
+    schedules.insert(plan.schedule);
+    EXPECT_EQ(plan.measured > 0, !fills_and_drains(plan.schedule));
+    if (plan.measured > 0) EXPECT_GE(plan.measured, plans.best().measured);
+  }
   EXPECT_EQ(schedules.size(), schedule_rules().size() - 1) << "gpipe in loops is looped_bfs";
-  EXPECT_EQ(refine(model, x, kTwoCpus, suggestion, /*candidates=*/100, /*repeats=*/1).size(),
-            suggestion.candidates.size());
-  suggestion = suggest(model, x, kTwoCpus,
-                       SuggestOptions().chunks({4}).scheduling({kAnySchedule, 1, v_placement(4)}).profile(brief()));
-  for (const auto& candidate : suggestion.candidates) EXPECT_EQ(candidate.placement, v_placement(4));
-  const auto looped = SuggestOptions().scheduling({kAnySchedule, 3});
-  EXPECT_THAT([&] { suggest(model, x, kTwoCpus, looped); }, refused("no schedule fits 2 devices, 4 layers"));
-  const auto one = SuggestOptions().scheduling({"interleaved_1f1b", 2}).profile(brief());
-  suggestion = suggest(model, x, kTwoCpus, one);
-  EXPECT_EQ(suggestion.best().schedule, "interleaved_1f1b");
-  EXPECT_EQ(suggestion.profiles.size(), 1U) << "without time, one number of chunks is measured";
+  const auto one = PlanOptions{.schedulings = {{"interleaved_1f1b", 1, {0, 1, 0, 1}}}};
+  plans = plan(model, x, kTwoCpus, one, MeasureOptions().profile(brief()));
+  EXPECT_EQ(plans.best().schedule, "interleaved_1f1b");
+  EXPECT_EQ(plans.plans.size(), 1U) << "without time, one number of chunks is measured";
 }
 
 /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
-/// step: they are at least `least` of these. The profile's model ends in the loss.
+/// step: they are at least `least` of these. The profile's model ends in the loss. `segments`: the stages are segments of
+/// one worker.
 void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
                         const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
-                        double least = 0.93) {
+                        double least = 0.93, bool segments = false) {
   nn::Sequential whole;
   whole->extend(*model);
   whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().expand({output.size(0)}); }));
   const auto of_whole = profile(whole, micro_batch, brief().intraop_threads(1));
   auto with_loss = balance;
   ++with_loss.back();
-  const auto bytes = StageCost(of_whole).costs(with_loss, {}).bytes;
+  RunOptions run;
+  if (segments) run.scheduling.placement.assign(balance.size(), 0);
+  const auto bytes = StageCost(of_whole).costs(with_loss, run).bytes;
+  std::vector<Checkpoints> modes = {Checkpoint::kNever, Checkpoint::kAlways};
+  if (segments) {
+    for (const int odd : {0, 1}) {
+      std::vector<Checkpoint> alternating;
+      for (std::size_t s = 0; s < balance.size(); ++s) {
+        alternating.push_back(static_cast<int>(s) % 2 == odd ? Checkpoint::kAlways : Checkpoint::kNever);
+      }
+      modes.emplace_back(alternating);
+    }
+  }
   const int chunks = 4;
   auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
   batch.set_requires_grad(micro_batch.requires_grad());
   for (const auto& schedule : schedules) {
-    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    for (const auto& checkpoint : modes) {
       SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
       auto options = GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
       if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
+      if (segments) options.placement(run.scheduling.placement);
       GPipe pipe(model, balance, options);
       for (int i = 0; i < 2; ++i) trial_schedule(pipe, batch);
       const auto timeline = std::make_shared<Timeline>();
@@ -342,7 +352,7 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
         const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
         EXPECT_GT(ratio, least) << "worker " << w;
         // Workers free each other's memory during their actions. The account frees it at their ends.
-        if (balance.size() == 1) EXPECT_LT(ratio, 1.05);
+        if (balance.size() == 1 || segments) EXPECT_LT(ratio, 1.05);
       }
       for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
         const auto& span = timeline->spans[i];
@@ -384,6 +394,20 @@ TEST(BytesOfSchedules, LayersThatEndInReLU) {
   expect_close_bytes(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
   expect_close_bytes(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
   expect_close_bytes(model, x, {8}, {"zb_h1"});
+}
+
+TEST(BytesOfSchedules, SegmentsOfAWorker) {
+  nn::Sequential model;
+  for (int i = 0; i < 8; ++i) {
+    model->push_back(nn::Conv2d(nn::Conv2dOptions(8, 8, 3).padding(1)));
+    model->push_back(nn::BatchNorm2d(8));
+    model->push_back(nn::ReLU());
+  }
+  const auto x = torch::randn({4, 8, 16, 16});
+  expect_close_bytes(model, x, {6, 6, 6, 6}, {"1f1b", "zb_h1"}, 0.95, /*segments=*/true);
+  expect_close_bytes(model, x, {4, 7, 1, 12}, {"1f1b"}, 0.95, /*segments=*/true);
+  const auto unet = models::unet(models::UNetOptions().depth(2).base_channels(4));
+  expect_close_bytes(unet, torch::rand({2, 3, 32, 32}), {11, 9, 10, 10}, {"1f1b"}, 0.95, /*segments=*/true);
 }
 
 TEST(BytesOfSchedules, AnInputThatRequiresGrad) {

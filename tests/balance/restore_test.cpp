@@ -2,7 +2,7 @@
 #include <torch/torch.h>
 
 #include "balance/balance.h"
-#include "balance/suggest.h"
+#include "balance/plan_model.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/byte_counter.h"
@@ -207,13 +207,7 @@ TEST(Profiler, EveryMeasurementRestoresTheModelAndTheSample) {
   const auto brief = ProfileOptions().seconds(0).repeats(1);
   const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
   // A layer that writes to a parameter cannot be recomputed.
-  const auto options = SuggestOptions().chunks({1, 2}).checkpoints({Checkpoint::kNever}).profile(brief);
-  const auto suggestion = suggest(model, x, devices, options);
-  std::vector<double> progress;
-  refine(model, x, devices, suggestion, /*candidates=*/6, /*repeats=*/1, /*intraop_threads=*/0,
-         [&](double part) { progress.push_back(part); });
-  EXPECT_EQ(progress.size(), 12U);
-  EXPECT_EQ(progress.back(), 1);
+  plan(model, x, devices, {.checkpoint = Checkpoint::kNever}, MeasureOptions().chunks({1, 2}).profile(brief));
   for (std::size_t i = 0; i < before.size(); ++i) before[i].expect(parameters[i]);
   EXPECT_TRUE(same(model->buffers(), buffers));
   for (std::size_t i = 0; i < model->size(); ++i) EXPECT_EQ(model[i]->is_training(), i == 3);

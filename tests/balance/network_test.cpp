@@ -1,9 +1,10 @@
-// Clusters, transfers and sums between their devices, and plans for them, from hand-written profiles.
-#include "balance/cluster.h"
+// Transfers and sums between devices, and plans with replicas, from hand-written profiles.
+#include "balance/network.h"
 
 #include <cmath>
+#include <functional>
 
-#include "balance/cluster_plan.h"
+#include "balance/plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
 #include "balance/stage_cost.h"
@@ -119,8 +120,6 @@ TEST(Predict, CountsTheMemoryThatSumsGradients) {
   const auto alone = bytes(1, {0, 1});
   EXPECT_THAT(bytes(2, {0, 1}), ElementsAre(alone[0] + 1000, alone[1] + 3000));
   EXPECT_THAT(bytes(2, {0, 0}), ElementsAre(bytes(1, {0, 0})[0] + 4000));
-  const StageCost cost(profile);
-  EXPECT_EQ(cost.bytes(1, 4, run_on({.replicas = 2}, 2)), cost.bytes(1, 4, run_on({}, 2)) + 3000);
 }
 
 TEST(Predict, RefusesANetworkThatCannotBe) {
@@ -135,46 +134,48 @@ TEST(Predict, RefusesANetworkThatCannotBe) {
   }
 }
 
-Cluster cluster_of(int hosts, int per_host, LinkSpeed inside, LinkSpeed between, std::int64_t memory = 0) {
-  return {.hosts = hosts, .devices_per_host = per_host, .memory = memory, .inside = inside, .between = between};
+PlanOptions on_hosts(int hosts, int per_host, LinkSpeed inside, LinkSpeed between, std::int64_t samples) {
+  PlanOptions options{.samples = samples,
+                      .replicas = 0,
+                      .network = {.devices_per_host = per_host, .inside = inside, .between = between},
+                      .copies = true};
+  for (int i = 0; i < hosts * per_host; ++i) options.devices.push_back("device " + std::to_string(i));
+  return options;
 }
 
-TEST(ClusterPlan, WeighsSumsAgainstTheBubble) {
+TEST(PlanOfReplicas, WeighsSumsAgainstTheBubble) {
   // 8 samples on two devices. As one pipeline of two workers: (8 + 1) x 3 s. As two replicas: 4 x 2 x 3 s, and the
   // sums.
-  const std::vector<Profile> profiles = {equal_layers(2, 1, 100)};
+  auto profile = equal_layers(2, 1, 100);
+  for (auto& layer : profile.layers) layer.output = 0;  // so that transfers take no time
   const auto best = [&](double bandwidth) {
-    const auto cluster = cluster_of(1, 2, {.bandwidth = bandwidth}, {.bandwidth = bandwidth});
-    auto free = profiles;
-    for (auto& layer : free[0].layers) layer.output = 0;  // so that transfers take no time
-    return plan_cluster(cluster, free, {.samples = 8, .schedule = "gpipe"});
+    auto options = on_hosts(1, 2, {.bandwidth = bandwidth}, {.bandwidth = bandwidth}, 8);
+    options.checkpoint = Checkpoint::kNever;
+    auto plans = plan({profile}, options);
+    std::erase_if(plans.plans, [](const Plan& plan) { return plan.schedule != "gpipe"; });
+    return plans;
   };
   const auto fast = best(100);
+  ASSERT_EQ(fast.plans.size(), 2U);
   EXPECT_EQ(fast.best().replicas, 2);
   EXPECT_EQ(fast.best().chunks, 4);
   EXPECT_DOUBLE_EQ(fast.best().seconds, 4 * 2 * 3 + 200 / 100.0);
   EXPECT_DOUBLE_EQ(fast.best().reduction, 2);
-  ASSERT_EQ(fast.candidates.size(), 2U);
-  EXPECT_DOUBLE_EQ(fast.candidates[1].seconds, (8 + 1) * 3);
-  EXPECT_EQ(fast.candidates[1].reduction, 0);
+  EXPECT_DOUBLE_EQ(fast.plans[1].seconds, (8 + 1) * 3);
+  EXPECT_EQ(fast.plans[1].reduction, 0);
   EXPECT_EQ(best(50).best().replicas, 1);
-  EXPECT_DOUBLE_EQ(best(50).candidates[1].seconds, 4 * 2 * 3 + 200 / 50.0);
-  EXPECT_THAT(plan_table(fast),
-              AllOf(ContainsRegex("\n2 +gpipe +1 +1 +never +4 +26.0 s +8 % +2.00 s "),
-                    HasSubstr("All figures are predicted."), HasSubstr("\nbalance of the first: 2\n")));
+  EXPECT_DOUBLE_EQ(best(50).plans[1].seconds, 4 * 2 * 3 + 200 / 50.0);
+  EXPECT_THAT(plan_table(fast), ContainsRegex("\ngpipe +2 +4 +none +26.0 s +8 % .* 2 +2.00 s\n"));
 }
 
-TEST(ClusterPlan, ChoosesTheSizeOfMicroBatches) {
+TEST(PlanOfReplicas, ChoosesTheSizeOfMicroBatches) {
   auto small = equal_layers(4, 1);
   auto large = equal_layers(4, 4);
   for (auto& layer : small.layers) layer.forward = layer.stored = layer.recompute = 2;  // less efficient
-  const auto cluster = cluster_of(1, 4, {}, {});
   const auto of = [&](std::int64_t samples) {
-    const auto plan = plan_cluster(cluster, {small, large}, {.samples = samples, .schedule = "gpipe"});
-    for (const auto& candidate : plan.candidates) {
-      if (candidate.replicas == 1) return candidate;
-    }
-    throw std::runtime_error("no plan with one pipeline");
+    auto options = on_hosts(1, 4, {}, {}, samples);
+    options.schedulings = {{"gpipe", 1, {0, 1, 2, 3}}};
+    return plan({small, large}, options).best();
   };
   // 8 samples: (8 + 3) x 4 s in micro-batches of 1, (2 + 3) x 12 s in micro-batches of 4.
   EXPECT_EQ(of(8).chunks, 8);
@@ -184,67 +185,63 @@ TEST(ClusterPlan, ChoosesTheSizeOfMicroBatches) {
   EXPECT_DOUBLE_EQ(of(64).seconds, 19 * 12);
 }
 
-TEST(ClusterPlan, KeepsToTheMemory) {
-  const std::vector<Profile> profiles = {equal_layers(4, 1, 1000)};
-  const auto plan = [&](std::int64_t memory) {
-    const LinkSpeed link{.bandwidth = 1e9};
-    return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16, .schedule = "1f1b"});
+TEST(PlanOfReplicas, KeepsToTheMemory) {
+  const auto plans = [&](std::int64_t memory) {
+    auto options = on_hosts(2, 2, {.bandwidth = 1e9}, {.bandwidth = 1e9}, 16);
+    if (memory > 0) options.memory = {memory};
+    return plan({equal_layers(4, 1, 1000)}, options);
   };
-  EXPECT_EQ(plan(0).best().replicas, 4);
-  const auto halves = plan(7000);
+  EXPECT_EQ(plans(0).best().replicas, 4);
+  const auto halves = plans(7000);
   EXPECT_EQ(halves.best().replicas, 2) << "two layers need 4000 bytes and 2000 for sums, four 8000 and 6000";
   EXPECT_LE(std::ranges::max(halves.best().bytes), 7000);
-  EXPECT_FALSE(halves.candidates.back().fits);
-  EXPECT_EQ(halves.candidates.back().replicas, 4);
+  EXPECT_FALSE(halves.plans.back().fits);
+  EXPECT_EQ(halves.plans.back().replicas, 4);
   EXPECT_THAT(plan_table(halves), HasSubstr("too large"));
-  EXPECT_EQ(plan(3000).best().replicas, 1);
-  const auto nothing = plan(1500);
-  EXPECT_FALSE(nothing.fits());
-  EXPECT_EQ(nothing.candidates.front().replicas, 1) << "the one that needs the fewest bytes";
-  EXPECT_THAT(error_of([&] { nothing.best(); }),
-              AllOf(HasSubstr("nothing fits into 1.46 KiB per device"), HasSubstr("layer 'l0' alone needs")));
+  EXPECT_EQ(plans(3000).best().replicas, 1);
+  EXPECT_EQ(plans(1500).plans.front().replicas, 1) << "the one that needs the fewest bytes";
+  EXPECT_THAT(plans(1500).reason, HasSubstr("layer 0 alone needs"));
 }
 
-TEST(ClusterPlan, TriesEachNumberOfReplicas) {
+TEST(PlanOfReplicas, TriesEachNumberOfReplicas) {
   std::vector<Profile> profiles;
   for (const int samples : {1, 4}) profiles.push_back(equal_layers(4, samples, 1'000'000));
-  const auto cluster = cluster_of(8, 4, {.bandwidth = 1e9, .latency = 1e-6}, {.bandwidth = 1e8, .latency = 1e-5});
-  const auto plan = plan_cluster(cluster, profiles, {.samples = 64});
-  std::vector<int> replicas;
-  for (const auto& candidate : plan.candidates) {
-    EXPECT_EQ(candidate.replicas * static_cast<int>(candidate.bytes.size()), 32);
-    EXPECT_GE(candidate.seconds, 64 * 4 * 3 / 32.0) << "the work of a device";
-    EXPECT_GE(candidate.seconds, plan.best().seconds);
-    replicas.push_back(candidate.replicas);
+  const auto plans =
+      plan(profiles, on_hosts(8, 4, {.bandwidth = 1e9, .latency = 1e-6}, {.bandwidth = 1e8, .latency = 1e-5}, 64));
+  std::set<int> replicas;
+  for (const auto& each : plans.plans) {
+    EXPECT_EQ(each.replicas * static_cast<int>(each.bytes.size()), 32);
+    EXPECT_GE(each.seconds, 64 * 4 * 3 / 32.0) << "the work of a device";
+    replicas.insert(each.replicas);
   }
-  std::ranges::sort(replicas);
   EXPECT_THAT(replicas, ElementsAre(8, 16, 32));
 }
 
-TEST(ClusterPlan, RefusesWhatCannotBePlanned) {
-  struct Case {
-    Cluster cluster;
-    std::vector<Profile> profiles;
-    ClusterPlanOptions options;
-    std::string text;
-  };
-  const auto good = cluster_of(2, 4, {}, {});
+TEST(Plan, RefusesWhatCannotBePlanned) {
   const std::vector<Profile> profiles = {equal_layers(4)};
-  for (const auto& it : std::vector<Case>{
-           {good, {}, {}, "give at least one profile"},
-           {good, profiles, {.schedule = "2f2b"}, "unknown schedule '2f2b'"},
-           {good, profiles, {.samples = 0}, "samples must be positive, but is 0"},
-           {good, profiles, {.checkpoints = {}}, "give at least one checkpoint mode"},
-           {good, {equal_layers(4), equal_layers(5)}, {}, "profiles have 4 and 5 layers"},
-           {good, {equal_layers(4, 0)}, {}, "at least one sample, but has 0"},
-           {cluster_of(0, 4, {}, {}), profiles, {}, "got 0 hosts of 4 devices"},
-           {cluster_of(1 << 16, 1 << 16, {}, {}), profiles, {}, "got 65536 hosts of 65536"},
-           {cluster_of(2, 4, {-1, 0}, {}), profiles, {}, "must not be negative"},
-           {cluster_of(2, 4, {}, {}, -1), profiles, {}, "memory must not be negative, but is -1"},
-           // One pipeline would have 8 stages; 2, 4 and 8 replicas do not divide 9 samples.
-           {good, profiles, {.samples = 9}, "no number of replicas suits 8 devices and 9 samples"},
-       }) {
-    EXPECT_THAT([&] { plan_cluster(it.cluster, it.profiles, it.options); }, refused(it.text));
+  const auto good = on_hosts(2, 4, {}, {}, 8);
+  const auto with = [&](const std::function<void(PlanOptions&)>& change) {
+    auto options = good;
+    change(options);
+    return options;
+  };
+  const std::tuple<std::vector<Profile>, PlanOptions, std::string> cases[] = {
+      {{}, good, "give at least one profile"},
+      {profiles, with([](auto& it) { it.samples = 0; }), "samples must be positive, but is 0"},
+      {profiles, with([](auto& it) { it.devices.clear(); }), "give at least one device"},
+      {{equal_layers(4), equal_layers(5)}, good, "profiles have 4 and 5 layers"},
+      {{equal_layers(4, 0)}, good, "at least one sample, but has 0"},
+      {profiles, with([](auto& it) { it.network.inside.bandwidth = -1; }), "must not be negative"},
+      {profiles, with([](auto& it) { it.memory = {-1}; }), "memory must be positive, but is -1"},
+      {profiles, with([](auto& it) {
+         it.memory = {1, 2};
+       }),
+       "2 sizes of memory for 8 devices"},
+      // One pipeline would have 8 stages; 2, 4 and 8 replicas do not divide 9 samples.
+      {profiles, with([](auto& it) { it.samples = 9; }), "suits 8 devices, 9 samples"},
+  };
+  for (const auto& [given, options, text] : cases) {
+    EXPECT_THAT([&] { plan(given, options); }, refused(text));
   }
 }
 

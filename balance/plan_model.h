@@ -1,0 +1,34 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include "balance/plan.h"
+#include "balance/profiler.h"
+
+namespace gpipe {
+
+/// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
+GPIPE_API bool copies_between(const std::vector<torch::Device>& devices);
+
+/// The names of devices for PlanOptions. Each CPU worker counts as a device.
+GPIPE_API std::vector<std::string> device_names(const std::vector<torch::Device>& devices);
+
+/// How to measure a model in order to plan.
+struct MeasureOptions {
+  /// Numbers of micro-batches to try. Empty: 4, 8, 2, 16, 1 and 32, in this order, as far as samples, model and time allow.
+  TORCH_ARG(std::vector<int>, chunks);
+  /// Plans to run for a few steps, of which the fastest becomes the first. 0: plans are only predicted.
+  TORCH_ARG(int, pilots) = 3;
+  /// Options of the profiles. `seconds` and `progress` cover everything; `workers` is ignored.
+  TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
+};
+
+/// Profiles a model at several micro-batch sizes, plans its training with a worker per device, and runs the best plans
+/// for a few steps. The sample is a mini-batch. `options.samples`, `devices` and `copies` are set from the sample and the
+/// devices. Plans that fail when they run, e.g. because memory runs out, are left out.
+///
+/// Measures on the first device, as if all were equal; on a CPU, all stages at once. Errors: as profile() and plan().
+GPIPE_API Plans plan(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
+                     PlanOptions options = {}, const MeasureOptions& measuring = {});
+
+}  // namespace gpipe
