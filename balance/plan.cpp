@@ -62,6 +62,11 @@ class Devices {
   std::vector<int> device_;  // by worker
 };
 
+/// Whether `a` lacks fewer bytes, or as many and is faster.
+bool is_better(const Plan& a, const Plan& b) {
+  return std::pair(a.missing, a.seconds) < std::pair(b.missing, b.seconds);
+}
+
 /// Plans for one profile, schedule, placement and number of replicas.
 class Contender {
  public:
@@ -107,14 +112,22 @@ class Contender {
       offer(stage_ends(balance_by_load(segments_.cost(), run_)), actions);
     }
     if (in_flight_.empty() || best_.checkpoint == Checkpoints()) return;
-    const auto within_memory = [&](int stage, int first, int end) {
-      const auto limit = share(stage);
-      const auto with = segments_.within(limit, first, end, in_flight_[stage]);
-      const auto needed = static_cast<double>(segments_.bytes(first, end, in_flight_[stage], with));
-      const double cost = seconds(first, end) + with.seconds;
-      return needed > limit ? 1e6 * cost * needed / std::max<double>(1, limit) : cost;
+    const auto bytes = [&](double limit, int stage, int first, int end) {
+      const auto with = segments_.within(static_cast<std::int64_t>(limit), first, end, in_flight_[stage]);
+      return std::pair(static_cast<double>(segments_.bytes(first, end, in_flight_[stage], with)), with.seconds);
     };
-    offer(stage_ends(cut_at(segments_.cost(), stages, within_memory)), actions);
+    for (const double part : {1.0, 0.85, 0.7}) {  // because the estimates are not exact
+      const auto within_memory = [&](int stage, int first, int end) {
+        const double limit = part * share(stage);
+        const auto [needed, again] = bytes(limit, stage, first, end);
+        const double cost = seconds(first, end) + again;
+        return needed > limit ? 1e6 * cost * needed / limit : cost;
+      };
+      offer(stage_ends(cut_at(segments_.cost(), stages, within_memory)), actions);
+    }
+    if (best_.fits()) return;
+    const auto smallest = [&](int stage, int a, int b) { return bytes(0, stage, a, b).first / share(stage); };
+    offer(stage_ends(cut_at(segments_.cost(), stages, smallest)), actions);
   }
 
   /// Moves cuts by a layer as long as the step gets better.
@@ -128,20 +141,41 @@ class Contender {
     }
   }
 
+  /// Moves the ends of segments by a layer, and recomputes a segment or not, as long as this helps.
+  void polish(std::int64_t& actions) {
+    for (bool improved = !whole_ && !given_.checkpoint && devices_.is_limited(); improved;) {
+      improved = false;
+      const auto try_out = [&](const std::vector<std::int64_t>& balance, Checkpoints modes) {
+        if (actions < 0) return;
+        auto other = predicted(balance, best_.placement, std::move(modes), actions);
+        if (!is_better(other, best_)) return;
+        best_ = std::move(other);
+        improved = true;
+      };
+      for (const auto& moved : segments_.cost().near(best_.balance, 1)) try_out(moved, best_.checkpoint);
+      for (std::size_t s = 0; s < best_.balance.size(); ++s) {
+        auto modes = std::vector<Checkpoint>(best_.balance.size());
+        for (std::size_t i = 0; i < modes.size(); ++i) modes[i] = best_.checkpoint.of(static_cast<int>(i));
+        modes[s] = modes[s] == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
+        try_out(best_.balance, modes);
+      }
+    }
+  }
+
   /// Recomputes fewer micro-batches of a segment where the memory allows it.
   void relax(std::int64_t& actions) {
-    if (!best_.fits || given_.checkpoint) return;
+    if (!best_.fits() || in_flight_.empty()) return;
     auto modes = best_.checkpoint.modes;
     for (std::size_t s = 0; s < modes.size() && actions > 0; ++s) {
       if (modes[s] != Checkpoint::kAlways) continue;
-      int low = -1;            // does not fit
-      int high = run_.chunks;  // fits
+      int low = -1;                                                                                // does not fit
+      int high = std::min(run_.chunks, std::ranges::max(in_flight_, {}, &InFlight::cells).cells);  // fits
       while (high - low > 1 && actions > 0) {
         const int count = (low + high) / 2;
         auto fewer = modes;
         fewer[s] = Checkpoint::in_flight(count);
         auto other = predicted(best_.balance, best_.placement, fewer, actions);
-        const bool is_good = other.fits && other.seconds <= best_.seconds;
+        const bool is_good = other.fits() && other.seconds <= best_.seconds;
         (is_good ? high : low) = count;
         if (is_good) best_ = std::move(other);
       }
@@ -157,13 +191,12 @@ class Contender {
   }
 
   /// A stage's share of its device's memory.
-  std::int64_t share(int stage) const {
+  double share(int stage) const {
     double all = 0;
     for (std::size_t s = 0; s < placement_.size(); ++s) {
       if (devices_.of(placement_[s]) == devices_.of(placement_[stage])) all += in_flight_[s].cells;
     }
-    const auto memory = static_cast<double>(devices_.memory(devices_.of(placement_[stage])));
-    return static_cast<std::int64_t>(memory * in_flight_[stage].cells / all);
+    return static_cast<double>(devices_.memory(devices_.of(placement_[stage]))) * in_flight_[stage].cells / all;
   }
 
   Plan predicted(std::vector<std::int64_t> balance, std::vector<int> placement, Checkpoints modes,
@@ -174,7 +207,7 @@ class Contender {
     actions -= static_cast<std::int64_t>(balance.size()) * run.chunks * 4;  // F, R, I, W
     Plan plan{predict(segments_.cost(), balance, run), run.chunks, std::move(modes), run.scheduling.schedule,
               run.network.replicas};
-    plan.fits = !devices_.is_limited() || devices_.fullest(plan.bytes).second <= 0;
+    if (devices_.is_limited()) plan.missing = std::max<std::int64_t>(0, devices_.fullest(plan.bytes).second);
     return plan;
   }
 
@@ -212,7 +245,7 @@ class Contender {
     if (given_.checkpoint) return predicted(balance_of(ends), placement_, *given_.checkpoint, actions);
     std::vector<int> low(devices_.count());  // the price that is known to be too low
     auto plan = priced(ends, low, actions);
-    if (plan.fits) return plan;
+    if (plan.fits()) return plan;
     auto high = low;
     const auto raise = [&](const Plan& of) {
       bool raised = false;
@@ -224,14 +257,14 @@ class Contender {
       }
       return raised;
     };
-    while (!plan.fits && raise(plan)) plan = priced(ends, high, actions);
-    if (!plan.fits) return plan;
+    while (!plan.fits() && raise(plan)) plan = priced(ends, high, actions);
+    if (!plan.fits()) return plan;
     for (;;) {
       std::vector<int> middle = high;
       for (int d = 0; d < devices_.count(); ++d) middle[d] = high[d] - low[d] > 1 ? (low[d] + high[d]) / 2 : high[d];
       if (middle == high) return plan;
       auto other = priced(ends, middle, actions);
-      if (other.fits) {
+      if (other.fits()) {
         high = middle;
         if (other.seconds <= plan.seconds) plan = std::move(other);
         continue;
@@ -251,14 +284,6 @@ class Contender {
     return true;
   }
 
- public:
-  /// Whether only `a` fits, both fit and `a` is faster, or neither fits and `a` lacks fewer bytes.
-  bool is_better(const Plan& a, const Plan& b) const {
-    if (a.fits != b.fits) return a.fits;
-    return a.fits ? a.seconds < b.seconds : devices_.fullest(a.bytes).second < devices_.fullest(b.bytes).second;
-  }
-
- private:
   Segments& segments_;
   const RunOptions run_;
   const std::vector<int> placement_;  // of stages before they are cut into segments
@@ -406,34 +431,35 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
   for (auto& each : contenders) {
     if (actions < 0 && each->least_seconds() > fastest) continue;
     each->start(actions);
-    if (each->best().fits) fastest = std::min(fastest, each->best().seconds);
+    if (each->best().fits()) fastest = std::min(fastest, each->best().seconds);
     ordered.push_back(each.get());
   }
-  const auto before = [](const Contender* a, const Contender* b) { return a->is_better(a->best(), b->best()); };
+  const auto before = [](const Contender* a, const Contender* b) { return is_better(a->best(), b->best()); };
   std::ranges::stable_sort(ordered, before);
   for (std::size_t i = 0; i < std::min(kImproved, ordered.size()); ++i) {
     auto share = std::max<std::int64_t>(actions, options.most_actions / 4) / static_cast<std::int64_t>(kImproved - i);
     actions -= share;
     ordered[i]->improve(share);
+    ordered[i]->polish(share);
     ordered[i]->relax(share);
     actions += share;
   }
   std::ranges::stable_sort(ordered, before);
   Plans found;
   for (const auto* each : ordered) found.plans.push_back(each->best());
-  if (!found.plans.front().fits) {
+  if (!found.plans.front().fits()) {
     found.reason = why_not(*ordered.front());
     return found;
   }
   const auto first_of = [&](bool drains) {
     return std::ranges::find_if(found.plans,
-                                [&](const Plan& it) { return it.fits && fills_and_drains(it.schedule) == drains; });
+                                [&](const Plan& it) { return it.fits() && fills_and_drains(it.schedule) == drains; });
   };
   if (const auto first = first_of(false); first != found.plans.end())
     std::rotate(found.plans.begin(), first, first + 1);
   const auto close = [&](const Plan& it) {
     const auto& first = found.plans.front();
-    return it.fits && it.seconds <= kClose * first.seconds &&
+    return it.fits() && it.seconds <= kClose * first.seconds &&
            fills_and_drains(it.schedule) == fills_and_drains(first.schedule);
   };
   auto chosen = found.plans.begin();

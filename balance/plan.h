@@ -12,8 +12,10 @@ struct Plan : PredictedStep {
   Checkpoints checkpoint = {};  ///< of each stage, or of all
   std::string schedule = {};    ///< of step()
   int replicas = 1;             ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
-  bool fits = true;             ///< into the memory
+  std::int64_t missing = 0;     ///< bytes on the device that lacks most
   double measured = 0;          ///< seconds of a step that ran; 0 if none did
+
+  bool fits() const { return missing == 0; }
 };
 
 /// What is given. The rest is chosen.

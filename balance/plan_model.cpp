@@ -115,7 +115,7 @@ std::optional<Plan> unpartitioned(const Profiling& profiling, const std::vector<
     const bool is_known = profiling.has_whole() && largest.samples == batch_size(sample);
     const auto whole = is_known ? largest : profiling.of_whole();
     Plan plan{predict(whole, {static_cast<std::int64_t>(whole.layers.size())}, {.checkpoint = Checkpoint::kNever})};
-    plan.fits = options.memory.empty() || plan.bytes.front() <= options.memory.front();
+    if (!options.memory.empty()) plan.missing = std::max<std::int64_t>(0, plan.bytes.front() - options.memory.front());
     return plan;
   } catch (const std::runtime_error&) {
     if (profiling.stopped()) throw;
@@ -152,7 +152,7 @@ void run_pilots(Plans& plans, const Model& model, const Value& sample, const std
   std::vector<std::pair<double, std::size_t>> measured;
   for (std::size_t i = 0; i < plans.plans.size() && std::ssize(measured) < measuring.pilots(); ++i) {
     const auto& plan = plans.plans[i];
-    if (!plan.fits || fills_and_drains(plan.schedule) != drains) continue;
+    if (!plan.fits() || fills_and_drains(plan.schedule) != drains) continue;
     if (measuring.profile().progress()) measuring.profile().progress()(1);  // may throw to stop
     try {
       const auto seconds =

@@ -69,9 +69,11 @@ std::string schedule_of(const Plan& plan) {
   }
   const auto stages = static_cast<int>(placement.size());
   const auto workers = static_cast<int>(plan.bytes.size());
-  if (stages <= workers || name.starts_with('@') || !schedule_rule(name).loops) return name;
-  return placement == looped_placement(workers, stages) ? absl::StrCat(name, ", ", stages / workers, " per worker")
-                                                        : name + ", V";
+  if (stages <= workers || name.starts_with('@')) return name;
+  if (placement == looped_placement(workers, stages)) return absl::StrCat(name, ", ", stages / workers, " per worker");
+  const bool is_always_v =
+      !schedule_rule(name).misfit({2 * workers, 1, looped_placement(workers, 2 * workers)}).empty();
+  return is_always_v ? name : name + ", V";
 }
 
 // How many layers are recomputed, at least for some micro-batches.
@@ -169,11 +171,11 @@ std::string plan_table(const Plans& plans, int rows) {
                                       bytes_to_text(plan.crossing)};
     if (replicated) cells.insert(cells.end(), {absl::StrCat(plan.replicas), seconds_to_text(plan.reduction)});
     if (whole) cells.push_back(absl::StrFormat("%.2f", whole->seconds / plan.seconds));
-    cells.push_back(absl::StrCat(note, plan.fits ? "" : "too large"));
+    cells.push_back(absl::StrCat(note, plan.fits() ? "" : "too large"));
     table.add(std::move(cells));
   };
   for (const auto& plan : absl::MakeConstSpan(first).subspan(0, rows)) add(schedule_of(plan), plan, "");
-  if (whole) add("", *whole, whole->fits ? "one device" : "one device, ");
+  if (whole) add("", *whole, whole->fits() ? "one device" : "one device, ");
   auto text = absl::StrCat(
       table.text(),
       "The best of each schedule, predicted. recomputed: layers that run again in the backward. step: forward and "
@@ -182,7 +184,7 @@ std::string plan_table(const Plans& plans, int rows) {
       "needs the most. crossing: bytes that a forward of the mini-batch sends to other workers.",
       replicated ? " sums: the part of the step after the last backward, until all gradients are summed." : "",
       whole ? " speed-up: over the unpartitioned model on one device." : "", "\n");
-  if (whole && whole->fits && !first.empty() && first.front().seconds > whole->seconds) {
+  if (whole && whole->fits() && !first.empty() && first.front().seconds > whole->seconds) {
     absl::StrAppendFormat(
         &text, "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast.\n",
         first.front().seconds / whole->seconds);

@@ -66,7 +66,7 @@ Segments::Segments(const Profile& profile)
   }
   prices_.push_back(kAnyPrice);
   const auto all = kept_.front().back();
-  caps_ = {all, all / 16, all / 64};
+  for (int cap = 0; cap < kCaps; ++cap) caps_.push_back(all >> cap);
   solved_.resize(layers_ * (kPrices + 1) * kCaps);
 }
 

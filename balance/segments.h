@@ -54,7 +54,7 @@ class Segments {
   std::vector<Segment> segments(int first, int end, const Recomputation& recomputation);
 
  private:
-  static constexpr int kCaps = 3;  // on Recomputation::rebuilt
+  static constexpr int kCaps = 7;  // on Recomputation::rebuilt
   struct Best {                    // of the layers up to an end
     double seconds = 0;
     std::int64_t bytes = 0;

@@ -1,6 +1,6 @@
 // Compares predictions with measurements under each schedule: the time and bytes of a step. Also compares the schedules
 // with each other and with the unpartitioned model on an intra-op thread per worker. With --sweep, compares the choice
-// of suggest() with the best candidate near it.
+// of plan() with the best plan near it.
 
 #include <torch/nn/modules/container/functional.h>
 #include <torch/utils.h>
@@ -12,9 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"
+#include "balance/plan_model.h"
 #include "balance/predict.h"
 #include "balance/stage_cost.h"
-#include "balance/suggest.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/program.h"
@@ -50,8 +50,8 @@ Profile profile_with_loss(const Subject& it, int workers) {
   return of_whole;
 }
 
-// The pipeline of a candidate, whose schedule can be kForward.
-GPipe pipe_of(const Subject& it, const Candidate& way) {
+// The pipeline of a plan, whose schedule can be kForward.
+GPipe pipe_of(const Subject& it, const Plan& way) {
   const auto workers = static_cast<std::size_t>(*std::max_element(way.placement.begin(), way.placement.end())) + 1;
   auto options = GPipeOptions()
                      .chunks(way.chunks)
@@ -158,43 +158,44 @@ void measure(const Row& row, const Options& options) {
          quotients(first.seconds(), on_threads)});
 }
 
-// Compares the choice of suggest() with the fastest of its candidates, for every schedule, number of chunks and
-// checkpoint mode, and, of each schedule's best, with those that differ by one cut, moved by at most kNear layers. Runs
-// all of them, then the fastest few again in turn with the choice, because the fastest of many single measurements is
-// partly luck.
+// Compares the choice of plan() with the fastest of its plans, for every schedule and number of chunks, and, of each
+// schedule's best, with those that differ by one cut, moved by at most kNear layers. Runs all of them, then the fastest
+// few again in turn with the choice, because the fastest of many single measurements is partly luck.
 void sweep(const std::string& model, int workers, const Options& options) {
   const torch::Device device(options.device);
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()), device);
   const std::vector<torch::Device> devices(workers, device);
-  std::vector<Checkpoint> modes;
-  for (const auto& name : options.checkpoints) modes.push_back(checkpoints().at(name));
-  const auto suggestion =
-      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(modes));
-  const auto step_function = [&](const Candidate& way) {
+  const auto plans = plan(it.model, it.input, devices, {}, MeasureOptions().chunks(options.chunks));
+  const auto step_function = [&](const Plan& way) {
     return [=, pipe = pipe_of(it, way), &it]() mutable { step(pipe, it.input, way.schedule); };
   };
-  std::vector<Measured> ways;
+  const StageCost cost(profile_with_loss(it, workers));
+  std::vector<std::pair<double, Plan>> ways;
   std::set<std::pair<std::string, std::vector<int>>> seen;
-  for (auto way : suggestion.candidates) {
-    const StageCost stage(suggestion.profile_of(way));
+  for (auto way : plans.plans) {
     std::vector<std::vector<std::int64_t>> balances = {way.balance};
     if (seen.emplace(way.schedule, way.placement).second) {
-      for (auto& moved : stage.near(way.balance, kNear)) balances.push_back(std::move(moved));
+      ++way.balance.back();  // the loss
+      for (auto moved : cost.near(way.balance, kNear)) {
+        --moved.back();
+        balances.push_back(std::move(moved));
+      }
     }
     for (auto& balance : balances) {
       way.balance = balance;
-      ways.push_back({way, median(interleave({step_function(way)}, kSteps)[0])});
+      ways.emplace_back(median(interleave({step_function(way)}, kSteps)[0]), way);
     }
   }
-  std::ranges::sort(ways, {}, &Measured::seconds);
+  std::ranges::sort(ways, {}, [](const auto& each) { return each.first; });
   ways.resize(std::min(ways.size(), kFinalists));
-  const auto& choice = suggestion.best();
+  const auto& choice = plans.best();
   std::vector<std::function<void()>> steps = {step_function(choice)};
-  for (const auto& [way, seconds] : ways) steps.push_back(step_function(way));
+  for (const auto& [seconds, way] : ways) steps.push_back(step_function(way));
   const auto times = interleave(steps, options.repeats);
   const auto best = *std::ranges::min_element(times, {}, median);
-  const Row row{model, static_cast<int>(choice.placement.size()), choice.chunks, choice.checkpoint, choice.schedule};
-  print({"suggestion", row, "times the best", quotients(times[0], best)});
+  const Row row{model, static_cast<int>(choice.placement.size()), choice.chunks, choice.checkpoint.of(0),
+                choice.schedule};
+  print({"plan", row, "times the best", quotients(times[0], best)});
 }
 
 }  // namespace
@@ -209,7 +210,7 @@ int main(int argc, char** argv) {
                   .repeats = 5};
   add_flags(app, options);
   bool sweeps = false;
-  app.add_flag("--sweep", sweeps, "instead: time of suggest()'s choice, relative to the best candidate near it")
+  app.add_flag("--sweep", sweeps, "instead: time of plan()'s choice, relative to the best plan near it")
       ->excludes("--balance");
   return run_program(app, argc, argv, [&] {
     if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });

@@ -195,7 +195,7 @@ TEST(PlanOfReplicas, KeepsToTheMemory) {
   const auto halves = plans(7000);
   EXPECT_EQ(halves.best().replicas, 2) << "two layers need 4000 bytes and 2000 for sums, four 8000 and 6000";
   EXPECT_LE(std::ranges::max(halves.best().bytes), 7000);
-  EXPECT_FALSE(halves.plans.back().fits);
+  EXPECT_FALSE(halves.plans.back().fits());
   EXPECT_EQ(halves.plans.back().replicas, 4);
   EXPECT_THAT(plan_table(halves), HasSubstr("too large"));
   EXPECT_EQ(plans(3000).best().replicas, 1);
@@ -240,8 +240,8 @@ TEST(Plan, RefusesWhatCannotBePlanned) {
       // One pipeline would have 8 stages; 2, 4 and 8 replicas do not divide 9 samples.
       {profiles, with([](auto& it) { it.samples = 9; }), "suits 8 devices, 9 samples"},
   };
-  for (const auto& [given, options, text] : cases) {
-    EXPECT_THAT([&] { plan(given, options); }, refused(text));
+  for (const auto& it : cases) {
+    EXPECT_THAT([&] { plan(std::get<0>(it), std::get<1>(it)); }, refused(std::get<2>(it)));
   }
 }
 

@@ -38,7 +38,7 @@ TEST(BestPartition, MatchesBruteForce) {
     }
     const auto cost = [&](int first, int end) { return costs[first][end]; };
     const auto best = brute_force(cost, 0, count, parts);
-    const auto sizes = best_partition(count, parts, cost);
+    const auto sizes = best_partition(count, parts, [&](int, int first, int end) { return cost(first, end); });
     ASSERT_EQ(sizes.size(), best == kForbidden ? 0U : static_cast<std::size_t>(parts));
     double worst = 0;
     int first = 0;
@@ -61,7 +61,7 @@ TEST(BestPartition, SumsTheCostsOfElements) {
     for (auto& cost : costs) cost = random() % 4 == 0 ? 0 : static_cast<double>(random() % 20);
     const int parts = 1 + static_cast<int>(random() % costs.size());
     EXPECT_EQ(best_partition(costs, parts),
-              best_partition(static_cast<int>(costs.size()), parts, [&](int first, int end) {
+              best_partition(static_cast<int>(costs.size()), parts, [&](int, int first, int end) {
                 return std::accumulate(costs.begin() + first, costs.begin() + end, 0.0);
               }));
   }
@@ -72,7 +72,7 @@ TEST(BestPartition, PrefersLongEarlyPartsAmongEqualsAndRefusesInvalidArguments) 
   EXPECT_THROW(best_partition({1, 2}, 0), std::invalid_argument);
   EXPECT_THROW(best_partition({1, 2}, 3), std::invalid_argument);
   EXPECT_THROW(best_partition({1, -2}, 1), std::invalid_argument);
-  EXPECT_THROW(best_partition(2, 1, [](int, int) { return std::nan(""); }), std::invalid_argument);
+  EXPECT_THROW(best_partition(2, 1, [](int, int, int) { return std::nan(""); }), std::invalid_argument);
 }
 
 }  // namespace

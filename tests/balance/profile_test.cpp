@@ -179,10 +179,8 @@ TEST(Profiler, RefusesInvalidArguments) {
   EXPECT_THAT([&] { profile(model, Value(std::vector<torch::Tensor>())); }, refused("the input has no tensors"));
   EXPECT_THAT([&] { balance_by_time(3, model, x); }, refused("between 1 and the number of layers, 2"));
   EXPECT_THAT([&] { balance_by_size(0, model, x); }, refused("but is 0"));
-  EXPECT_THAT([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().checkpoints({})); },
-              refused("at least one checkpoint mode"));
-  EXPECT_THAT([&] { suggest(model, x, {}); }, refused("at least one device"));
-  EXPECT_THAT([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); },
+  EXPECT_THAT([&] { plan(model, x, {}); }, refused("at least one device"));
+  EXPECT_THAT([&] { plan(model, x, {torch::kCPU}, {}, MeasureOptions().chunks({0})); },
               refused("chunks must be positive, but is 0"));
 }
 
@@ -352,7 +350,7 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
         const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
         EXPECT_GT(ratio, least) << "worker " << w;
         // Workers free each other's memory during their actions. The account frees it at their ends.
-        if (balance.size() == 1 || segments) EXPECT_LT(ratio, 1.05);
+        if (balance.size() == 1 || segments) EXPECT_LT(ratio, segments ? 1.1 : 1.05);
       }
       for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
         const auto& span = timeline->spans[i];
@@ -406,8 +404,8 @@ TEST(BytesOfSchedules, SegmentsOfAWorker) {
   const auto x = torch::randn({4, 8, 16, 16});
   expect_close_bytes(model, x, {6, 6, 6, 6}, {"1f1b", "zb_h1"}, 0.95, /*segments=*/true);
   expect_close_bytes(model, x, {4, 7, 1, 12}, {"1f1b"}, 0.95, /*segments=*/true);
-  const auto unet = models::unet(models::UNetOptions().depth(2).base_channels(4));
-  expect_close_bytes(unet, torch::rand({2, 3, 32, 32}), {11, 9, 10, 10}, {"1f1b"}, 0.95, /*segments=*/true);
+  const auto unet = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
+  expect_close_bytes(unet, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"1f1b"}, 0.95, /*segments=*/true);
 }
 
 TEST(BytesOfSchedules, AnInputThatRequiresGrad) {
