@@ -9,6 +9,7 @@
 #include "balance/segments.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
@@ -391,6 +392,41 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
   return found;
 }
 
+namespace {
+
+/// The schedules and placements to try.
+std::vector<Scheduling> to_try(const PlanOptions& options, int workers, int most_stages) {
+  const auto all = all_schedulings(workers, most_stages);
+  auto tried = options.schedulings.empty() ? all : std::vector<Scheduling>();
+  for (const auto& given : options.schedulings) {
+    if (given.schedule.starts_with('@')) {
+      tried.push_back({given.schedule, 1, read_schedule(given.schedule.substr(1)).layout.placement});
+    } else if (given.schedule == kAnySchedule) {
+      std::ranges::copy_if(all, std::back_inserter(tried),
+                           [&](const Scheduling& each) { return each.placement == given.placement; });
+    } else if (!given.placement.empty()) {
+      tried.push_back(given);
+    } else {
+      for (const auto& placement :
+           {looped_placement(workers, workers), looped_placement(workers, 2 * workers), v_placement(2 * workers)}) {
+        const auto stages = static_cast<int>(placement.size());
+        const bool fits = schedule_rule(given.schedule).misfit({stages, 2 * workers, placement}).empty() &&
+                          too_few_stages(given.schedule, placement).empty();
+        if (fits && (stages == workers || workers > 1)) tried.push_back({given.schedule, 1, placement});
+      }
+    }
+  }
+  std::erase_if(tried, [&](const Scheduling& each) {
+    const auto stages = static_cast<int>(each.placement.size());
+    return stages > most_stages || 1 + std::ranges::max(each.placement) != workers ||
+           (options.stages > 0 && stages != options.stages) ||
+           (!options.balance.empty() && stages != std::ssize(options.balance));
+  });
+  return tried;
+}
+
+}  // namespace
+
 Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
   check(profiles, options);
   std::vector<std::unique_ptr<Segments>> segments;
@@ -402,17 +438,14 @@ Plans plan(const std::vector<Profile>& profiles, const PlanOptions& options) {
     if (devices % replicas != 0 || options.samples % replicas != 0) continue;
     if (options.replicas != 0 && options.replicas != replicas) continue;
     const int workers = devices / replicas;
-    const auto tried = options.schedulings.empty() ? all_schedulings(workers, most_stages) : options.schedulings;
+    const auto tried = to_try(options, workers, most_stages);
     for (std::size_t i = 0; i < profiles.size(); ++i) {
       const auto samples = options.samples / replicas;
       if (replicas > 1 && samples % profiles[i].samples != 0) continue;
       const auto chunks =
           options.chunks > 0 ? options.chunks : (samples + profiles[i].samples - 1) / profiles[i].samples;
       for (const auto& scheduling : tried) {
-        const auto stages = std::ssize(scheduling.placement);
-        if (stages > most_stages || (chunks > 1 && stages * chunks > kMostCellsOfPlan)) continue;
-        if (!options.balance.empty() && stages != std::ssize(options.balance)) continue;
-        if (1 + std::ranges::max(scheduling.placement) != workers) continue;
+        if (chunks > 1 && std::ssize(scheduling.placement) * chunks > kMostCellsOfPlan) continue;
         auto network = options.network;
         network.replicas = replicas;
         const RunOptions run{static_cast<int>(chunks), {}, network, options.copies, scheduling};

@@ -31,7 +31,9 @@ struct PlanOptions {
   int chunks = 0;        ///< 0: as many micro-batches as a profile's samples make; only for one replica
   std::vector<std::int64_t> balance = {};
   std::optional<Checkpoints> checkpoint = {};
-  std::vector<Scheduling> schedulings = {};  ///< to try; empty: all_schedulings()
+  int stages = 0;  ///< 0: any number; segments do not count
+  /// To try. Without a placement: in any that fits. Empty: all_schedulings().
+  std::vector<Scheduling> schedulings = {};
   /// Most actions that are simulated to improve plans.
   std::int64_t most_actions = 2'000'000;
 };

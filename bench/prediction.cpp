@@ -169,7 +169,8 @@ void sweep(const std::string& model, int workers, const Options& options) {
   const auto step_function = [&](const Plan& way) {
     return [=, pipe = pipe_of(it, way), &it]() mutable { step(pipe, it.input, way.schedule); };
   };
-  const StageCost cost(profile_with_loss(it, workers));
+  const auto of_whole = profile_with_loss(it, workers);
+  const StageCost cost(of_whole);
   std::vector<std::pair<double, Plan>> ways;
   std::set<std::pair<std::string, std::vector<int>>> seen;
   for (auto way : plans.plans) {

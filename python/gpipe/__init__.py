@@ -30,6 +30,7 @@ except ImportError as error:
 
 from gpipe import balance, checkpoint, data, skip, snapshot
 from gpipe._C import Timeline, is_checkpointing, is_recomputing
+from gpipe.balance import plan
 from gpipe.exported.conversion import to_sequential
 from gpipe.exported.model_file import export_model
 from gpipe.losses import Loss
@@ -44,10 +45,10 @@ __all__ = [
     "Ranks",
     "Timeline",
     "balance",
-    "data",
     "export_model",
     "is_checkpointing",
     "is_recomputing",
+    "plan",
     "skip",
     "snapshot",
     "to_sequential",

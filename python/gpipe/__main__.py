@@ -22,9 +22,9 @@ from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
 Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
-_FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing".split()
+_MODES = ("never", "except_last", "always")
+_FIELDS = "seconds measured bubble bytes fits crossing".split()
 _OF_NAMES = ["workers", "stages", "placement", "chunks", "checkpoint"]  # flags of a schedule that is given by its name
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def draw(options: Options) -> Output:
@@ -89,20 +89,17 @@ def suggest(options: Options) -> Output:
     if layers is not model:
         stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
         code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
-    limits = {name: getattr(options, name) for name in ("chunks", "memory_limit", "seconds", "param_scale")}
-    schedule = None if options.schedule == "forward" else options.schedule
-    found = balance.suggest(layers, batch, devices, schedule=schedule, progress=_show, **limits)
-    best = found.candidates[0]
-    pipe = f"gpipe.GPipe(model, {best.balance}, devices={devices}, chunks={best.chunks}, checkpoint={best.checkpoint!r}"
-    pipe += f", schedule={best.schedule!r}" if best.schedule else ""
-    pipe += "" if best.placement == list(range(len(best.placement))) else f", placement={best.placement}"
-    code += f"pipe = {pipe})\n# per mini-batch: "
-    code += "loss = pipe.step(batch, targets, loss_function)" if best.schedule else "output = pipe(batch)"
-    text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
-    text += _C.candidate_table(found.candidates, found.unpartitioned, 5)
+    limits = {name: getattr(options, name) for name in ("chunks", "memory", "seconds", "param_scale", "schedule")}
+    found = gpipe.plan(layers, batch, devices, progress=_show, **limits)
+    best = found.plans[0]
+    arguments = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
+    code += f"pipe = gpipe.GPipe(model, devices={devices}, {arguments})\n"
+    code += "# per mini-batch: loss = pipe.step(batch, targets, loss_function)"
+    if options.output and found.fits:
+        best.save(options.output)
     fields: dict[str, object] = {"reason": found.reason, "code": code if found.fits else None}
-    fields["candidates"] = [{name: getattr(each, name) for name in _FIELDS} for each in found.candidates]
-    return text + (f"\n{code}\n" if found.fits else f"{found.reason}\n"), fields, int(not found.fits)
+    fields["plans"] = [each.arguments | {name: getattr(each, name) for name in _FIELDS} for each in found.plans]
+    return _C.plan_table(found, 5) + (f"\n{code}\n" if found.fits else ""), fields, int(not found.fits)
 
 
 def export(options: Options) -> Output:
@@ -181,14 +178,8 @@ def _value(what: str, convert: Callable[[str], Any], fits: Callable[[Any], bool]
     return value
 
 
-def _to_bytes(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?I?)B?", text.upper()).groups()  # type: ignore[union-attr]
-    return int(float(number) * _UNITS[unit])
-
-
 _whole = _value("a whole number from 1 to 65536", int, lambda number: bool(1 <= number <= 2**16))
 _number = _value("a number from 0", float, lambda number: bool(0 <= number < 1e18))
-_bytes = _value("a size, such as 6GB or 6GiB", _to_bytes, lambda size: bool(size < 2**63))
 _numbers = _value("a list of numbers, such as 8,16", lambda text: [*map(int, text.split(","))], lambda all_: min(all_) > 0)
 # Flags by the first letters of the commands that have them.
 _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
@@ -201,15 +192,15 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("ps", "--param-scale", {"type": _number, "default": 4.0, "help": "bytes per byte of a parameter; default: 4"}),
     ("p", "--chunks", {"type": _whole, "default": 4, "help": "micro-batches per mini-batch; default: 4"}),
     ("s", "--chunks", {"type": _numbers, "default": [], "help": "numbers to try, e.g. 4,8"}),
-    ("s", "--memory-limit", {"type": _bytes, "default": 0, "help": "per device, e.g. 6GB"}),
-    ("s", "--schedule", {"default": "auto", "help": "or @FILE; forward: without step()"}),
-    ("s", "--layers", {"action": "store_true", "help": "also print the profile of each layer"}),
+    ("s", "--memory", {"help": "per device, e.g. 6GiB"}),
+    ("s", "--schedule", {"default": "auto", "help": "or @FILE"}),
+    ("s", "--output", {"metavar": "FILE", "help": "for the best plan, which from_module(plan=FILE) reads"}),
     ("dc", "schedule", {"help": f"@FILE, or {', '.join(gpipe.SCHEDULES)}"}),
     ("dc", "--workers", {"type": _whole, "help": "default: 2"}),
     ("dc", "--stages", {"type": _whole, "help": "default: one per worker, two in a V"}),
     ("dc", "--placement", {"help": "looped, v, or the worker of each stage, such as 0,1,1,0"}),
     ("dc", "--chunks", {"type": _whole, "help": "micro-batches; default: 4"}),
-    ("dc", "--checkpoint", {"choices": balance.MODES, "help": "micro-batches to recompute; default: never"}),
+    ("dc", "--checkpoint", {"choices": _MODES, "help": "micro-batches to recompute; default: never"}),
     ("dc", "--forward", {"type": _number, "default": 1.0, "help": "seconds of a stage's forward; default: 1"}),
     ("dc", "--backward", {"type": _number, "default": 2.0, "help": "of which I and W have half each; default: 2"}),
     ("d", "--text", {"action": "store_true", "help": "print a line of actions per worker instead"}),

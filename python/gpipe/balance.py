@@ -3,9 +3,8 @@
     from gpipe.balance import balance_by_time
     balance = balance_by_time(2, model, sample)          # the sample is a micro-batch
 
-    from gpipe.balance import suggest
-    best = suggest(model, batch, ["cuda:0", "cuda:1"]).best
-    pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
+    best = gpipe.plan(model, batch, ["cuda:0", "cuda:1"], memory="6GiB").best
+    pipe = gpipe.GPipe(model, **best.arguments)
 
 All functions leave the model and the random state unchanged. A model that is not a ``nn.Sequential`` is converted first by
 :func:`gpipe.to_sequential`; do that once yourself if you call several functions.
@@ -21,35 +20,30 @@ import torch
 from torch import nn
 
 from gpipe import _C, checks
-from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
+from gpipe._C import LayerProfile, Plan, Plans, Prediction, Profile, SkipProfile, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
-from gpipe.checks import Checkpoint
+from gpipe.checks import Checkpoint, Checkpoints, Memory
 from gpipe.exported.conversion import as_sequential
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
 
 __all__ = [
-    "Candidate",
-    "Cluster",
-    "ClusterPlan",
     "LayerProfile",
+    "Plan",
+    "Plans",
     "Prediction",
     "Profile",
     "SkipProfile",
-    "Suggestion",
     "TieProfile",
     "balance_by_size",
     "balance_by_time",
-    "plan_cluster",
+    "plan",
     "predict",
     "profile",
-    "refine",
-    "suggest",
 ]
 
 Device = torch.device | int | str
-MODES: tuple[Checkpoint, ...] = ("never", "except_last", "always")
 
 
 @checks.checks_arguments
@@ -128,7 +122,7 @@ def predict(
     profile: Profile,
     balance: Iterable[int],
     chunks: int,
-    checkpoint: Checkpoint = "except_last",
+    checkpoint: Checkpoints = "except_last",
     *,
     bandwidth: float = 0.0,
     copies: bool = False,
@@ -150,95 +144,83 @@ def predict(
 
 
 @checks.checks_arguments
-def suggest(
-    module: nn.Module,
-    sample: Any,
-    devices: Sequence[Device],
+def plan(
+    model: nn.Module | Sequence[Profile],
+    example: Any,
+    devices: Sequence[Device] | int | None = None,
     *,
-    chunks: Sequence[int] = (),
-    checkpoints: Sequence[Checkpoint] = MODES,
-    memory_limit: int = 0,
+    memory: Memory | None = None,
+    stages: int | None = None,
+    balance: Iterable[int] | None = None,
+    chunks: Any = None,
+    checkpoint: Checkpoints | None = None,
+    schedule: str = "auto",
+    placement: Iterable[int] | str | None = None,
+    replicas: int | None = 1,
+    hosts: int = 1,
     bandwidth: float = 0.0,
-    schedule: str | None = "auto",
-    placement: Iterable[int] | str = "looped",
+    between: float = 0.0,
+    pilots: int = 3,
     seconds: float = 60.0,
     intraop_threads: int = 0,
-    param_scale: float = 2.0,
+    param_scale: float = 4.0,
     progress: Callable[[float], None] | None = None,
-) -> Suggestion:
-    """Measures a model at several micro-batch sizes. Searches for the schedule, placement, balance, number of chunks and
-    checkpoint mode that train it fastest. Returns the candidates, best first; if none fits, also the device, the
-    missing bytes and what would help. Other arguments and errors as for :func:`profile`.
+) -> Plans:
+    """Plans how to train a model: the schedule, the placement, the number of micro-batches, the cut, and which layers are
+    recomputed. Chooses what is fastest within the memory, except what is given. Returns the best plan of each schedule and
+    number of micro-batches, best first; if none fits, also the device, the missing bytes and what would help.
+
+        best = gpipe.plan(model, batch, ["cuda:0", "cuda:1"], memory="6GiB").best
+        pipe = gpipe.GPipe(model, **best.arguments)
+
+    Measures the layers for micro-batches of several sizes, simulates, and runs the ``pilots`` best plans for a few steps.
+    Leaves the model and the random state unchanged. Errors as for :func:`profile`.
 
     Args:
-        sample: a mini-batch.
-        devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
-        chunks, checkpoints: what to try. Default: 4, 8, 2, 16, 1 and 32 chunks, in this order, as far as the samples and
-            the time allow; all modes.
-        memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
-        bandwidth: bytes per second between devices; 0 for transfers without delay.
-        schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
-        placement: as for :class:`gpipe.GPipe`; ``'looped'`` to try all placements that a schedule takes.
+        model: the model; or profiles of it, for micro-batches of several sizes, if it is not to be measured.
+        example: a mini-batch; its number of samples, if the model is given by profiles.
+        devices: one per worker, or a number of devices that are like the first. Default: the GPUs, or two CPU workers. The
+            model is measured on the first; the others are assumed to be equally fast.
+        memory: the most bytes on each device, such as ``"6GiB"``, or a list of them; each CPU worker counts as a device.
+        stages, balance, chunks, checkpoint, schedule, placement: what is given, as for :class:`gpipe.GPipe`. Several
+            ``chunks`` are tried; default: 4, 8, 2, 16, 1 and 32, as far as the samples and the time allow. With a
+            ``balance``, each stage is recomputed as a whole or not.
+        replicas: the number of pipelines that share the devices and the mini-batch; ``None`` to choose it.
+        hosts: each has an equal share of the devices, one after the other.
+        bandwidth, between: bytes per second between two devices of a host, and of different hosts; 0 for no delay.
+        pilots: 0 to run no plan, as where the devices are elsewhere.
         seconds: approximate time limit for all measurements.
+        param_scale: as for :func:`profile`.
     """
-    placed = _check_devices(devices)
-    counts = [checks.check_chunks(number) for number in checks.check_list(chunks, "chunks")]
-    modes = _check_modes(checkpoints)
-    options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
-    scheduling = _scheduling(schedule, placement, 2 * len(placed))
-    with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.suggest(layers, batch, placed, counts, modes, memory_limit, bandwidth, scheduling, options)
-
-
-@checks.checks_arguments
-def refine(
-    module: nn.Module,
-    sample: Any,
-    devices: Sequence[Device],
-    suggestion: Suggestion,
-    candidates: int = 3,
-    *,
-    progress: Callable[[float], None] | None = None,
-) -> list[tuple[Candidate, float]]:
-    """Runs up to ``candidates`` of the first ones of a suggestion that fit, which :func:`suggest` made for the other
-    arguments. Returns them with their measured seconds per step, fastest first. ``progress`` is as for :func:`profile`.
-    Raises RuntimeError if none fits."""
-    checks.check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
-    placed = _check_devices(devices)
-    with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.refine(layers, batch, placed, suggestion, candidates, _progress(progress))
-
-
-@checks.checks_arguments
-def plan_cluster(
-    cluster: Cluster,
-    profiles: Sequence[Profile],
-    samples: int,
-    *,
-    checkpoints: Sequence[Checkpoint] = MODES,
-    schedule: str | None = "auto",
-) -> ClusterPlan:
-    """Chooses how to train a model on all devices of a cluster: the number of replicas, and what :func:`suggest` chooses.
-    Returns the best candidate for each number of replicas, best first. Every figure is predicted.
-
-    Args:
-        profiles: of one model, on a device of the cluster, each for micro-batches of a size to try.
-        samples: number of samples in the mini-batch, which the replicas share equally.
-        checkpoints, schedule: as for :func:`suggest`.
-    """
-    checks.check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
-    listed = checks.check_list(profiles, "profiles")
-    for each in listed:
-        checks.check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns")
-    return _C.plan_cluster(cluster, listed, samples, _check_modes(checkpoints), _scheduling(schedule).schedule)
+    few = devices if isinstance(devices, int) else None
+    placed = checks.arrange_workers(None, few or torch.cuda.device_count() or 2).devices if few or devices is None else None
+    placed = _check_devices(devices) if placed is None else list(placed)
+    names = [f"{each} of worker {i}" if few or each.type == "cpu" else str(each) for i, each in enumerate(placed)]
+    if hosts < 1 or len(placed) % hosts:
+        raise ValueError(f"hosts is {hosts}, which does not divide the {len(placed)} devices")
+    counts = [chunks] if isinstance(chunks, int) else checks.check_list(chunks or (), "chunks")
+    counts = [checks.check_chunks(number) for number in counts]
+    cut = [] if balance is None else list(balance)
+    place: list[int] = []
+    if placement is not None or (schedule != "auto" and cut):
+        place = checks.check_scheduling(schedule, "looped" if placement is None else placement, stages or len(cut))[1]
+    schedulings = [_C.Scheduling(schedule, place)] if schedule != "auto" or place else []
+    limits = [] if memory is None else checks.check_memory(memory)
+    given = (counts[0] if isinstance(chunks, int) else 0), cut, checkpoint, stages or 0, schedulings
+    profiles = None if isinstance(model, nn.Module) else checks.check_list(model, "model", "profiles")
+    samples = example if profiles is not None else 1
+    options = _C.PlanOptions(
+        samples, names, limits, replicas or 0, len(placed) // hosts, bandwidth, between or bandwidth, *given
+    )
+    if profiles is not None:
+        return _C.plan_profiles(profiles, options)
+    profiling = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
+    with _measured(model, example, placed[0]) as (layers, batch):
+        return _C.plan_model(layers, batch, placed, options, counts, pilots if replicas == 1 else 0, profiling)
 
 
 def _scheduling(schedule: str | None, placement: Any = "looped", stages: int = 0) -> _C.Scheduling:
     return _C.Scheduling(*checks.check_scheduling("" if schedule is None else schedule, placement, stages))
-
-
-def _check_modes(checkpoints: object) -> list[str]:
-    return list(map(checks.check_checkpoint, checks.check_list(checkpoints, "checkpoints")))
 
 
 def _progress(function: object) -> Callable[[float], None] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -18,6 +19,7 @@ R = TypeVar("R")
 
 Checkpoint = Literal["always", "except_last", "never"]
 Checkpoints = Checkpoint | int | Sequence[Checkpoint | int]  # of a pipeline's stages
+Memory = int | str | Sequence[int | str]  # of a device, or of each: bytes, or a text such as "6GiB"
 Reduction = Literal["mean", "sum"]
 
 _ADVICE = "; gpipe.balance.balance_by_time(stages, model, sample) finds one"
@@ -117,7 +119,6 @@ _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
 check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
     "chunks": check_chunks,
-    "memory_limit": functools.partial(check_whole, bits=63),
     "samples": functools.partial(check_whole, bits=63),
     "seed": functools.partial(check_whole, bits=64),
     "schedule": lambda value, name: value,  # check_scheduling() does it
@@ -213,3 +214,20 @@ def arrange_workers(
             raise ValueError("the model has no layers, so it cannot run over ranks")
         return Workers([], [], [])
     return Workers(*_C.arrange_workers(given, stages, name, workers, ranks))
+
+
+def check_memory(memory: object) -> list[int]:
+    """Returns sizes of memory in bytes."""
+    return [_to_bytes(each) for each in (memory if isinstance(memory, (list, tuple)) else [memory])]
+
+
+def _to_bytes(size: object) -> int:
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+    found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?I?)B?", size.upper()) if isinstance(size, str) else None
+    if found and found[2] in units:
+        size = int(float(found[1]) * units[found[2]])
+    if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**63:
+        return size
+    raise (TypeError if not isinstance(size, (int, str)) else ValueError)(
+        f"memory must be a size, such as '6GB', '6GiB' or a number of bytes, but is {shown(size)}"
+    )

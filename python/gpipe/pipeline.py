@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from os import PathLike
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -28,7 +29,7 @@ from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
 from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
-from gpipe.plan import Plan, choose_plan
+from gpipe.planning import Plan, choose_plan, read_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
@@ -182,6 +183,8 @@ class GPipe(StagedModel):
         group: ProcessGroup | Ranks | None = None,
         weights: Weights | None = None,
         init: Callable[[nn.Module], object] | None = None,
+        memory: checks.Memory | None = None,
+        plan: str | PathLike[str] | None = None,
         seconds: float = 5.0,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
@@ -190,6 +193,7 @@ class GPipe(StagedModel):
         Measures nothing if all but the placement is given. Over ranks, rank 0 chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
+            pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images, memory="300MiB")
 
         The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
         worker. A model on the ``meta`` device is not measured: its stages have about equally many parameters.
@@ -202,8 +206,11 @@ class GPipe(StagedModel):
             balance: the number of layers of each stage, instead of ``stages``.
             devices: one per worker. Default: the GPUs, or two CPU workers; with ``stages`` or a ``balance``, one per stage;
                 over ranks, one per rank. See the constructor for the other arguments.
+            memory: the most bytes on each device, as for :func:`gpipe.plan`; what does not fit otherwise is recomputed.
+                Default: what is free on GPUs.
+            plan: a file that :meth:`gpipe.balance.Plan.save` wrote, instead of measuring.
 
-        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.suggest` and the constructor raise.
+        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.plan` and the constructor raise.
         """
         if kwargs is not None and not isinstance(kwargs, Mapping):
             what = f"kwargs must be a dict of the module's arguments, but is {checks.shown(kwargs)}"
@@ -216,17 +223,20 @@ class GPipe(StagedModel):
         ranks = ranks_of(group)
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
-        plan: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
-        if None in plan.values() and is_on_meta(module):
-            plan = _unmeasured(model, placed, stages, ranks, plan) | {"placement": placement or "looped"}
-        elif None in plan.values():
-            options = {"devices": placed, "stages": stages, "placement": placement, "ranks": ranks, "seconds": seconds, **plan}
+        chosen: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        if plan is not None:
+            chosen = read_plan(plan) | {name: value for name, value in chosen.items() if value is not None}
+        elif None in chosen.values() and is_on_meta(module):
+            chosen = _unmeasured(model, placed, stages, ranks, chosen) | {"placement": placement or "looped"}
+        elif None in chosen.values():
+            options = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
+            options |= chosen | {"seconds": seconds}
             batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
-            plan = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
+            chosen = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
         else:
-            plan["placement"] = "looped" if placement is None else placement
-        plan |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
-        pipe = cls(model, devices=placed, group=ranks, weights=weights, init=init, **plan)
+            chosen["placement"] = "looped" if placement is None else placement
+        chosen |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
+        pipe = cls(model, devices=placed, group=ranks, weights=weights, init=init, **chosen)
         pipe._warned = schedule is None  # forward() need not have what the caller did not ask for
         return pipe
 

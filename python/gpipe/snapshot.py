@@ -33,7 +33,7 @@ from gpipe.checks import check_is, check_whole
 from gpipe.optimizer_state import optimizer_from_json, optimizer_to_json, restore_texts
 from gpipe.own_state import OwnState
 from gpipe.packing import packed, unpacked
-from gpipe.plan import Plan
+from gpipe.planning import Plan
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe

@@ -10,13 +10,11 @@
 #include <vector>
 
 #include "balance/balance.h"
-#include "balance/cluster_plan.h"
 #include "balance/cut.h"
+#include "balance/plan_model.h"
 #include "balance/predict.h"
 #include "balance/report.h"
-#include "balance/search.h"
 #include "balance/stage_cost.h"
-#include "balance/suggest.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 
@@ -49,8 +47,8 @@ Model to_model(const Objects& layers) {
   });
 }
 
-RunOptions run_options(int chunks, Checkpoint checkpoint, double bandwidth, bool copies, Scheduling scheduling) {
-  return {chunks, checkpoint, {.inside = {.bandwidth = bandwidth}}, copies, std::move(scheduling)};
+RunOptions run_options(int chunks, Checkpoints checkpoint, double bandwidth, bool copies, Scheduling scheduling) {
+  return {chunks, std::move(checkpoint), {.inside = {.bandwidth = bandwidth}}, copies, std::move(scheduling)};
 }
 
 auto cut_by(std::vector<std::int64_t> (*best)(const Profile&, int, const RunOptions&)) {
@@ -68,70 +66,50 @@ std::string table(const Profile& profile, const Unchecked<std::vector<std::int64
   return profile_table(profile, check(balance, profile.layers.size()).cast<std::vector<std::int64_t>>());
 }
 
-const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidate>& candidate) {
-  if (py::isinstance<Candidate>(candidate)) return suggestion.profile_of(candidate.cast<const Candidate&>());
-  throw py::type_error("candidate must be a Candidate of the suggestion, but is " +
-                       py::repr(candidate).cast<std::string>());
-}
-
-/// Returns a candidate with the balance for each scheduling and checkpoint mode.
-std::vector<Candidate> candidates(const Profile& profile, const std::vector<std::int64_t>& balance, int chunks,
-                                  const std::vector<Scheduling>& schedulings, const SearchOptions& options) {
-  std::vector<Candidate> found;
-  for (const auto& [name, checkpoint] : checkpoints()) {
-    for (const auto& scheduling : schedulings) {
-      const RunOptions run{chunks, checkpoint, options.network, options.copies, scheduling};
-      found.push_back(make_candidate(profile, balance, run, options));
-    }
-  }
-  return found;
-}
-
 Profile measure(const Objects& layers, const Value& sample, const ProfileOptions& options) {
   return released([&, model = to_model(layers)] { return profile(model, sample, options); });
 }
 
-Suggestion suggest_for(const Objects& layers, const Value& sample, const std::vector<torch::Device>& devices,
-                       const std::vector<int>& chunks, const std::vector<Checkpoint>& checkpoints,
-                       std::int64_t memory_limit, double bandwidth, const Scheduling& scheduling,
-                       const ProfileOptions& profiling) {
-  auto options = SuggestOptions().chunks(chunks).checkpoints(checkpoints).memory_limit(memory_limit);
-  options.bandwidth(bandwidth).scheduling(scheduling).profile(profiling);
-  return released([&, model = to_model(layers)] { return suggest(model, sample, devices, options); });
+PlanOptions plan_options(std::int64_t samples, std::vector<std::string> devices, std::vector<std::int64_t> memory,
+                         int replicas, int devices_per_host, double inside, double between, int chunks,
+                         std::vector<std::int64_t> balance, std::optional<Checkpoints> checkpoint, int stages,
+                         std::vector<Scheduling> schedulings) {
+  const Network network{1, devices_per_host, {.bandwidth = inside}, {.bandwidth = between}};
+  return {.samples = samples,
+          .devices = std::move(devices),
+          .memory = std::move(memory),
+          .replicas = replicas,
+          .network = network,
+          .copies = true,
+          .chunks = chunks,
+          .balance = std::move(balance),
+          .checkpoint = std::move(checkpoint),
+          .stages = stages,
+          .schedulings = std::move(schedulings)};
 }
 
-std::vector<std::pair<Candidate, double>> refined(const Objects& layers, const Value& sample,
-                                                  const std::vector<torch::Device>& devices,
-                                                  const Suggestion& suggestion, int candidates,
-                                                  const py::object& progress) {
-  std::vector<std::pair<Candidate, double>> measured;
-  released([&, model = to_model(layers), told = progress_of(progress)] {
-    const int repeats = 5;
-    for (auto& [candidate, seconds] : refine(model, sample, devices, suggestion, candidates, repeats, 0, told)) {
-      measured.emplace_back(std::move(candidate), seconds);
-    }
-  });
-  return measured;
+Plans plan_model(const Objects& layers, const Value& sample, const std::vector<torch::Device>& devices,
+                 const PlanOptions& options, const std::vector<int>& chunks, int pilots,
+                 const ProfileOptions& profiling) {
+  const auto measuring = MeasureOptions().chunks(chunks).pilots(pilots).profile(profiling);
+  return released([&, model = to_model(layers)] { return plan(model, sample, devices, options, measuring); });
 }
 
-ClusterPlan plan(const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
-                 const std::vector<Checkpoint>& checkpoints, const std::string& schedule) {
-  return released([&] { return plan_cluster(cluster, profiles, {samples, checkpoints, schedule}); });
+/// The arguments of a pipeline.
+py::dict arguments(const Plan& plan) {
+  using namespace py::literals;
+  return py::dict("balance"_a = plan.balance, "chunks"_a = plan.chunks, "checkpoint"_a = plan.checkpoint,
+                  "schedule"_a = plan.schedule, "placement"_a = plan.placement);
+}
+
+void save(const Plan& plan, const py::object& path) {
+  const auto text = py::module_::import("json").attr("dumps")(arguments(plan), py::arg("indent") = 1);
+  py::module_::import("pathlib").attr("Path")(path).attr("write_text")(text + py::str("\n"));
 }
 
 template <typename T>
 auto from_json(T (*read)(const std::string&)) {
   return [read](const Unchecked<std::string>& text) { return read(checked(text, "text")); };
-}
-
-/// What Suggestion and ClusterPlan have.
-template <typename T>
-auto class_of_candidates(py::module_& module, const char* name, const char* documentation) {
-  return py::class_<T>(module, name, documentation)
-      .def_readonly("candidates", &T::candidates, "The candidates. The fastest one that fits is first.")
-      .def_readonly("reason", &T::reason, "Why no candidate fits. Empty if one does.")
-      .def_property_readonly("fits", &T::fits, "Whether any candidate fits.")
-      .def_property_readonly("best", &T::best, "The first. Raises RuntimeError, with the reason, if none fits.");
 }
 
 void init_profile(py::module_& module) {
@@ -185,7 +163,7 @@ void init_profile(py::module_& module) {
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
 }
 
-void init_candidates(py::module_& module) {
+void init_plans(py::module_& module) {
   py::class_<Prediction>(module, "Prediction", "The predicted cost of a training step.")
       .def_readonly("balance", &Prediction::balance, "The balance of the pipeline.")
       .def_readonly("seconds", &Prediction::seconds, "Seconds per step.")
@@ -196,38 +174,33 @@ void init_candidates(py::module_& module) {
       .def_readonly("placement", &Prediction::placement, "The worker of each stage.")
       .def_readonly("timeline", &Prediction::timeline, "The simulated step, without the bytes held between steps.")
       .def("__str__", [](const Prediction& prediction) { return prediction_table(prediction); });
-  py::class_<Candidate>(module, "Candidate", "A way to run a model, with its predicted cost.")
-      .def_readonly("balance", &Candidate::balance, "Number of layers of each stage.")
-      .def_readonly("chunks", &Candidate::chunks, "Number of micro-batches per mini-batch.")
-      .def_readonly("checkpoint", &Candidate::checkpoint, "The checkpoint mode.")
-      .def_readonly("seconds", &Candidate::seconds, "Seconds per step, the forward and backward of a mini-batch.")
-      .def_readonly("bubble", &Candidate::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
-      .def_readonly("bytes", &Candidate::bytes, "Peak bytes per worker.")
-      .def_readonly("schedule", &Candidate::schedule, "The schedule of step(); empty for forward and backward.")
-      .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
-      .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.")
-      .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
-      .def_readonly("replicas", &Candidate::replicas, "Number of pipelines; chunks and bytes are of one of them.")
-      .def_readonly("reduction", &Candidate::reduction,
-                    "The part of the seconds after the last backward, until the replicas have summed all gradients.");
-  class_of_candidates<Suggestion>(module, "Suggestion", "Ways to run a model, one per chunks, mode and schedule.")
-      .def_readonly("unpartitioned", &Suggestion::unpartitioned,
-                    "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
-      .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
-           py::return_value_policy::reference_internal)
-      .def("__str__", [](const Suggestion& suggestion) {
-        return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
-               (suggestion.fits() ? "" : suggestion.reason + "\n");
-      });
-  py::class_<Cluster>(module, "Cluster", "Hosts of equal devices.")
-      .def_static("from_json", from_json(&cluster_from_json), py::arg("text"),
-                  "Reads an object with 'hosts', 'devices_per_host', 'memory' of a device in bytes (0: no limit), and "
-                  "'inside' and 'between' hosts, which are objects with a device's 'bandwidth' in bytes per second and "
-                  "the 'latency' in seconds. Raises ValueError, with the place and the fault.")
-      .def_property_readonly("devices", &Cluster::devices, "Number of devices.");
-  class_of_candidates<ClusterPlan>(module, "ClusterPlan", "Ways to train a model on a cluster, one per replicas.")
-      .def("__str__",
-           [](const ClusterPlan& plan) { return plan_table(plan) + (plan.fits() ? "" : plan.reason + "\n"); });
+  py::class_<Plan>(module, "Plan", "A way to train a model, with its predicted cost.")
+      .def_readonly("balance", &Plan::balance, "Number of layers of each stage.")
+      .def_readonly("chunks", &Plan::chunks, "Number of micro-batches per mini-batch.")
+      .def_readonly("checkpoint", &Plan::checkpoint, "The checkpoint mode, or a list with that of each stage.")
+      .def_readonly("schedule", &Plan::schedule, "The schedule.")
+      .def_readonly("placement", &Plan::placement, "The worker of each stage.")
+      .def_readonly("seconds", &Plan::seconds, "Predicted seconds per step, the forward and backward of a mini-batch.")
+      .def_readonly("measured", &Plan::measured, "Measured seconds per step; 0 if none was run.")
+      .def_readonly("bubble", &Plan::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
+      .def_readonly("bytes", &Plan::bytes, "Peak bytes per worker.")
+      .def_property_readonly("fits", &Plan::fits, "Whether every device stays within its memory.")
+      .def_readonly("crossing", &Plan::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
+      .def_readonly("replicas", &Plan::replicas, "Number of pipelines; chunks and bytes are of one of them.")
+      .def_readonly("reduction", &Plan::reduction,
+                    "The part of the seconds after the last backward, until the replicas have summed all gradients.")
+      .def_property_readonly("arguments", &arguments,
+                             "The arguments of GPipe, as a dict: GPipe(model, **plan.arguments).")
+      .def("save", &save, "Writes the arguments as JSON to a file, which from_module(plan=file) reads.",
+           py::arg("path"));
+  py::class_<Plans>(module, "Plans", "Ways to train a model, one per schedule and number of micro-batches.")
+      .def_readonly("plans", &Plans::plans, "The plans. The best one that fits is first.")
+      .def_readonly("unpartitioned", &Plans::unpartitioned,
+                    "The whole mini-batch on one device, without a pipeline; None if it was not measured.")
+      .def_readonly("reason", &Plans::reason, "Why no plan fits. Empty if one does.")
+      .def_property_readonly("fits", &Plans::fits, "Whether any plan fits.")
+      .def_property_readonly("best", &Plans::best, "The first. Raises RuntimeError, with the reason, if none fits.")
+      .def("__str__", [](const Plans& plans) { return plan_table(plans); });
 }
 
 }  // namespace
@@ -240,19 +213,18 @@ void init_balance(py::module_& module) {
       }))
       .def_readonly("schedule", &Scheduling::schedule)
       .def_readonly("placement", &Scheduling::placement);
-  py::class_<SearchOptions>(module, "SearchOptions").def(py::init(&search_options));
+  py::class_<PlanOptions>(module, "PlanOptions").def(py::init(&plan_options));
   py::class_<RunOptions>(module, "RunOptions").def(py::init(&run_options));
   py::class_<ProfileOptions>(module, "ProfileOptions").def(py::init(&profile_options));
-  init_candidates(module);
+  init_plans(module);
   module.def("profile", &measure);
-  module.def("suggest", &suggest_for);
-  module.def("refine", &refined);
-  module.def("predict", &predict);
-  module.def("plan_cluster", &plan);
-  module.def("all_schedulings", &all_schedulings);
-  module.def("candidates", &candidates);
-  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt,
-             py::arg("rows") = std::numeric_limits<int>::max());
+  module.def("plan_model", &plan_model);
+  module.def("plan_profiles", [](const std::vector<Profile>& profiles, const PlanOptions& options) {
+    return released([&] { return plan(profiles, options); });
+  });
+  module.def("predict",
+             py::overload_cast<const Profile&, const std::vector<std::int64_t>&, const RunOptions&>(&predict));
+  module.def("plan_table", &plan_table, py::arg("plans"), py::arg("rows") = std::numeric_limits<int>::max());
   module.def("check_stages", &check_stages);
   module.def("best_partition",
              [](const std::vector<double>& costs, int parts) { return best_partition(costs, parts); });
