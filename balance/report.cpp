@@ -70,7 +70,8 @@ std::string schedule_of(const Plan& plan) {
   const auto stages = static_cast<int>(placement.size());
   const auto workers = static_cast<int>(plan.bytes.size());
   if (stages <= workers || name.starts_with('@')) return name;
-  if (placement == looped_placement(workers, stages)) return absl::StrCat(name, ", ", stages / workers, " per worker");
+  const bool is_looped = stages % workers == 0 && placement == looped_placement(workers, stages);
+  if (is_looped) return absl::StrCat(name, ", ", stages / workers, " per worker");
   const bool is_always_v =
       !schedule_rule(name).misfit({2 * workers, 1, looped_placement(workers, 2 * workers)}).empty();
   return is_always_v ? name : name + ", V";

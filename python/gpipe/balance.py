@@ -207,8 +207,10 @@ def plan(
     schedulings = [_C.Scheduling(schedule, place)] if schedule != "auto" or place else []
     limits = [] if memory is None else checks.check_memory(memory)
     given = (counts[0] if isinstance(chunks, int) else 0), cut, checkpoint, stages or 0, schedulings
-    profiles = None if isinstance(model, nn.Module) else checks.check_list(model, "model", "profiles")
-    samples = example if profiles is not None else 1
+    profiles = model if isinstance(model, (list, tuple)) else None
+    for each in profiles or ():
+        checks.check_is(each, "model", Profile, "a model, or Profiles, as gpipe.balance.profile() returns")
+    samples = 1 if profiles is None else checks.check_whole(example, "example", bits=63)
     options = _C.PlanOptions(
         samples, names, limits, replicas or 0, len(placed) // hosts, bandwidth, between or bandwidth, *given
     )

@@ -55,13 +55,6 @@ def named_gradients(module):
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def cluster_text(**changed):
-    """Returns a cluster as JSON: one host with two devices, except for what is changed."""
-    link = {"bandwidth": 1e9, "latency": 0}
-    cluster = {"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": link, "between": link}
-    return json.dumps({**cluster, **changed})
-
-
 def random_balance(rng, layers, stages):
     cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
     return [last - first for first, last in itertools.pairwise(cuts)]

@@ -109,19 +109,16 @@ def test_a_file_is_written_whole_or_not_at_all(command, tmp_path, run, capsys):
 
 def test_suggest_prints_a_table_or_json(run):
     flags = ["suggest", "test_main:model", "--input", "8,16", "--seconds", "0"]
-    printed = run(*flags, "--chunks", "1,2", "--schedule", "forward", "--layers")
-    assert "Per micro-batch of" in printed and "<- cut here" in printed and "  one device\n" in printed
-    code = r"gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)"
+    printed = run(*flags, "--chunks", "1,2", "--schedule", "1f1b")
+    assert "  one device\n" in printed
+    code = r"gpipe\.GPipe\(model, devices=\['.*'\], balance=\[\d, \d\], chunks=[12], checkpoint='never', schedule='1f1b', .*\)"
     lines = printed.splitlines()
-    assert re.fullmatch(f"pipe = {code}", lines[-2]) and lines[-1] == "# per mini-batch: output = pipe(batch)"
-    assert run(*flags, "--chunks", "2", "--schedule", "1f1b").splitlines()[-2].endswith(", schedule='1f1b')")
-    rows = re.findall(" (?:never|except_last|always) ", run(*flags, "--chunks", "2"))
-    assert len(rows) == 5 + 1  # and one device
+    assert re.fullmatch(f"pipe = {code}", lines[-2]) and lines[-1].startswith("# per mini-batch: loss = pipe.step(batch")
+    assert len(re.findall(" none ", run(*flags, "--chunks", "2"))) == 5 + 1  # and one device
     flags_of_batch = ["test_main:model_and_batch()", "--chunks", "2", "--seconds", "0"]
-    candidates = json.loads(run("suggest", *flags_of_batch, "--json"))["candidates"]
-    assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
-    assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
-    assert "nothing fits into" in run(*flags, "--memory-limit", "1KB", code=1)
+    plans = json.loads(run("suggest", *flags_of_batch, "--json"))["plans"]
+    assert len({plan["schedule"] for plan in plans}) == 5 and all(sum(plan["balance"]) == 3 for plan in plans)
+    assert "nothing fits" in run(*flags, "--memory", "1KB", code=1)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +126,14 @@ def test_suggest_prints_a_table_or_json(run):
     [
         ("test_main:nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))", ["--input", "8,4"]),
         ("test_main:product_of_two()", []),
-        ("test_main:product_by_name", ["--schedule", "forward"]),
+        ("test_main:product_by_name", ["--schedule", "gpipe"]),
     ],
 )
 def test_the_code_of_a_suggestion_runs(run, factory, flags):
     made = json.loads(run("suggest", factory, *flags, "--chunks", "2", "--seconds", "0", "--json"))
     names = {}
     exec(made["code"], names)
-    assert names["pipe"].balance == made["candidates"][0]["balance"] and names["pipe"].chunks == 2
+    assert names["pipe"].balance == made["plans"][0]["balance"] and names["pipe"].chunks == 2
     assert names["pipe"].step(names["batch"], torch.zeros(8), lambda output, target: output.mean()).isfinite()
 
 
@@ -186,7 +183,7 @@ REFUSED = [
     ("suggest test_main:unknown", "cannot load 'test_main:unknown': NameError: name 'unknown' is not defined"),
     ("suggest test_main:model", "returns no mini-batch; give its shape with --input"),
     ("suggest test_main:three", "must be a function that returns a module, or a tuple (module, mini-batch)"),
-    ("suggest test_main:model --input 8,16 --memory-limit lots", "--memory-limit: 'lots' is not a size, such as 6GB"),
+    ("suggest test_main:model --input 8,16 --seconds 0 --memory lots", "memory must be a size, such as '6GB', '6GiB' or a number of bytes, but is 'lots'"),
     ("suggest test_main:model --input 8,17 --seconds 0", "layer '0' failed in its forward"),
 ]
 

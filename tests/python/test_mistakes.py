@@ -10,7 +10,7 @@ from torch import nn
 
 import gpipe
 from gpipe import balance
-from helpers import Fail, cluster_text, make_linears, notes
+from helpers import Fail, make_linears, notes
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -147,20 +147,17 @@ MISTAKES = [
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
-    (lambda: from_module(stages=2, devices=["cpu"], seconds=0), RuntimeError, "no schedule .* 2 stages on 1 worker; leave st"),
+    (lambda: from_module(stages=2, devices=["cpu"], seconds=0), ValueError, "no schedule and number of replicas suits 1 devices"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
     (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few for 2 stages.*\n'inner' .*'count'"),
     # Balances and plans.
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
-    (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
-    (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
-    (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
+    (lambda: gpipe.plan(make_linears(), X, []), ValueError, "at least one device"),
+    (lambda: gpipe.plan(make_linears(), X, ["cpu"], memory="6 apples"), ValueError, "memory must be a size, .* but is '6 apples'"),
+    (lambda: gpipe.plan(make_linears(), X, ["cpu"], memory=1.5), TypeError, "memory must be a size, .* but is 1.5"),
+    (lambda: gpipe.plan([PROFILE, 1], 8, 2), TypeError, "model must be a model, or Profiles, .* but is 1"),
     (lambda: balance.predict(None, [4], 2), TypeError, "profile must be a Profile.*but is None"),
-    (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
-    (lambda: balance.plan_cluster("cluster", [PROFILE], 8), TypeError, "cluster must be a Cluster"),
-    (lambda: balance.plan_cluster(CLUSTER, PROFILE, 8), TypeError, "profiles must be a list"),
-    (lambda: balance.plan_cluster(CLUSTER, ["profile"], 8), TypeError, "profiles must be Profiles"),
     # Moving a pipeline to another device.
     (lambda: pipe().cuda(), TypeError, MOVE),
     (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
@@ -177,12 +174,11 @@ def test_a_mistake_is_answered_in_words(call, error, words):
 
 SCHEDULING = {"schedule": "gpipe", "placement": "looped"}
 MEASURING = {"module": make_linears(), "sample": X, "intraop_threads": 1, "seconds": 0, "param_scale": 2.0, "progress": None}
+PLANNING = {"model": make_linears(), "example": X, "devices": ["cpu"], "replicas": 1, "hosts": 1, "bandwidth": 0.0}
 RANKS = {"timeout": 1.0, "join_timeout": 1.0, "interface": "", "replicas": 1, "nccl": False}
 CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "copies": False}
 LOSS = {"loss": loss, "target": Y}
 PROFILE = balance.profile(make_linears(), X, seconds=0)
-SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
-CLUSTER = balance.Cluster.from_json(cluster_text())
 
 
 def method(name):
@@ -210,11 +206,9 @@ CALLS = [
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
     (balance.balance_by_size, CUT | {"module": make_linears(), "input": X, "param_scale": 2.0}),
     (balance.predict, SCHEDULING | {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0}),
-    (balance.suggest, MEASURING | {"devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0}),
-    (balance.plan_cluster, {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "schedule": "gpipe"}),
+    (gpipe.plan, PLANNING | {"seconds": 0, "checkpoint": "never", "schedule": "gpipe", "pilots": 0, "param_scale": 2.0}),
     (PROFILE.balance_by_time, CUT),
     (PROFILE.table, {"balance": [4]}),
-    (SUGGESTION.profile_of, {"candidate": SUGGESTION.best}),
     (balance.Profile.from_json, {"text": PROFILE.to_json()}),
 ]
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import gpipe
 from gpipe import to_sequential
-from gpipe.balance import balance_by_time, suggest
+from gpipe.balance import balance_by_time, profile
 from gpipe.exported.modes import Combination
 from gpipe.skip import verify_skippables
 from gpipe.wrapper import layers_in
@@ -156,9 +156,8 @@ def test_outputs_that_a_generator_of_the_model_draws_depend_on_no_sample():
 def test_balances_of_modules():
     net = make_net()
     assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 4
-    suggestion = suggest(net, batch(), ["cpu", "cpu"], chunks=[2], seconds=1)
-    assert sum(suggestion.best.balance) == 4
-    assert "first" in suggestion.profile_of(suggestion.best).table(suggestion.best.balance)
+    assert sum(gpipe.plan(net, batch(), 2, chunks=[2], seconds=1).best.balance) == 4
+    assert "first" in profile(net, batch(), seconds=0).table([2, 2])
 
 
 def counts_through_a_view(self, x):

@@ -8,7 +8,7 @@ from typing_extensions import assert_type
 
 import gpipe
 from gpipe import balance, snapshot
-from gpipe.plan import Plan
+from gpipe.planning import Plan
 from gpipe.skip import Namespace, Skippable, peek, pop, skippable, stash
 
 
@@ -88,16 +88,8 @@ def main(folder: Path) -> None:
     train(pipe, x, y, folder / "latest")
     chosen = gpipe.GPipe.from_module(Whole(), x, stages=2, devices=["cpu"] * 2, seconds=0.1)
     plan: Plan = chosen.plan
-    best = balance.suggest(model, x, ["cpu", "cpu"], chunks=[2], seconds=0.1).best
-    gpipe.GPipe(
-        model,
-        best.balance,
-        devices=["cpu", "cpu"],
-        chunks=best.chunks,
-        checkpoint=best.checkpoint,
-        schedule=best.schedule,
-        placement=best.placement,
-    )
+    best = gpipe.plan(model, x, ["cpu", "cpu"], chunks=[2], seconds=0.1).best
+    gpipe.GPipe(model, devices=["cpu", "cpu"], **best.arguments)
     train(gpipe.GPipe.from_module(Whole(), (x,), devices=["cpu"] * 2, **plan), x, y, folder / "chosen")
     assert_type(plan["balance"], list[int])
     timeline = gpipe.Timeline()
