@@ -90,8 +90,9 @@ class Branches(nn.Linear):
 def test_opaque_modules_are_kept_whole():
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "odd": Branches(4, 4), "b": nn.Linear(4, 4)}).double()
     model.forward = lambda x: model["b"](model["odd"](model["a"](x), factor=3)["y"]) + x
-    with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
-        to_sequential(model, batch(), native=True)
+    native = to_sequential(model, batch(), native=True)
+    assert "2 of 3 layers run without Python\n'odd' (Branches) cannot be exported: its control flow" in native.report()
+    torch.testing.assert_close(native(batch()), model(batch()))
     model.a.compile(backend="eager")  # keeps the module compiled
     model.odd.inner = nn.Identity()
     sequence = to_sequential(model, batch(), opaque=[Branches, nn.Identity])
@@ -231,3 +232,65 @@ def test_equal_sets_are_the_same_attribute():
     model.kinds = {0, 9}
     with pytest.raises(RuntimeError, match="its attribute 'kinds'"):
         sequence(batch())
+
+
+class Doubled(torch.autograd.Function):
+    """Has a backward of its own."""
+
+    forward = staticmethod(lambda context, x: x.clone())
+    backward = staticmethod(lambda context, gradient: gradient * 2)
+
+
+class TwiceSigmoid(torch.autograd.Function):
+    """Changes in place what the backward of a sigmoid needs."""
+
+    @staticmethod
+    def forward(context, x):
+        y = x.sigmoid().mul_(2)
+        context.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(context, gradient):
+        (y,) = context.saved_tensors
+        return gradient * y * (1 - y / 2)
+
+
+class InPlace(nn.Linear):
+    def forward(self, x):
+        return TwiceSigmoid.apply(super().forward(x))
+
+
+class OwnBackward(nn.Linear):
+    def forward(self, x):
+        return Doubled.apply(super().forward(x))
+
+
+class Grows(nn.Linear):
+    """Makes its buffer in the first call."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x):
+        if self.table.shape[0] != x.shape[1]:
+            self.table = torch.arange(x.shape[1]).to(x)
+        return super().forward(x) + self.table
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (OwnBackward(4, 4), "calls a torch.autograd.Function with its own backward"),
+        (InPlace(4, 4), "calls a torch.autograd.Function with its own backward"),
+        (Grows(), "changes the shape of a buffer"),
+    ],
+)
+def test_what_cannot_be_native_is_kept_whole(odd, reason):
+    model = nn.Sequential(nn.Linear(4, 4), odd, nn.Tanh())
+    sequence = to_sequential(nn.Sequential(model), batch().float(), native=True)
+    assert sequence.report().startswith("2 of 3 layers") and reason in sequence.report()
+    outputs = [sequence(batch().float()), model(batch().float())]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), odd.weight)[0] for each in outputs))

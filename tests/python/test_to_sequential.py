@@ -396,10 +396,12 @@ def convert(function):
     return to_sequential(Returns(function), batch().requires_grad_())
 
 
-def masked_encoder():
-    model = Calls(lambda m, x: m.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5)))
-    model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0, batch_first=True), 1)
-    return model
+class MaskedEncoder(nn.TransformerEncoder):
+    def __init__(self):
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8, 0, batch_first=True), 1)
+
+    def forward(self, x):
+        return super().forward(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
 
 
 class Packed(nn.Module):
@@ -441,7 +443,7 @@ class Packed(nn.Module):
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"it \(Net\) has a hook"),
         (lambda: to_sequential(nn.DataParallel(make_net()), batch()), ValueError, "it is a DataParallel; convert its .module, a"),
-        (lambda: to_sequential(masked_encoder(), torch.randn(2, 5, 4), native=True), ValueError, "its mask; pass is_causal=True or"),
+        (lambda: to_sequential(MaskedEncoder(), torch.randn(2, 5, 4), native=True), ValueError, "its mask; pass is_causal=True or"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

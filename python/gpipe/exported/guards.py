@@ -117,15 +117,21 @@ class Watched:
 
 def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, str]:
     """Returns what a run changes in a model's modules, except values of tensors."""
-    before = {each: Attributes(each) for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)}
+
+    def shapes(each: nn.Module) -> dict[str, torch.Size]:
+        return {name: buffer.shape for name, buffer in each.named_buffers(recurse=False)}
+
+    plain = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
+    before = [(each, Attributes(each), shapes(each)) for each in plain]
     run()
-    changed = {each: attributes.difference(each, added=True) for each, attributes in before.items()}
+    changed = {each: attributes.difference(each, added=True) for each, attributes, _ in before}
+    changed |= {each: "the shape of a buffer" for each, _, had in before if shapes(each) != had}
     return {each: text for each, text in changed.items() if text}
 
 
-def changes_in(module: nn.Module, read: Read) -> Callable[[], dict[str, str]]:
-    """Returns a function that tells what has changed in a model's modules, except tensors, and in what is read."""
-    plain = {path: each for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
+def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dict[str, str]]:
+    """Returns a function that tells what has changed in modules, except tensors, and in what is read."""
+    plain = {path: each for path, each in modules.items() if not isinstance(each, torch.jit.ScriptModule)}
     before = {path: (each, Attributes(each), each.training) for path, each in plain.items()}
     values = {place: noted(each.value) for place, each in read.values({}).items()}
 
