@@ -110,27 +110,6 @@ def test_opaque_modules_are_kept_whole():
         to_sequential(model, batch(), opaque=[Branches])
 
 
-def keeps_a_tensor(model, x):
-    if not hasattr(model, "mask"):
-        model.mask = torch.arange(x.shape[1]).to(x)
-    return model.a(x) * model.mask
-
-
-def keeps_a_shape(model, x):
-    if not hasattr(model, "shape"):
-        model.shape = x.shape
-    return model.a(x).view(model.shape)
-
-
-@pytest.mark.parametrize(("function", "name"), [(keeps_a_tensor, "mask"), (keeps_a_shape, "shape")])
-def test_what_code_between_blocks_keeps_is_refused(function, name):
-    model = Calls(function)
-    attributes = set(vars(model))
-    with pytest.raises(ValueError, match=rf"it \(Calls\) changes its attribute '{name}' in forward\(\), which an export loses"):
-        to_sequential(model, batch())
-    assert set(vars(model)) == attributes
-
-
 class Keeps(nn.Linear):
     def forward(self, x):
         if not hasattr(self, "scale"):

@@ -202,24 +202,22 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str], Any]:
     """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, and the output
     in evaluation mode."""
-    calls, outputs = Calls(), []
+    calls, output = Calls(), None
     effects: dict[nn.Module, str] = {}
-
-    def run() -> None:
-        args, kwargs = tree_map_only(Tensor, copy_of, arguments)
-        with calls.recorded(module):
-            outputs.append(tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs)))
-
     try:
         for training in (True, False):
             with mode(module, training), unchanged(module.modules()):
-                effects |= effects_on(module, run)
+                args, kwargs = tree_map_only(Tensor, copy_of, arguments)
+                found = effects_on(module.modules())
+                with calls.recorded(module):
+                    output = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                effects |= found()
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
         if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
             text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
         raise ValueError(text) from error
-    return calls, effects, outputs[-1]
+    return calls, effects, output
 
 
 _UNFIT = (
