@@ -153,8 +153,8 @@ class Calls:
         return Read(*(set().union(*each) for each in zip(*found))) if found else Read(set(), set())
 
     def depends_on_mode(self, modules: Iterable[nn.Module]) -> bool:
-        """Returns whether the code of some modules, outside their submodules, may compute or get something else in evaluation
-        mode. The recorded runs were in training and in evaluation mode."""
+        """Returns whether the code of some modules, a model first, may compute or get something else in evaluation mode, outside
+        their submodules. The recorded runs were in training and in evaluation mode."""
         training, evaluation = self.counts[-2:]
 
         def kinds(each: nn.Module, mode: bool) -> Any:
@@ -163,10 +163,12 @@ class Calls:
 
         def is_of_torch(each: nn.Module) -> bool:  # whose code is not recorded
             forward = type(each).forward
-            return forward is not nn.Sequential.forward and str(forward.__module__).partition(".")[0] in _OF_OTHERS
+            return forward not in (nn.Sequential.forward, nn.Module.forward) and str(forward.__module__).partition(".")[0] in _OF_OTHERS
 
         modules = list(modules)
-        seen = self.sees_code and not any(map(is_of_torch, modules)) and "training" not in self.read_by(modules).names
+        called = [each for each in modules if each in self.outputs or each is modules[0]]
+        reads = self.read_by(modules).names & {"training", "forward"}  # code may call forward() itself
+        seen = self.sees_code and not reads and not any(map(is_of_torch, called))
         same = training == evaluation and all(kinds(each, True) == kinds(each, False) for each in training)
         plain = all(type(each).train is nn.Module.train for each in modules)
         return not (seen and same and plain)
