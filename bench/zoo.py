@@ -357,15 +357,16 @@ def backward(losses, output):
 
 def state_after(model, step, seed=1):
     """Returns the outputs, the gradients and the buffers after a training step. Then the buffers are as before."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    tables = [each._buffers for each in model.modules()]
+    before = [(table, name, each, each.clone()) for table in tables for name, each in table.items() if each is not None]
     torch.manual_seed(seed)
     model.zero_grad()
     outputs = [leaf.detach() for leaf in step() if torch.is_tensor(leaf)]
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+        for table, name, buffer, value in before:  # the step may have replaced one
+            table[name] = buffer.copy_(value)
     return dict(enumerate(outputs)), gradients, buffers
 
 

@@ -253,7 +253,7 @@ def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterat
     model = as_sequential(module, sample)
     verify_module(model)
     tensors, structure = take_apart(sample)
-    with unchanged(vars(model).get("module", model)):
+    with unchanged(vars(model).get("module", model).modules()):
         moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
         with mode(model, True):
             yield layers_of(model), structure.build(moved)

@@ -85,7 +85,7 @@ class Partition(nn.Sequential):
 
 
 class Stages(nn.ModuleList):
-    """The stages of a pipeline. torch.distributed.checkpoint leaves their numbers out of parameter names."""
+    """The stages of a pipeline."""
 
     def __iter__(self) -> Iterator[Partition]:
         return super().__iter__()  # type: ignore[return-value]
@@ -93,9 +93,6 @@ class Stages(nn.ModuleList):
     def layers(self) -> dict[str, nn.Module]:
         """Returns the layers of all stages by their paths, ``<stage>.<layer>``."""
         return {f"{index}.{name}": layer for index, stage in enumerate(self) for name, layer in zip(stage._modules, stage)}
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        return {f"stage {index}": str(index) for index in range(len(self))}
 
 
 def split(

@@ -48,7 +48,7 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
     def run(see: _See | None, call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         for parameter in pipe.module.parameters():
             parameter.grad = None
-        with unchanged(pipe.module, seed), torch.enable_grad(), _seen(layers, see) if see else nullcontext():
+        with unchanged(pipe.module.modules(), seed), torch.enable_grad(), _seen(layers, see) if see else nullcontext():
             result = call()
         return result.detach(), [parameter.grad for parameter in pipe.module.parameters()]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import linecache
 import pickle
 import random
@@ -399,4 +400,8 @@ def _load_from_state_dict(self, state, prefix, *others):
     ),
     "transpose_()": H("y = x.clone(); y.transpose_(1, 2); return x + y.sum((1, 2))[:, None, None] * x.shape[1]", **LONGER),
     "takes a bool": H(forward="return x + self.dense(x).sin() * (2 if input else 1)", call="return block(x, True)"),
+    "partial": H(
+        "return self.act(x)", "self.act = functools.partial(lambda rates, x: x * rates[0], [2.0])",
+        after="self.act.args[0][0] = 3.0",
+    ),
 }

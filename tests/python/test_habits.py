@@ -244,7 +244,7 @@ MAY_REFUSE = {
 NATIVE = """
     adapter, after | another layer | weight_norm, after | forward hook of a child, after | global hook | number | global
     number in a list of a configuration | attribute of the class | float32 input | float() | dropout.p | norm.eval()
-    mode of another module | hook of a tensor that logs | parameter that comes | autocast
+    mode of another module | partial | hook of a tensor that logs | parameter that comes | autocast
 """
 # Habits that resemble others.
 SIBLINGS = """

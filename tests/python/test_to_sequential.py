@@ -146,13 +146,6 @@ def test_a_conversion_keeps_no_module(native):
     assert kept() is None
 
 
-def test_outputs_that_a_generator_of_the_model_draws_depend_on_no_sample():
-    model = nn.ModuleList([nn.Linear(4, 4), Draws()])
-    state = model[1].generator.get_state()
-    to_sequential(nn.Sequential(*model), batch().float())
-    assert torch.equal(model[1].generator.get_state(), state)
-
-
 def test_balances_of_modules():
     net = make_net()
     assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 4
@@ -178,12 +171,6 @@ def names_that_are_no_identifiers(self, x):
 
 def calls_layers_under_vmap(self, x):
     return self.b(torch.vmap(lambda row: self.b(self.a(row)) + self.count)(x))
-
-
-def test_names_of_inputs_are_free():
-    model = Returns(lambda _input, torch, inf, _device, getattr: (_input * torch + inf).tanh() / (_device + getattr))
-    inputs = tuple(torch.rand(6, 4) + 1 for _ in range(5))
-    assert torch.equal(to_sequential(model, *inputs)(inputs), model(*inputs))
 
 
 def test_constants_among_the_inputs_stay():
@@ -298,6 +285,14 @@ def test_modules_follow_their_own_mode(frozen, native):
     assert_equal_in_each_mode(sequence, plain, batch())
 
 
+def test_layers_set_the_modes_of_the_modules_whose_tensors_they_use():
+    model = Calls(lambda m, x: m.b(m.a(x)) * m.shifts[0])
+    sequence = to_sequential(model, batch())
+    for mode in (False, True):
+        nn.Sequential(*sequence).train(mode)
+        assert model.shifts.training == model.a.training == mode
+
+
 def test_modes_that_an_export_does_not_show_are_refused():
     model = Nested()
     model.forward = lambda x: model.second(model.skip(x))
@@ -309,16 +304,6 @@ def test_modes_that_an_export_does_not_show_are_refused():
     with pytest.raises(RuntimeError, match="'skip' and 'second' are in different modes, .*; call train"):
         sequence(batch())
     assert torch.equal(sequence.eval()(batch()), model.eval()(batch()))
-
-
-def test_tensors_that_are_attributes_of_the_model_are_used():
-    model = Calls(lambda m, x: m.b(m.a(x) + m.table.detach()))
-    model.table = torch.arange(4.0)
-    sequence = to_sequential(model, batch())
-    torch.testing.assert_close(sequence(batch()), model(batch()))
-    model.table += 1
-    with pytest.raises(RuntimeError, match="its attribute 'table'"):
-        sequence(batch())
 
 
 class Masked(nn.Linear):
@@ -368,17 +353,6 @@ def hooked(x):
 FREE = nn.Parameter(torch.ones(4).double())
 
 
-class Draws(nn.Module):
-    """Draws from a generator of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x):
-        return x + torch.randn(x.shape, generator=self.generator)
-
-
 def net_with_a_hook():
     net = make_net()
     net.register_forward_hook(lambda *arguments: None)
@@ -395,10 +369,12 @@ def convert(function):
     return to_sequential(Returns(function), batch().requires_grad_())
 
 
-def masked_encoder():
-    model = Calls(lambda m, x: m.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(5)))
-    model.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0, batch_first=True), 1)
-    return model
+class MaskedEncoder(nn.TransformerEncoder):
+    def __init__(self):
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8, 0, batch_first=True), 1)
+
+    def forward(self, x):
+        return super().forward(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
 
 
 class Packed(nn.Module):
@@ -440,7 +416,7 @@ class Packed(nn.Module):
         (lambda: to_sequential(net_with_a_scripted_layer(), batch()), ValueError, "'drop' is compiled by TorchScript"),
         (lambda: to_sequential(net_with_a_hook(), batch()), ValueError, r"it \(Net\) has a hook"),
         (lambda: to_sequential(nn.DataParallel(make_net()), batch()), ValueError, "it is a DataParallel; convert its .module, a"),
-        (lambda: to_sequential(masked_encoder(), torch.randn(2, 5, 4), native=True), ValueError, "its mask; pass is_causal=True or"),
+        (lambda: to_sequential(MaskedEncoder(), torch.randn(2, 5, 4), native=True), ValueError, "its mask; pass is_causal=True or"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

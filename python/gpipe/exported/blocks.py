@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
@@ -41,13 +42,15 @@ class Calls:
 
     counts: list[Counter[nn.Module]] = field(default_factory=list)  # calls of each module, by run
     outputs: dict[Any, Any] = field(default_factory=dict)  # of the last call in each mode, without gradients; see _key()
-    given: dict[nn.Module, list[bool]] = field(default_factory=dict)  # which leaves of its arguments were tensors
+    given: dict[nn.Module, tuple[list[bool], TreeSpec]] = field(default_factory=dict)  # which of its arguments were tensors
     shapes: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # of the tensors that it took and gave
     fewer: dict[nn.Module, tuple[Shapes, Shapes]] = field(default_factory=dict)  # the same, of a run with fewer samples
     changed: dict[nn.Module, list[int]] = field(default_factory=dict)  # numbers of the tensors that a call changed in place
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
     without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
+    own_backwards: set[nn.Module] = field(default_factory=set)  # modules whose code calls a torch.autograd.Function
+    sees_code: bool = True  # whether ``read`` is complete
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
@@ -59,22 +62,19 @@ class Calls:
 
         def note(frame: FrameType, event: str, argument: object) -> None:
             file = str(frame.f_globals.get("__name__"))
+            if event == "c_call" and isinstance(kind := getattr(argument, "__self__", None), type) and issubclass(kind, Function):
+                self.own_backwards.add(callers[-1])
             if event == "call" and file.partition(".")[0] not in _OF_OTHERS:
                 self.read.setdefault(callers[-1], Read(set(), set())).add(frame.f_code, file)
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
-            self.given[each] = [isinstance(leaf, Tensor) for leaf in leaves]
+            self.given[each] = [isinstance(leaf, Tensor) for leaf in leaves], spec
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
             replaced = each in tensors_of and _ids(each) != tensors_of[each]  # by torch.func.functional_call()
             if under_vmap or replaced or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
                 self.unfit.add(each)
-            elif each not in self.unfit:
-                try:
-                    treespec_loads(treespec_dumps(spec))
-                except Exception:  # a class that pytree cannot write
-                    self.unfit.add(each)
             running.append(([(tensor, _version(tensor)) for tensor in tensors], _shapes(tensors)))
             callers.append(each)
 
@@ -97,7 +97,8 @@ class Calls:
                 if each is not module and not isinstance(each, torch.jit.ScriptModule):
                     hooks.enter_context(each.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                     hooks.enter_context(each.register_forward_hook(end))
-            if sys.getprofile() is None:  # else code of forwards' callees is not seen
+            self.sees_code = sys.getprofile() is None
+            if self.sees_code:
                 hooks.callback(sys.setprofile, None)
                 sys.setprofile(note)
             yield
@@ -114,8 +115,8 @@ class Calls:
 
         def call(each: nn.Module, *args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
-            if given and len(leaves) == len(self.given[each]):
-                leaves = [*itertools.compress(leaves, self.given[each])]
+            if given and len(leaves) == len(self.given[each][0]):
+                leaves = [*itertools.compress(leaves, self.given[each][0])]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             number = sum((index + 1) * _sum(tensor) for index, tensor in enumerate(tensors)) + trained.get(each, 0)
             shapes = iter(self.shapes_for(each, tensors))
@@ -151,9 +152,36 @@ class Calls:
         found = [self.read[each] for each in modules if each in self.read]
         return Read(*(set().union(*each) for each in zip(*found))) if found else Read(set(), set())
 
+    def depends_on_mode(self, modules: Iterable[nn.Module]) -> bool:
+        """Returns whether the code of some modules, a model first, may compute or get something else in evaluation mode, outside
+        their submodules. The recorded runs were in training and in evaluation mode."""
+        training, evaluation = self.counts[-2:]
+
+        def kinds(each: nn.Module, mode: bool) -> Any:
+            leaves, spec = tree_flatten(self.outputs.get((each, mode, *_key(each)[2:])))
+            return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def is_of_torch(each: nn.Module) -> bool:  # whose code is not recorded
+            forward = type(each).forward
+            return forward not in (nn.Sequential.forward, nn.Module.forward) and str(forward.__module__).partition(".")[0] in _OF_OTHERS
+
+        modules = list(modules)
+        called = [each for each in modules if each in self.outputs or each is modules[0]]
+        reads = self.read_by(modules).names & {"training", "forward"}  # code may call forward() itself
+        seen = self.sees_code and not reads and not any(map(is_of_torch, called))
+        same = training == evaluation and all(kinds(each, True) == kinds(each, False) for each in training)
+        plain = all(type(each).train is nn.Module.train for each in modules)
+        return not (seen and same and plain)
+
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
-        return each in self.outputs and each not in self.unfit and all(run[each] <= 1 for run in self.counts)
+        if each in self.unfit or each not in self.outputs or any(run[each] > 1 for run in self.counts):
+            return False
+        try:
+            treespec_loads(treespec_dumps(self.given[each][1]))
+        except Exception:  # a class that pytree cannot write
+            self.unfit.add(each)
+        return each not in self.unfit
 
     def blocks(self, module: nn.Module, whole: Iterable[nn.Module]) -> dict[str, nn.Module]:
         """Returns the blocks of a model by path: modules in ``whole``; modules of a class that the model has more than once,

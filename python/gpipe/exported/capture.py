@@ -26,23 +26,31 @@ class Captured(NamedTuple):
 
 
 def capture(
-    module: nn.Module, arguments: Any, blocks: Mapping[str, nn.Module], calls: Calls, batch_dim: int, *, any_shape: bool, runs: bool
+    module: nn.Module,
+    arguments: Any,
+    blocks: Mapping[str, nn.Module],
+    calls: Calls,
+    batch_dim: int,
+    modes: tuple[bool, ...],
+    *,
+    any_shape: bool,
+    runs: bool,
 ) -> Captured:
-    """Captures a model in training and in evaluation mode, for any number of samples. With ``any_shape``, also for other sizes
-    where its code allows them. ``blocks`` are kept whole, and ``calls`` those of a plain run. Raises ValueError if it cannot be
-    converted."""
+    """Captures a model for any number of samples in the ``modes`` that count: training, and evaluation if what it computes
+    outside the ``blocks``, which are kept whole, depends on the mode. With ``any_shape``, also for other sizes where its code
+    allows them. ``calls`` are those of a plain run. Raises ValueError if it cannot be converted."""
     programs, called = [], []
     known: Known = {}
-    for training in (True, False):
+    for training in modes:
         with mode(module, training), kept_whole(blocks, calls, known, any_shape=any_shape, runs=runs), _calls_of(module) as paths:
             programs.append(exported(module, *arguments, any_shape=any_shape))
         called.append(paths)
     own = _tensors_of_module(module)
     tensors = dict(own)
-    graph, evaluation = (Reader(program, _names_in(program, own, tensors)).graph for program in programs)
-    check_outputs(graph, batch_dim)
-    check_outputs(evaluation, batch_dim)
-    combined = Combination(graph, evaluation, called[0] & called[1]).graph
+    graphs = [Reader(program, _names_in(program, own, tensors)).graph for program in programs]
+    for graph in graphs:
+        check_outputs(graph, batch_dim)
+    combined = Combination(graphs[0], graphs[1], called[0] & called[1]).graph if len(graphs) == 2 else graphs[0]
     return Captured(combined, tensors, dict(blocks))
 
 

@@ -69,8 +69,8 @@ def to_sequential(
             the only argument, else the tuple of positional arguments, the dict of keyword arguments, or a tuple of both. Arguments
             without tensors become constants: leave keyword arguments out, and give ``None`` for the others.
         opaque: classes of submodules to keep whole, each call as one layer.
-        native: whether to export everything except ``opaque``, so that layers run without Python, and C++ can load the model:
-            see :func:`gpipe.export_model`.
+        native: whether to export every module that can be, except ``opaque`` ones, so that layers run without Python, and C++
+            can load the model: see :func:`gpipe.export_model`. ``report()`` of the sequence tells which cannot.
         batch_dim: the dimension of all inputs and outputs that is the batch: 0, or 1 for a model whose sequences come first.
             Pipelines cut inputs, targets and outputs along it.
 
@@ -89,7 +89,7 @@ def to_sequential(
     whole = whole_modules(module, opaque)
     on_meta = is_on_meta(module)
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
-    with _lock, plain, inference_mode(False), enable_grad(), unchanged(module, values=True):
+    with _lock, plain, inference_mode(False), enable_grad(), unchanged(module.modules(), values=True):
         refuse_modules({"": module})
         if on_meta:
             refuse_loose(module)
@@ -142,25 +142,33 @@ def _converted(
                 if each in effects:
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            model = capture(module, examples, blocks, calls, batch_dim, **way)
+            modes = (True, False) if calls.depends_on_mode(exported.values()) else (True,)
+            model = capture(module, examples, blocks, calls, batch_dim, modes, **way)
             sequence = _assemble(model, module, batch_dim)
             read = calls.read_by(exported.values())
-            twins_of = partial(Twins, module, partial(_run, sequence), blocks.values(), read)
+            twins_of = partial(Twins, module, partial(_run, sequence), exported, blocks.values(), read, modes)
             twins = twins_of(few, calls)
-            if not twins.take():
+            try:
+                twins.compare()
+            except ValueError as error:
+                if few is examples or "the model was converted for inputs with" not in str(error):
+                    raise
                 twins = twins_of(examples, runs(examples))
-            twins.compare()
+                twins.compare()
             break
         except ValueError as error:
-            # Where code cannot be exported, its module is kept whole, if it can, else the innermost that it is part of.
-            at = "" if native else getattr(error, "path", "")
+            # Where code cannot be exported, its module is kept whole if that is possible, else the innermost one around it.
+            is_told = bool(at := getattr(error, "path", ""))
+            at = at or next((path for path, each in exported.items() if each in calls.own_backwards), "")
             names = at.split(".")
             outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
             path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
             if path:
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
                 blocks[path] = module.get_submodule(path)
-                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
+                text = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
+                kind = type(blocks[path]).__name__
+                refused[path] = text if is_told else f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
@@ -170,7 +178,7 @@ def _converted(
                     text = str(error).partition("; to keep each")[0]
                     raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
-    tested = twins.smaller(runs).tested()
+    tested = twins.tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
@@ -194,24 +202,22 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str], Any]:
     """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, and the output
     in evaluation mode."""
-    calls, outputs = Calls(), []
+    calls, output = Calls(), None
     effects: dict[nn.Module, str] = {}
-
-    def run() -> None:
-        args, kwargs = tree_map_only(Tensor, copy_of, arguments)
-        with calls.recorded(module):
-            outputs.append(tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs)))
-
     try:
         for training in (True, False):
-            with mode(module, training), unchanged(module):
-                effects |= effects_on(module, run)
+            with mode(module, training), unchanged(module.modules()):
+                args, kwargs = tree_map_only(Tensor, copy_of, arguments)
+                found = effects_on(module.modules())
+                with calls.recorded(module):
+                    output = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                effects |= found()
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
         if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
             text += "; give arguments by name as kwargs={...}, to to_sequential as **{...}"
         raise ValueError(text) from error
-    return calls, effects, outputs[-1]
+    return calls, effects, output
 
 
 _UNFIT = (

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import re
 import threading
@@ -65,10 +64,10 @@ def _held(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 @contextmanager
-def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Gives a module and its submodules the attributes that they had before a block, with their elements, values and states. A
-    forward may set some, an export to fake tensors and sizes."""
-    inner = [each for each in module.modules() if not isinstance(each, (LazyModuleMixin, torch.jit.ScriptModule))]
+def _same_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives modules the attributes that they had before a block, with their elements, values and states. A forward may set
+    some, an export to fake tensors and sizes."""
+    inner = [each for each in modules if not isinstance(each, LazyModuleMixin)]
     before = [(each, dict(vars(each))) for each in inner]
     named = (each for _, attributes in before for each in attributes.items())
     values = [value for name, value in named if name not in OF_MODULES and type(value) not in _PLAIN]
@@ -95,25 +94,27 @@ OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any mo
 
 
 @contextmanager
-def unchanged(module: nn.Module, seed: int | None = None, *, values: bool = False) -> Iterator[None]:
-    """Restores tensors, buffers' values, attributes and random numbers after a block, which runs from a seed if one is given.
-    With ``values``, restores those of parameters too."""
-    modules = [each for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)]
-    owners = {id(each): each for inner in modules for each in (inner._parameters, inner._buffers)}.values()
-    held = [(owner, dict(owner)) for owner in owners]
-    kept = [*module.buffers(), *(module.parameters() if values else ())]
-    saved = [(tensor, tensor.detach().clone()) for tensor in kept if not is_lazy(tensor)]
-    devices = {each.device for each in itertools.chain(module.parameters(), module.buffers()) if each.is_cuda}
-    with _same_attributes(module), torch.random.fork_rng(devices):
+def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False) -> Iterator[None]:
+    """Restores tensors, buffers' values, attributes and random numbers of modules after a block, which runs from a seed if one
+    is given. With ``values``, restores those of parameters too."""
+    modules = list(modules)
+    held = {each: None for module in modules for each in (*module.parameters(False), *module.buffers(False))}
+    kept = (each for each in held if not is_lazy(each) and (values or not isinstance(each, nn.Parameter)))
+    saved = [(tensor, tensor.detach().clone()) for tensor in kept]
+    devices = {each.device for each in held if each.is_cuda}
+    modules = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    tables: dict[int, Any] = {id(each): each for module in modules for each in (module._parameters, module._buffers)}
+    before = [(table, dict(table)) for table in tables.values()]
+    with _same_attributes(modules), torch.random.fork_rng(devices):
         if seed is not None:  # torch.manual_seed() would seed devices that are not restored
             for generator in (torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)):
                 generator.manual_seed(seed)
         try:
             yield
         finally:
-            for owner, tensors in held:
-                owner.clear()
-                owner.update(tensors)  # type: ignore[arg-type]
+            for table, tensors in before:
+                table.clear()
+                table.update(tensors)
             with torch.no_grad():
                 for tensor, value in saved:
                     if not tensor.is_meta and not torch.equal(tensor, value):
@@ -131,7 +132,7 @@ def exported(
             shapes[tensor] = {0: Dim.DYNAMIC} | dict.fromkeys(range(1, tensor.dim() if any_shape else 1), Dim.AUTO)
     try:
         few_guards = _few_guards() if any_shape else nullcontext()
-        with _silence(), unchanged(module), _named_arguments(module, kwargs), _symbolic_lengths(module), few_guards:
+        with _silence(), unchanged(module.modules()), _named_arguments(module, kwargs), _symbolic_lengths(module), few_guards:
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise _explained(module, error) from error

@@ -92,7 +92,7 @@ class Watched:
         self._names = [vars(each)[name] for each in self._modules for name in _NAMED]
         self._read = [(table, name) for _, table, name in read.values()]
         self._changing += [(table, name, before) for value, table, name in read.values() if can_change(before := noted(value))]
-        self._tables = [vars(each)[name] for each in self._modules for name in (*_HOOKS, "_modules")] + _GLOBAL_HOOKS
+        self._tables = [vars(each)[name] for each in self._modules for name in (*_HOOKS, "_modules")]
         self._objects, self._sizes = list(self._now()), [len(table) for table, _ in self._attributes]
 
     def _now(self) -> Iterator[object]:
@@ -115,28 +115,37 @@ class Watched:
         return False
 
 
-def effects_on(module: nn.Module, run: Callable[[], object]) -> dict[nn.Module, str]:
-    """Returns what a run changes in a model's modules, except values of tensors."""
-    before = {each: Attributes(each) for each in module.modules() if not isinstance(each, torch.jit.ScriptModule)}
-    run()
-    changed = {each: attributes.difference(each, added=True) for each, attributes in before.items()}
-    return {each: text for each, text in changed.items() if text}
+def effects_on(modules: Iterable[nn.Module]) -> Callable[[], dict[nn.Module, str]]:
+    """Returns a function that tells what has changed in modules, except values of tensors."""
+
+    def shapes(each: nn.Module) -> dict[str, torch.Size]:
+        return {name: buffer.shape for name, buffer in each.named_buffers(recurse=False)}
+
+    plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    before = [(each, Attributes(each), shapes(each), each.training) for each in plain]
+
+    def effects() -> dict[nn.Module, str]:
+        found = {}
+        for each, attributes, had, training in before:
+            other = "its mode" * (each.training != training) or "the shape of a buffer" * (shapes(each) != had)
+            if text := attributes.difference(each, added=True) or other:
+                found[each] = text
+        return found
+
+    return effects
 
 
-def changes_in(module: nn.Module, read: Read) -> Callable[[], dict[str, str]]:
-    """Returns a function that tells what has changed in a model's modules, except tensors, and in what is read."""
-    plain = {path: each for path, each in module.named_modules() if not isinstance(each, torch.jit.ScriptModule)}
-    before = {path: (each, Attributes(each), each.training) for path, each in plain.items()}
+def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dict[str, str]]:
+    """Returns a function that tells what has changed in modules, except values of tensors, and in what is read."""
+    effects = effects_on(modules.values())
     values = {place: noted(each.value) for place, each in read.values({}).items()}
 
     def changes() -> dict[str, str]:
-        found = {
-            f"a change of '{path}'": attributes.difference(each, added=True) or "its mode" * (each.training != training)
-            for path, (each, attributes, training) in before.items()
-        }
+        found = effects()
         now = read.values({})
         changed = {place for place, value in values.items() if place not in now or not same(value, now[place].value)}
-        return found | {f"a change of '{place}'": "a global" for place in changed}
+        own = {f"a change of '{path}'": found.get(each, "") for path, each in modules.items()}
+        return own | {f"a change of '{place}'": "a global" for place in changed}
 
     return changes
 
@@ -194,11 +203,6 @@ class Guards:
     def check_model(self) -> None:
         """Raises RuntimeError if something has changed since the conversion that the exported code of the model reads."""
         known = self._watched is not None and self._watched.is_same()
-        if not known and self._global_hooks != _global_hooks():
-            raise RuntimeError(
-                f"hooks of all modules were added or removed since the conversion of the model ({self._name}), whose exported code "
-                "does not call them; register hooks on modules that are kept whole, or convert the model with them"
-            )
         present = {} if known else self._read.values(self._modules())
         for place, value in self._values.items() if not known else ():
             if place not in present or not same(value, present[place].value):
@@ -240,6 +244,8 @@ class Guards:
 
     def _differing(self, inputs: list[Tensor]) -> Iterator[str]:
         """Yields in what a call differs from the conversion."""
+        if self._global_hooks != _global_hooks():
+            yield "with other hooks of all modules"
         if (torch.get_default_dtype(), torch.get_default_device()) != self._defaults:
             yield "with another default dtype or device"
         for parameters, name, dtype in self._dtypes:

@@ -28,7 +28,8 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             raise TypeError(f"layer '{key}' is a {type(layer).__name__}; add it to the module before the conversion")
         if layer.python_functions:
             calls = ", ".join(layer.python_functions)
-            raise ValueError(f"layer '{layer.name}' calls {calls}, which C++ cannot run; convert with native=True")
+            advice = "convert with native=True, whose report() tells what cannot be exported"
+            raise ValueError(f"layer '{layer.name}' calls {calls}, which C++ cannot run; {advice}")
         listed: list[Any] = []
         of_layer = *layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)
         for name, tensor in ((name.removeprefix("model."), tensor) for name, tensor in of_layer):

@@ -75,7 +75,7 @@ def shapes_only(module: nn.Module) -> Iterator[None]:
 
 def _call(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        with unchanged(module):
+        with unchanged([module]):
             for tensors in _tables(module):
                 tensors.update({name: _meta_like(each) for name, each in tensors.items() if each is not None})
             given = tree_map_only(Tensor, _meta_like, (args, kwargs))

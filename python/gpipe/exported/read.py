@@ -3,7 +3,7 @@
 import dis
 import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from gpipe.exported.exporter import OF_MODULES
 from gpipe.generators import GeneratorState, is_generator
 
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
-_COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict
+_COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict, partial
 
 
 class Place(NamedTuple):
@@ -36,6 +36,8 @@ class Read(NamedTuple):
         """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
         self.names.update(code.co_names)
+        if "training" in code.co_consts:  # for getattr()
+            self.names.add("training")
 
     def values(self, modules: Mapping[str, nn.Module]) -> dict[str, Place]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
@@ -98,6 +100,8 @@ def _elements(value: Any) -> list[Any]:
     """Returns the elements of a collection. Equal sets give them in the same order."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=hash)
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
     return list(value.items() if type(value) is dict else value)
 
 
@@ -117,4 +121,4 @@ def same(before: Any, now: Any) -> bool:
 def can_change(before: Any) -> bool:
     """Returns whether something in a value can change, as :func:`noted` returned it."""
     value, state = before
-    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size) else state is not None
+    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size, partial) else state is not None

@@ -80,7 +80,7 @@ class Sizes:
         def may_break(symbol: Any, guard: Any, is_of_torch: bool) -> bool:
             try:
                 return is_of_torch and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
-            except ZeroDivisionError:
+            except (AssertionError, ZeroDivisionError):  # functions of torch take no negative numbers
                 return True
 
         for symbol in (symbol for symbol, size in self.places.items() if size.divisor == 1):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,25 +23,30 @@ from gpipe.exported.read import Read
 
 
 class Twins:
-    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients and buffers.
-    ``calls`` were recorded with ``arguments``; the ``blocks`` of both repeat these, so that comparisons cost little. ``read``
-    is what the code outside of the blocks reads."""
+    """A model and its sequence, which ``call`` calls with the model's arguments. Compares outputs, gradients, buffers and
+    attributes.
+
+    Args:
+        exported: the modules outside the ``blocks``, by path.
+        read: what their code reads.
+        modes: those in which it was exported.
+        calls: were recorded with ``arguments``. The blocks of both repeat them, so that comparisons cost little.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         call: Callable[[Any, Any], Any],
+        exported: Mapping[str, nn.Module],
         blocks: Iterable[nn.Module],
         read: Read,
+        modes: tuple[bool, ...],
         arguments: Any,
         calls: Calls,
     ) -> None:
         self._module, self._call, self._calls, self._blocks, self._arguments = module, call, calls, list(blocks), arguments
-        self._read = read
+        self._exported, self._read, self._modes = exported, read, modes
         self._given = False  # whether blocks ignore tensors that only the sequence gives them
-        inside = {id(tensor) for block in self._blocks for tensor in (*block.parameters(), *block.buffers())}
-        tensors = (tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in inside)
-        self._has_own_floats = any(tensor.is_floating_point() for tensor in tensors)
 
     def _difference(
         self,
@@ -52,21 +58,18 @@ class Twins:
         gradients: bool = True,
         **tolerance: Any,
     ) -> str:
-        with self._calls.replayed(self._blocks if replay else [], dtype, given=self._given) as probes:
+        blocks = self._blocks if replay else []
+        # Code between blocks may change attributes of blocks.
+        modules = self._exported if blocks and calls == 1 else dict(self._module.named_modules())
+        with self._calls.replayed(blocks, dtype, given=self._given) as probes:
             options = calls, probes if gradients else None, self._read if calls > 1 else None
-            ours = _behaviour(self._module, arguments, lambda args, kwargs: self._module(*args, **kwargs), *options)
-            return _difference(ours, _behaviour(self._module, arguments, self._call, *options), **tolerance)
-
-    def take(self) -> bool:
-        """Returns whether the sequence takes the sizes of the arguments."""
-        with self._calls.replayed(self._blocks) as probes:
-            theirs = _behaviour(self._module, self._arguments, self._call, 1, probes)
-        return not (isinstance(theirs, ValueError) and "the model was converted for inputs with" in str(theirs))
+            ours = _behaviour(modules, arguments, lambda args, kwargs: self._module(*args, **kwargs), *options)
+            return _difference(ours, _behaviour(modules, arguments, self._call, *options), **tolerance)
 
     def agree(self, arguments: Any) -> bool:
-        """Returns whether both do the same, or raise, in training and in evaluation mode."""
+        """Returns whether both do the same, or raise, in the modes that count."""
         reasons = []
-        for training in (True, False):
+        for training in self._modes:
             with mode(self._module, training):
                 reason = self._difference(arguments)
                 if reason and self._blocks and not self._calls.without_values:  # an export may call them with a mask more
@@ -93,19 +96,6 @@ class Twins:
                     name = type(module).__name__
                     raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
 
-    def smaller(self, runs: Callable[[Any], Calls]) -> Twins:
-        """Returns the same for images of half the height and width, if the model takes them, else itself: what it does under modes
-        of torch and for other types does not depend on them. ``runs`` records the model's calls."""
-        arguments = tree_map_only(Tensor, lambda each: each[..., ::2, ::2] if each.dim() > 3 else each, self._arguments)
-        if any(each is not other for each, other in zip(tree_leaves(arguments), tree_leaves(self._arguments))) and self._blocks:
-            with suppress(ValueError):
-                arguments = tree_map_only(Tensor, copy_of, arguments)
-                found = Twins(self._module, self._call, self._blocks, self._read, arguments, runs(arguments))
-                found._given = self._given
-                if not found._difference(arguments):
-                    return found
-        return self
-
     def tested(self) -> dict[str, str]:
         """Compares both in each mode of torch that calls may have, and for other types. Returns how they differ, as
         :class:`Guards` takes it."""
@@ -130,7 +120,7 @@ class Twins:
         tested = {}
         for about, (setting, given) in settings.items():
             reasons = []
-            for training in (True, False):
+            for training in self._modes:
                 with setting(), mode(module, training):
                     if "autocast" in about and self._blocks and training:
                         self._record()
@@ -140,14 +130,15 @@ class Twins:
                         reasons.append(self._difference(given, replay=False, atol=math.inf, rtol=0))
             tested[about] = next(filter(None, reasons), "")
         reasons = []
-        for training in (True, False):
+        for training in self._modes:
             with mixed_modes(module, training):
                 reasons.append(self._difference(arguments, gradients=False))
         tested["with modules in different modes"] = next(filter(None, reasons), "")
-        if self._blocks and not self._given and not self._has_own_floats:
+        own = chain.from_iterable((*each.parameters(False), *each.buffers(False)) for each in self._exported.values())
+        if self._blocks and not self._given and not any(tensor.is_floating_point() for tensor in own):
             for dtype in _FLOATS - {torch.uint8}:
                 cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
-                with unchanged(module):
+                with unchanged(module.modules()):
                     pretend(module, dtype)
                     tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype, gradients=False)
         return tested
@@ -156,7 +147,7 @@ class Twins:
         """Records what the blocks return under the present autocast, unless the model raises."""
         if self._calls.without_values:
             return
-        with unchanged(self._module), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
+        with unchanged(self._module.modules()), self._calls.recorded(self._module), torch.no_grad(), suppress(Exception):
             args, kwargs = tree_map_only(Tensor, copy_of, self._arguments)
             self._module(*args, **kwargs)
 
@@ -185,19 +176,20 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def _behaviour(
-    module: nn.Module,
+    modules: Mapping[str, nn.Module],
     arguments: Any,
     call: Callable[[Any, Any], Any],
     calls: int,
     probes: list[Tensor] | None,
     read: Read | None = None,
 ) -> dict[str, Any] | Exception:
-    """Returns what calls of a model or sequence in a row return, with gradients, and leave in buffers, by name; or the
-    exception that they raise. Leaves gradients out without ``probes``. With ``read``, tells what changes in modules and there."""
-    changes = changes_in(module, read) if read else dict
+    """Returns what calls of a model or sequence in a row return, with gradients, and leave in the buffers of modules, by name; or
+    the exception that they raise. Leaves gradients out without ``probes``. With ``read``, tells what changes in the modules and
+    there."""
+    changes = changes_in(modules, read) if read else dict
     found: dict[str, Any] = {}
     leaves: list[list[Tensor]] = []  # of each call, without parameters and inputs
-    with unchanged(module, seed=0):
+    with unchanged(modules.values(), seed=0):
         for number in ("", " of a second call")[:calls]:
             own = tree_map_only(Tensor, copy_of, arguments)  # which the model may change
             try:
@@ -205,10 +197,12 @@ def _behaviour(
             except Exception as error:
                 return error
             found |= {f"output {index}{number}": output for index, output in enumerate(outputs)}
-            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in module.named_buffers()}
+            buffers = chain.from_iterable(each.named_buffers(path, False) for path, each in modules.items())
+            found |= {f"buffer '{name}'{number}": buffer.clone() for name, buffer in buffers}
             if probes is None:
                 continue
-            wanted: dict[str, Tensor] = {f"the gradient of '{name}'": each for name, each in module.named_parameters() if each.requires_grad}
+            parameters = chain.from_iterable(each.named_parameters(path, False) for path, each in modules.items())
+            wanted: dict[str, Tensor] = {f"the gradient of '{name}'": each for name, each in parameters if each.requires_grad}
             wanted |= {f"the gradient of a block's output {index}": each for index, each in enumerate(probes)}
             wanted |= {f"the gradient of input {index}": each for index, each in enumerate(tree_leaves(own)) if _needs_grad(each)}
             roots = [each for each in outputs if _needs_grad(each)]
@@ -218,7 +212,10 @@ def _behaviour(
                     wanted[f"the gradient of tensor {index} that requires grad and that no module has registered"] = each
             if roots and wanted and len(leaves) == calls:
                 given = [torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view(each.shape) for each in roots]
-                found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
+                try:
+                    found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
+                except RuntimeError as error:
+                    return error
         found |= changes()
     return found
 
@@ -281,7 +278,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, ba
     shapes for fewer samples to ``calls``. Tells ``batch_dim``, which callers have as the batch."""
 
     def outputs(begin: int, end: int, runs: int = 1) -> list[Tensor]:
-        with unchanged(module, seed=0):
+        with unchanged(module.modules(), seed=0):
             for _ in range(runs):
                 args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
                 leaves = tree_leaves(module(*args, **kwargs))
