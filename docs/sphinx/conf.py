@@ -61,7 +61,7 @@ napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
 PUBLIC = {"Timeline": "gpipe"} | dict.fromkeys(
-    "Profile LayerProfile SkipProfile TieProfile Prediction Suggestion Candidate Cluster ClusterPlan".split(), "gpipe.balance"
+    "Profile LayerProfile SkipProfile TieProfile Prediction Plan Plans".split(), "gpipe.balance"
 )
 
 breathe_projects = {"gpipe": str(ROOT / "build/docs/doxygen/xml")}
