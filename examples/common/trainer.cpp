@@ -174,8 +174,7 @@ class Trainer {
   // Trains an epoch from batch_ on. Returns false if a signal ended it.
   bool train(int epoch) {
     pipe_->train();
-    const bool constant = options_.learning_rate_schedule == "constant";
-    const double factor = constant ? 1 : (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
+    const double factor = (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
     for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
     auto examples = task_.training(epoch, batch_);
     const auto before = seen_;
@@ -306,7 +305,6 @@ int run_training(TrainingOptions options, const Program& program) {
   auto identity = program.identity;
   identity.insert({{"--batch-size", absl::StrCat(options.batch_size)},
                    {"--seed", absl::StrCat(options.seed)},
-                   {"--learning-rate-schedule", options.learning_rate_schedule},
                    {"--epochs", absl::StrCat(options.epochs)},
                    {"--learning-rate", absl::StrCat(options.learning_rate)},
                    {"--clip", absl::StrCat(options.clip)},
