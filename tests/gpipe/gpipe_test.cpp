@@ -190,18 +190,6 @@ TEST(Pipeline, KeepsTheSixteenProgramsUsedLast) {
   EXPECT_EQ(pipe->program(1)->layout().micro_batches, 1);
 }
 
-TEST(GPipe, ACallDrawsOneSeedFromTheDefaultGenerator) {
-  Sequential model(nn::Dropout(0.4), Linear(6, 6), nn::Dropout(0.4));
-  GPipe pipe(model, {1, 2}, in_chunks(4, Checkpoint::kAlways));
-  const auto x = torch::randn({8, 6}).requires_grad_();
-  torch::manual_seed(11);
-  RandomScope::draw_seed();
-  const auto expected = generator_state();
-  torch::manual_seed(11);
-  pipe->forward(x).sum().backward();
-  EXPECT_TRUE(same(generator_state(), expected));
-}
-
 TEST(Trace, CoversAForwardThatBeganUnderItAndItsBackward) {
   GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6)), {1, 1}, in_chunks(2));
   const auto step = [&] { return pipe->forward(torch::randn({4, 6})).sum(); };
