@@ -13,8 +13,7 @@ namespace gpipe::examples::unet {
 std::map<std::string, std::string> to_flags(const ModelOptions& options) {
   return {{"--classes", std::to_string(options.classes)},
           {"--depth", std::to_string(options.depth)},
-          {"--channels", std::to_string(options.channels)},
-          {"--bilinear", std::to_string(options.bilinear)}};
+          {"--channels", std::to_string(options.channels)}};
 }
 
 ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
@@ -27,17 +26,12 @@ ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
   };
   return {.classes = number("--classes", 2, kMaxClasses),
           .depth = number("--depth", 1, 16),
-          .channels = number("--channels", 1, 4096),
-          .bilinear = number("--bilinear", 0, 1) == 1};
+          .channels = number("--channels", 1, 4096)};
 }
 
 torch::nn::Sequential make_model(const ModelOptions& options) {
   return models::unet(
-      models::UNetOptions()
-          .out_channels(options.classes)
-          .depth(options.depth)
-          .base_channels(options.channels)
-          .upsampling(options.bilinear ? models::Upsampling::kLinear : models::Upsampling::kTransposed));
+      models::UNetOptions().out_channels(options.classes).depth(options.depth).base_channels(options.channels));
 }
 
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels) {

@@ -15,7 +15,6 @@ struct ModelOptions {
   int classes = 2;
   std::int64_t depth = 3;
   std::int64_t channels = 8;  ///< at full resolution
-  bool bilinear = false;
 };
 
 /// Returns the options as flags with their values.
