@@ -76,7 +76,9 @@ class StepRecord {
     if (whole && count_ > 2) seconds_.push_back(seconds_since(start_));
     if (!timeline_) return;
     const auto timeline = pipe->team().gather(*timeline_);
-    if (is_first(pipe->options().ranks())) bytes_ = timeline.peak_bytes();
+    if (!is_first(pipe->options().ranks())) return;
+    bytes_ = timeline.peak_bytes();
+    work_ = work_of(timeline);
   }
 
   void print(const std::optional<Prediction>& prediction) const {
@@ -85,18 +87,30 @@ class StepRecord {
     const auto to_text = [&](double seconds, const std::vector<std::int64_t>& bytes) {
       return absl::StrCat(seconds_to_text(seconds), ", peak memory per worker ", absl::StrJoin(bytes, ", ", add));
     };
-    std::cout << "measured step: " << to_text(torch::tensor(seconds_).median().item<double>(), bytes_)
-              << ", without model and optimizer\n";
+    const auto measured = torch::tensor(seconds_).median().item<double>();
+    std::cout << "measured step: " << to_text(measured, bytes_) << ", without model and optimizer\n";
     if (!prediction) return;
     std::cout << "predicted: " << to_text(prediction->seconds, prediction->timeline.peak_bytes()) << "\n";
+    if (std::abs(measured / prediction->seconds - 1) <= 0.05) return;
+    std::cout << "they differ: the actions of all workers took " << seconds_to_text(work_) << " in a traced step, and "
+              << seconds_to_text(work_of(prediction->timeline))
+              << " when the model was measured; other programs and shared caches change this\n";
   }
 
  private:
+  // Returns the seconds of all actions.
+  static double work_of(const Timeline& timeline) {
+    double seconds = 0;
+    for (const auto& span : timeline.spans) seconds += span.end - span.start;
+    return seconds;
+  }
+
   int count_ = 0;
   Clock::time_point start_;
   std::shared_ptr<Timeline> timeline_;
   std::vector<double> seconds_;
   std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
+  double work_ = 0;                  // seconds of its actions
 };
 
 class Trainer {

@@ -25,6 +25,14 @@ says three '^step: .*, bubble '
 says three '^measured step: .*, peak memory per worker .*iB, .*iB, .*iB, without model and optimizer$'
 says three '^predicted: .*, peak memory per worker .*iB, .*iB, .*iB$'
 says cut '^stage 0: 5 layers'
+"$python" - three.log <<'END' || fail "a wrong prediction without a reason"
+import re, sys
+log, units = open(sys.argv[1]).read(), {"s": 1, "ms": 1e-3, "µs": 1e-6, "us": 1e-6}
+times = re.findall(r"(?m)^(?:measured step|predicted): (\S+) (\S+),", log)
+measured, predicted = (float(number) * units[unit] for number, unit in times)
+off = abs(measured / predicted - 1)
+assert 0.04 < off < 0.06 or (off > 0.05) == ("\nthey differ: " in log), log
+END
 
 # Schedules that sum gradients in the same order train the same weights. 9 images for training: mini-batches of 8 and 1.
 schedules=(-b 8 --chunks 4 -v 25 --balance 5,6,6,6)
