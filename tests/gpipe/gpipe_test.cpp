@@ -124,6 +124,8 @@ TEST(GPipe, IsCalledAndHeldAsOtherModules) {
   GPipe pipe(mlp(), {2, 2}, in_chunks(2));
   const auto x = torch::randn({4, 6});
   const auto expected = pipe->forward(x);
+  NestedSequential nested{{"a", Linear(6, 6)}, {"b", nn::ReLU()}};
+  EXPECT_TRUE(torch::allclose(GPipe(nested, Balance{1, 1})->forward(x), nested->forward(x)));
   EXPECT_TRUE(same(pipe(x), expected));
   EXPECT_TRUE(same(pipe(Value(x)).tensor(), expected));
   EXPECT_TRUE(same(nn::AnyModule(pipe).forward(x), expected));
@@ -132,16 +134,6 @@ TEST(GPipe, IsCalledAndHeldAsOtherModules) {
   EXPECT_EQ(outer->parameters().size(), pipe->parameters().size());
   outer->forward(x).sum().backward();
   EXPECT_TRUE(pipe->parameters().front().grad().defined());
-}
-
-TEST(GPipe, TakesNestedSequentialsAsLayersAndAsModels) {
-  NestedSequential inner{{"a", Linear(6, 6)}, {"b", nn::ReLU()}};
-  Sequential model(inner, Linear(6, 2));
-  GPipe pipe(model, {1, 1}, in_chunks(2));
-  EXPECT_EQ(pipe->named_parameters().keys().front(), "0.a.weight");
-  EXPECT_EQ(pipe->forward(torch::randn({4, 6})).size(1), 2);
-  GPipe alone(inner, {1, 1});
-  EXPECT_EQ(alone->forward(torch::randn({4, 6})).size(1), 6);
 }
 
 TEST(State, ConvertsToAnotherTypeAndStaysOnItsDevices) {
