@@ -203,6 +203,17 @@ TEST(Recompute, KeepsWritesOfItsBackward) {
   }
 }
 
+TEST(Recompute, IsRefusedIfAnEmbeddingHasMaxNorm) {
+  auto table = nn::Embedding(nn::EmbeddingOptions(4, 6).max_norm(0.5));
+  const auto before = table->weight.detach().clone();
+  GPipe pipe(Sequential(table), {1}, in_chunks(2, Checkpoint::kAlways));
+  EXPECT_THAT(error_of([&] {
+                pipe->forward(torch::tensor({0, 3, 3, 1}));
+              }),
+              AllOf(HasSubstr("layer '0'"), HasSubstr("wrote to a parameter"), HasSubstr("checkpoint='never'")));
+  EXPECT_TRUE(same(table->weight, before));
+}
+
 // LibTorch's SGD writes through Tensor.data(), which advances no version counter.
 TEST(Recompute, FailsWhenAnOptimizerStepsBeforeTheBackward) {
   for (const auto checkpoint : kModes) {
