@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/snapshot.h"
 #include "skip/skippable.h"
 
 namespace gpipe::models {
@@ -152,59 +151,9 @@ nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNe
   return ResNetBuilder(block, options).build(blocks);
 }
 
-std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::str(tensor.sizes()) : "none"; }
-
 }  // namespace
 
 nn::Sequential resnet18(const ResNetOptions& options) { return resnet(Block::kBasic, {2, 2, 2, 2}, options); }
-nn::Sequential resnet34(const ResNetOptions& options) { return resnet(Block::kBasic, {3, 4, 6, 3}, options); }
 nn::Sequential resnet50(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 4, 6, 3}, options); }
-nn::Sequential resnet101(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 4, 23, 3}, options); }
-nn::Sequential resnet152(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 8, 36, 3}, options); }
-
-std::string from_torchvision(const std::string& key) {
-  const auto first = key.find('.');
-  const auto second = first == key.npos ? key.npos : key.find('.', first + 1);
-  if (!key.starts_with("layer") || second == key.npos) return key;
-  auto ours = key.substr(0, first) + "_" + key.substr(first + 1, second - first - 1) + "_";
-  const auto rest = key.substr(second + 1);
-  if (rest.starts_with("downsample.")) ours += key.starts_with("layer1.") ? "join." : "stash.";
-  return ours + rest;
-}
-
-void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tensor>& state) {
-  auto missing = model.named_parameters();
-  missing.update(model.named_buffers());
-  std::vector<std::pair<torch::Tensor, torch::Tensor>> copies;
-  for (const auto& [key, value] : state) {
-    const auto ours = from_torchvision(key);
-    const auto* found = missing.find(ours);
-    if (found == nullptr) {
-      refuse_argument("load_torchvision: unexpected key '", key, "': the model has no '", ours,
-                      "'; use the state of a ResNet of the same depth");
-    }
-    if (shape(value) != shape(*found)) {
-      refuse_argument("load_torchvision: '", key, "' has the shape ", shape(value), ", but the model's '", ours,
-                      "' has ", shape(*found));
-    }
-    copies.emplace_back(*found, value);
-    missing.erase(ours);
-  }
-  for (const auto& target : missing) {
-    if (!target.key().ends_with(".num_batches_tracked")) {
-      refuse_argument("load_torchvision: the state has no key for the model's '", target.key(),
-                      "'; use the state of a ResNet of the same depth");
-    }
-    copies.emplace_back(target.value(), torch::zeros_like(target.value()));
-  }
-  const torch::NoGradGuard no_grad;
-  for (auto& [target, value] : copies) target.copy_(value);
-}
-
-void load_torchvision(nn::Module& model, const std::filesystem::path& path) {
-  std::map<std::string, torch::Tensor> state;
-  for (const auto& item : read_weights(path)) state.emplace(item.key(), item.value());
-  load_torchvision(model, state);
-}
 
 }  // namespace gpipe::models

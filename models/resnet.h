@@ -2,12 +2,8 @@
 
 #include <torch/arg.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/types.h>
 
 #include <cstdint>
-#include <filesystem>
-#include <map>
-#include <string>
 
 #include "gpipe/api.h"
 
@@ -23,12 +19,12 @@ struct ResNetOptions {
 };
 
 /// ResNets (He et al., arXiv:1512.03385) as flat Sequentials that can be cut between any two layers. The shortcut of a
-/// block is stashed and popped, in a new namespace per call. The models compute the same as torchvision's models of the
-/// same names ("v1.5": stride 2 in a bottleneck's 3x3 convolution), have the same initial distributions and the
-/// published parameter counts. They map (N, in_channels, H, W) with H, W >= 1 to (N, num_classes).
+/// block is stashed and popped, in a new namespace per call. The models have the layers, initial distributions and
+/// parameter counts of torchvision's models of the same names ("v1.5": stride 2 in a bottleneck's 3x3 convolution). They
+/// map (N, in_channels, H, W) with H, W >= 1 to (N, num_classes).
 ///
 /// Layer names are stable, because they are the prefixes of the state's keys ("layer1_0_conv1.weight"). With groups
-/// g = 1..4, blocks b from 0, and convolutions j = 1..n (n = 2; 3 in the bottlenecks of ResNet-50 and up) they are:
+/// g = 1..4, blocks b from 0, and convolutions j = 1..n (n = 2; 3 in ResNet-50's bottlenecks) they are:
 ///
 ///   conv1, bn1, relu, maxpool (not with small_images)
 ///   for each g and b, with the prefix layer{g}_{b}_:
@@ -42,29 +38,6 @@ struct ResNetOptions {
 ///
 /// Errors: std::invalid_argument with the option and its value.
 GPIPE_API torch::nn::Sequential resnet18(const ResNetOptions& options = {});
-GPIPE_API torch::nn::Sequential resnet34(const ResNetOptions& options = {});
 GPIPE_API torch::nn::Sequential resnet50(const ResNetOptions& options = {});
-GPIPE_API torch::nn::Sequential resnet101(const ResNetOptions& options = {});
-GPIPE_API torch::nn::Sequential resnet152(const ResNetOptions& options = {});
-
-/// Converts a key of the state of torchvision's ResNets to the key in the models above:
-///
-///   layer1.{b}.downsample.{rest}     layer1_{b}_join.downsample.{rest}
-///   layer{g}.{b}.downsample.{rest}   layer{g}_{b}_stash.downsample.{rest}
-///   layer{g}.{b}.{rest}              layer{g}_{b}_{rest}
-///   other keys                       unchanged
-GPIPE_API std::string from_torchvision(const std::string& key);
-
-/// Copies the state of torchvision's ResNet of the same depth into a model or into a pipeline of it:
-/// `load_torchvision(*model, state)`. Converts values to the model's devices and types. Sets batch counters
-/// (num_batches_tracked) to 0 if the state is of an older version without them.
-///
-/// Errors: std::invalid_argument with the first key that is unexpected, missing or misshapen; nothing is copied then.
-GPIPE_API void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
-
-/// The same from a safetensors file: safetensors.torch.save_file(torch.load("weights.pth"), "weights.safetensors").
-///
-/// Errors: also std::runtime_error with the path and the reason; see read_weights().
-GPIPE_API void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
 
 }  // namespace gpipe::models

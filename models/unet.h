@@ -9,12 +9,6 @@
 
 namespace gpipe::models {
 
-/// How the decoder of a U-Net doubles the resolution.
-enum class Upsampling {
-  kTransposed,  ///< a transposed convolution with kernel and stride 2
-  kLinear,      ///< a 1x1 convolution that halves the channels, then bilinear or trilinear interpolation
-};
-
 struct UNetOptions {
   /// Channels of the input image.
   TORCH_ARG(std::int64_t, in_channels) = 3;
@@ -24,31 +18,26 @@ struct UNetOptions {
   TORCH_ARG(std::int64_t, depth) = 4;
   /// Channels at full resolution. They double with each halving.
   TORCH_ARG(std::int64_t, base_channels) = 64;
-  /// Convolutions (3x3, batch norm, ReLU) in each block.
-  TORCH_ARG(std::int64_t, convolutions) = 2;
   /// Probability that a channel is dropped at the end of each block; 0 leaves the dropout layers out.
   TORCH_ARG(double, dropout) = 0.0;
-  /// 2 for inputs (N, C, H, W), 3 for (N, C, D, H, W).
-  TORCH_ARG(std::int64_t, dims) = 2;
-  TORCH_ARG(Upsampling, upsampling) = Upsampling::kTransposed;
 };
 
-/// Makes a U-Net as a flat Sequential that can be cut between any two layers. Its skip connections are stashed and
-/// popped in a new namespace, so that a model can contain several U-Nets. With default options it has 31 million
-/// parameters, like the usual U-Net with batch norm.
+/// Makes a U-Net for images (N, C, H, W) as a flat Sequential that can be cut between any two layers. Its skip connections
+/// are stashed and popped in a new namespace, so that a model can contain several U-Nets. With default options it has 31
+/// million parameters, like the usual U-Net with batch norm.
 ///
 /// Spatial sizes must be at least 1. The output has the size of the input: odd sizes are rounded up when halved, and
 /// cropped to the size of the skip when doubled.
 ///
 /// Layer names are stable, because they are the prefixes of the state's keys ("down1_conv1.weight"). With levels i = 1
-/// (full resolution) .. depth and convolutions j = 1 .. convolutions they are:
+/// (full resolution) .. depth they are:
 ///
 ///   for i up:    BLOCK(down{i}), down{i}_stash, down{i}_pool
 ///   then:        BLOCK(bottom)
-///   for i down:  up{i}_reduce (kLinear only), up{i}_upsample, up{i}_join, BLOCK(up{i})
+///   for i down:  up{i}_upsample (a transposed convolution), up{i}_join, BLOCK(up{i})
 ///   then:        head (a 1x1 convolution)
 ///
-/// where BLOCK(b) is b_conv{j}, b_norm{j}, b_relu{j} for each j, then b_dropout if dropout > 0.
+/// where BLOCK(b) is b_conv{j}, b_norm{j}, b_relu{j} for j = 1, 2, then b_dropout if dropout > 0.
 ///
 /// Errors: std::invalid_argument with the option and its value.
 GPIPE_API torch::nn::Sequential unet(const UNetOptions& options = {});

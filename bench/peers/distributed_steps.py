@@ -16,39 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 import models
 import steps
 
-SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_zb": ScheduleInterleavedZeroBubble,
-    "zb_v": ScheduleZBVZeroBubble,
-}
-
-
-class Stage(PipelineStage):
-    """Opens no connection to its own process, as at the turn of a V: Gloo cannot."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        every = super()._get_init_p2p_neighbors_ops()
-        return [each for each in every if each.group_peer != self.group_rank]
-
-
-def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
-    """Returns a process's stages, which are placed in a V or in loops."""
-    if schedule == "zb_v":
-        return [rank, stages - 1 - rank]
-    return list(range(rank, stages, ranks))
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
@@ -74,33 +48,22 @@ def data_parallel_step(args: argparse.Namespace, layers: models.Layers, x: Tenso
 def pipeline_step(
     args: argparse.Namespace, layers: models.Layers, x: Tensor, rank: int, positions: int
 ) -> Callable[[], None]:
-    """Returns the step of this process's stages."""
-    # The processes of each pipeline, and those that have the same stages.
+    """Returns the step of this process's stage."""
+    # The processes of each pipeline, and those that have the same stage.
     pipelines = [dist.new_group([p * args.replicas + r for p in range(positions)]) for r in range(args.replicas)]
     twins = [dist.new_group([p * args.replicas + r for r in range(args.replicas)]) for p in range(positions)]
     position, replica = divmod(rank, args.replicas)
-    modules = models.cut(layers, args.balance)
+    module: torch.nn.Module = models.cut(layers, args.balance)[position]
     if args.replicas > 1:
-        group = twins[position]
-        modules = [DistributedDataParallel(each, process_group=group, gradient_as_bucket_view=True) for each in modules]
-    stages = [
-        Stage(modules[index], index, len(modules), torch.device("cpu"), group=pipelines[replica])
-        for index in stages_of(position, positions, len(modules), args.schedule)
-    ]
+        module = DistributedDataParallel(module, process_group=twins[position], gradient_as_bucket_view=True)
+    stage = PipelineStage(module, position, positions, torch.device("cpu"), group=pipelines[replica])
     chunks = args.chunks // args.replicas
-    schedule = SCHEDULES[args.schedule](
-        stages if args.stages_per_worker > 1 else stages[0],
-        chunks,
-        loss_fn=lambda output, _: output.sum(),
-        scale_grads=False,
-    )
-    inputs = (x,) if any(stage.is_first for stage in stages) else ()
-    # required by a loss
-    target = torch.empty(chunks) if any(stage.is_last for stage in stages) else None
+    schedule = SCHEDULES[args.schedule](stage, chunks, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+    inputs = (x,) if stage.is_first else ()
+    target = torch.empty(chunks) if stage.is_last else None  # required by a loss
 
     def step() -> None:
-        for stage in stages:
-            steps.clear_gradients(stage.submod)
+        steps.clear_gradients(module)
         schedule.step(*inputs, target=target, return_outputs=False)
 
     return step
@@ -108,7 +71,7 @@ def pipeline_step(
 
 def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    positions = steps.workers(args)
+    positions = len(args.balance)
     ranks = positions * args.replicas
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     layers, x = models.subject(args.model, args.chunks)
@@ -144,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_worker, (args, folder), nprocs=steps.workers(args) * args.replicas)
+        mp.spawn(run_worker, (args, folder), nprocs=len(args.balance) * args.replicas)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models and mini-batches of bench/measure.h and bench/overhead.cpp, with the same layers, and published models.
+"""The models and mini-batches of bench/measure.h and bench/overhead.cpp, with the same layers.
 
 A model is a flat list of layers that can be cut between any two. `Stage` runs a slice of it.
 """
@@ -116,39 +116,7 @@ def resnet(model: torchvision.models.ResNet) -> Layers:
     return [*layers, model.avgpool, nn.Flatten(1), model.fc]
 
 
-class Patches(nn.Module):
-    """What a vision transformer of torchvision does before its blocks."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = self.model._process_input(x)
-        tokens = self.model.class_token.expand(x.shape[0], -1, -1)
-        return self.model.encoder.dropout(torch.cat([tokens, patches], 1) + self.model.encoder.pos_embedding)
-
-
-class FirstToken(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, 0]
-
-
-def published(model: str) -> Layers:
-    """Returns the layers of a model that this project converts, instead of a Python layer per module."""
-    if model == "small":
-        return [layer for _ in range(50) for layer in (nn.Linear(8, 8), nn.ReLU())]
-    if model == "efficientnet":
-        whole = torchvision.models.efficientnet_b0()
-        first, *parts, last = whole.features
-        blocks = [block for part in parts for block in part]
-        return [first, *blocks, last, whole.avgpool, nn.Flatten(1), whole.classifier]
-    whole = torchvision.models.vit_b_16(image_size=32)
-    return [Patches(whole), *whole.encoder.layers, whole.encoder.ln, FirstToken(), whole.heads]
-
-
-PUBLISHED = ("small", "efficientnet", "vit")
-MODELS = ("tiny", "mlp", "unet", "resnet18", "resnet50", *PUBLISHED)
+MODELS = ("tiny", "mlp", "unet", "resnet18", "resnet50")
 
 
 def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
@@ -156,9 +124,6 @@ def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
     torch.manual_seed(0)
     if model == "tiny":
         return [nn.Linear(8, 8) for _ in range(16)], torch.randn(8 * chunks, 8)
-    if model in PUBLISHED:
-        size = {"small": (8,), "efficientnet": (3, 64, 64), "vit": (3, 32, 32)}[model]
-        return published(model), torch.randn(8 * chunks, *size)
     if model == "mlp":
         return [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16)], torch.randn(1024, 1024)
     if model == "unet":

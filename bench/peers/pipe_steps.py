@@ -126,12 +126,9 @@ def main() -> None:
         return
     library = importlib.import_module(args.library)
     scheduling = {"schedule": args.schedule} if args.schedule else {}
-    settings = {"devices": ["cpu"] * steps.workers(args), "chunks": args.chunks, "checkpoint": args.checkpoint}
-    if args.library == "gpipe" and args.model in models.PUBLISHED:
-        pipe = library.GPipe.from_module(torch.nn.Sequential(*layers), x, schedule=args.schedule, **settings)
-    else:
-        skip = importlib.import_module(f"{args.library}.skip")
-        pipe = library.GPipe(skippables(layers, skip), args.balance, **settings, **scheduling)
+    settings = {"devices": ["cpu"] * len(args.balance), "chunks": args.chunks, "checkpoint": args.checkpoint}
+    skip = importlib.import_module(f"{args.library}.skip")
+    pipe = library.GPipe(skippables(layers, skip), args.balance, **settings, **scheduling)
     step = step_of(pipe, x, args.schedule)
     for _ in range(steps.WARM_UP):
         step()

@@ -30,12 +30,6 @@ LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
-# Published models, which this project converts and cuts itself.
-CUTS_OF_PUBLISHED = {"small": [50, 50], "efficientnet": [12, 9], "vit": [7, 9]}
-# Balances for two stages on each of two workers, of models without skips. The zero-bubble schedules of
-# torch.distributed.pipelining fail if a skip leaves a stage: they send gradients that are not contiguous, and detach
-# outputs that W still needs.
-CUTS_OF_ZERO_BUBBLE = {"mlp": [4, 4, 4, 4]}
 
 
 class Bench(NamedTuple):
@@ -57,16 +51,14 @@ BENCHES = {
     "sent": Bench("", "bytes", "MiB", 2**-20, "0,1"),
 }
 
-# The schedules of a row, by stages per worker. Only this project has "auto".
-SCHEDULES = {1: ["1f1b", "auto"], 2: ["interleaved_zb", "zb_v"]}
-EVERY_SCHEDULE = [name for names in SCHEDULES.values() for name in names]
+SCHEDULES = ["1f1b", "auto"]  # only this project has "auto"
 # With a schedule, this project runs step(), else a forward and a backward.
 OURS = [
     f"{library}{schedule}"
     for library in ["gpipe", "gpipe python", "gpipe ranks"]
-    for schedule in ["", *(f" {name}" for name in EVERY_SCHEDULE)]
+    for schedule in ["", *(f" {name}" for name in SCHEDULES)]
 ]
-PEERS = ["torchgpipe", *(f"distributed {name}" for name in ["gpipe", *EVERY_SCHEDULE] if name != "auto")]
+PEERS = ["torchgpipe", "distributed gpipe", "distributed 1f1b"]
 # The plain model: a loop over the micro-batches on one thread and on two, and the whole mini-batch on two.
 PLAIN = {"loop on 1": [], "loop on 2": ["--threads", 2], "whole on 2": ["--threads", 2, "--whole"]}
 
@@ -77,7 +69,6 @@ class Row(NamedTuple):
     balance: list[int]
     chunks: int  # of all replicas
     checkpoint: str
-    stages_per_worker: int = 1
     replicas: int = 1
 
 
@@ -89,10 +80,6 @@ def rows(short: bool) -> list[Row]:
     ]
     for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
         every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
-    for model, chunks in itertools.product(CUTS_OF_PUBLISHED, few):
-        every.append(Row("speed", model, CUTS_OF_PUBLISHED[model], chunks, "never"))
-    for model, chunks in itertools.product(CUTS_OF_ZERO_BUBBLE, few):
-        every.append(Row("speed", model, CUTS_OF_ZERO_BUBBLE[model], chunks, "never", 2))
     modes = ["never", "except_last", "always"]
     for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
         every.append(Row("memory", model, CUTS[model], 8, checkpoint))
@@ -123,24 +110,15 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         own["gpipe"] = [program, "--steps-only", *sizes, *settings]
         if row.bench != "memory":
-            own["gpipe ranks"] = [*over_ranks(len(row.balance) // row.stages_per_worker, program), *sizes, *settings]
+            own["gpipe ranks"] = [*over_ranks(len(row.balance), program), *sizes, *settings]
     in_python = [sys.executable, HERE / "pipe_steps.py", *subject, *settings]
     own["gpipe python"] = [*in_python, "--library", "gpipe"]
-    commands = {}
-    distributed = []
-    if row.stages_per_worker == 1:
-        commands = {**own, "torchgpipe": [*in_python, "--library", "torchgpipe"]}
-        distributed = ["gpipe"]
-    for schedule in SCHEDULES[row.stages_per_worker]:
-        flags = ["--schedule", schedule, "--stages-per-worker", row.stages_per_worker]
-        for name, command in own.items():
-            commands[f"{name} {schedule}"] = [*command, *flags]
-        if schedule != "auto":
-            distributed.append(schedule)
+    commands = {**own, "torchgpipe": [*in_python, "--library", "torchgpipe"]}
+    for schedule, (name, command) in itertools.product(SCHEDULES, own.items()):
+        commands[f"{name} {schedule}"] = [*command, "--schedule", schedule]
     if row.checkpoint == "never" and row.bench != "memory":
-        for schedule in distributed:
-            flags = ["--stages-per-worker", row.stages_per_worker, "--schedule", schedule]
-            commands[f"distributed {schedule}"] = [*distributed_steps, *flags]
+        for schedule in ("gpipe", "1f1b"):
+            commands[f"distributed {schedule}"] = [*distributed_steps, "--schedule", schedule]
     if row.bench == "speed" and row.checkpoint == "never":
         for name, flags in PLAIN.items():
             commands[name] = [*in_python, "--library", "plain", *flags]
@@ -240,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", type=Path, required=True, help="the build folder of this project")
     for flag, choices in {
-        "models": ["tiny", *CUTS, *CUTS_OF_PUBLISHED],
+        "models": ["tiny", *CUTS],
         "benches": list(BENCHES),
         "chunks": [2, 4, 8, 16, 32],
         "checkpoints": ["never", "except_last", "always"],

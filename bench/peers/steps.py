@@ -21,15 +21,10 @@ def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentP
 
     parser.add_argument("--model", choices=models.MODELS, required=True)
     parser.add_argument("--balance", type=numbers, required=True, help="layers per stage, e.g. 8,8")
-    parser.add_argument("--stages-per-worker", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--chunks", type=int, required=True, help="micro-batches per mini-batch")
     parser.add_argument("--checkpoint", choices=checkpoints, default="never")
     parser.add_argument("--repeats", type=int, default=9, help="number of steps to time")
     return parser
-
-
-def workers(args: argparse.Namespace) -> int:
-    return len(args.balance) // args.stages_per_worker
 
 
 def report(args: argparse.Namespace, peer: str, **figures: object) -> None:

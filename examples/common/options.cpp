@@ -69,10 +69,8 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
       ->check(CLI::IsMember({"never", "except_last", "always"}))
       ->default_str(to_string(options.checkpoint));
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->check(in_range(1));
-  app.add_option("-l,--learning-rate", options.learning_rate, "of Adam at the start")->check(in_range(1e-12, 1e3));
-  app.add_option("--learning-rate-schedule", options.learning_rate_schedule,
-                 "cosine: the learning rate falls towards 0 after the last epoch; or constant")
-      ->check(CLI::IsMember({"cosine", "constant"}));
+  app.add_option("-l,--learning-rate", options.learning_rate, "of Adam at the start; falls towards 0 along a cosine")
+      ->check(in_range(1e-12, 1e3));
   app.add_option("--clip", options.clip, "largest norm of the gradient; 0 for no limit")->check(in_range(0, 1e30));
   app.add_flag("--amp", options.amp, "compute in bfloat16 where that is safe (autocast)");
   app.add_option("--seed", options.seed, "seed of weights, order and drawn data");

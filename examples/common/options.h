@@ -33,9 +33,8 @@ struct TrainingOptions : PipelineOptions {
   bool overwrite = false;  ///< replace an earlier training in `output`
   int epochs = 1;
   double learning_rate = 1e-3;
-  std::string learning_rate_schedule = "cosine";  ///< or "constant"
-  double clip = 0;                                ///< largest norm of the gradient; 0: no limit
-  bool amp = false;                               ///< autocast in bfloat16
+  double clip = 0;   ///< largest norm of the gradient; 0: no limit
+  bool amp = false;  ///< autocast in bfloat16
   std::uint64_t seed = 0;
   std::filesystem::path resume;     ///< a snapshot to continue from, or "auto"; empty: none
   std::int64_t snapshot_every = 0;  ///< steps of an epoch between snapshots; 0: only after each epoch

@@ -76,7 +76,9 @@ class StepRecord {
     if (whole && count_ > 2) seconds_.push_back(seconds_since(start_));
     if (!timeline_) return;
     const auto timeline = pipe->team().gather(*timeline_);
-    if (is_first(pipe->options().ranks())) bytes_ = timeline.peak_bytes();
+    if (!is_first(pipe->options().ranks())) return;
+    bytes_ = timeline.peak_bytes();
+    work_ = work_of(timeline);
   }
 
   void print(const std::optional<Prediction>& prediction) const {
@@ -85,18 +87,30 @@ class StepRecord {
     const auto to_text = [&](double seconds, const std::vector<std::int64_t>& bytes) {
       return absl::StrCat(seconds_to_text(seconds), ", peak memory per worker ", absl::StrJoin(bytes, ", ", add));
     };
-    std::cout << "measured step: " << to_text(torch::tensor(seconds_).median().item<double>(), bytes_)
-              << ", without model and optimizer\n";
+    const auto measured = torch::tensor(seconds_).median().item<double>();
+    std::cout << "measured step: " << to_text(measured, bytes_) << ", without model and optimizer\n";
     if (!prediction) return;
     std::cout << "predicted: " << to_text(prediction->seconds, prediction->timeline.peak_bytes()) << "\n";
+    if (std::abs(measured / prediction->seconds - 1) <= 0.05) return;
+    std::cout << "they differ: the actions of all workers took " << seconds_to_text(work_) << " in a traced step, and "
+              << seconds_to_text(work_of(prediction->timeline))
+              << " when the model was measured; other programs and shared caches change this\n";
   }
 
  private:
+  // Returns the seconds of all actions.
+  static double work_of(const Timeline& timeline) {
+    double seconds = 0;
+    for (const auto& span : timeline.spans) seconds += span.end - span.start;
+    return seconds;
+  }
+
   int count_ = 0;
   Clock::time_point start_;
   std::shared_ptr<Timeline> timeline_;
   std::vector<double> seconds_;
   std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
+  double work_ = 0;                  // seconds of its actions
 };
 
 class Trainer {
@@ -174,8 +188,7 @@ class Trainer {
   // Trains an epoch from batch_ on. Returns false if a signal ended it.
   bool train(int epoch) {
     pipe_->train();
-    const bool constant = options_.learning_rate_schedule == "constant";
-    const double factor = constant ? 1 : (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
+    const double factor = (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
     for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
     auto examples = task_.training(epoch, batch_);
     const auto before = seen_;
@@ -306,7 +319,6 @@ int run_training(TrainingOptions options, const Program& program) {
   auto identity = program.identity;
   identity.insert({{"--batch-size", absl::StrCat(options.batch_size)},
                    {"--seed", absl::StrCat(options.seed)},
-                   {"--learning-rate-schedule", options.learning_rate_schedule},
                    {"--epochs", absl::StrCat(options.epochs)},
                    {"--learning-rate", absl::StrCat(options.learning_rate)},
                    {"--clip", absl::StrCat(options.clip)},

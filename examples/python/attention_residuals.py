@@ -68,9 +68,8 @@ class Attention(nn.Module):
         return output
 
 
-class FeedForward(nn.Sequential):
-    def __init__(self, width: int) -> None:
-        super().__init__(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 class Transformer(nn.Module):
@@ -82,7 +81,7 @@ class Transformer(nn.Module):
         self.block = block
         self.embedding = nn.Embedding(256, width)
         self.positions = nn.Parameter(torch.randn(length, width) / 50)
-        self.layers = nn.ModuleList(FeedForward(width) if i % 2 else Attention(width, heads) for i in range(layers))
+        self.layers = nn.ModuleList(feed_forward(width) if i % 2 else Attention(width, heads) for i in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         self.reads = nn.ModuleList(DepthAttention(width) for _ in range(layers + 1)) if residuals else None

@@ -1,7 +1,4 @@
-"""A U-Net as a flat sequence, which can be cut between any two layers, with skip connections.
-
-The C++ model has the same layers, so the states have the same keys and shapes.
-"""
+"""A U-Net as a flat sequence with skip connections. The C++ model has the same layers, keys and shapes."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from gpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 @skippable(stash=["skip"])
 class Stash(Skippable):
-    """Stashes its input, and returns it."""
-
     def forward(self, x: Tensor) -> Tensor:
         stash("skip", x)
         return x
@@ -33,12 +28,8 @@ class Concatenate(Skippable):
 
 def unet(in_channels: int = 3, out_channels: int = 1, depth: int = 4, base_channels: int = 64) -> nn.Sequential:
     """A U-Net (Ronneberger et al., arXiv:1505.04597) with batch norm for images of any size. Returns logits, one channel
-    per class. Has 31 million parameters by default.
-
-    Args:
-        depth: number of times that the resolution is halved; also the number of skips.
-        base_channels: channels at full resolution; they double at each halving.
-    """
+    per class. The resolution is halved `depth` times; the `base_channels` of full resolution double each time. By
+    default, it has 31 million parameters."""
     layers: dict[str, nn.Module] = {}
 
     def block(name: str, inputs: int, outputs: int) -> None:

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <filesystem>
 #include <string>
 
@@ -19,8 +18,5 @@ struct LabelledImages {
 /// compressed, of another kind, empty, truncated or too long, for a label that is not below 10, and for counts that
 /// differ.
 LabelledImages read_idx(const std::filesystem::path& folder, const std::string& part);
-
-/// Draws `count` digits of 28 x 28 pixels, light on dark, of random size, place, slant, brightness and noise.
-LabelledImages draw_digits(int count, std::uint64_t seed);
 
 }  // namespace gpipe::examples::mnist

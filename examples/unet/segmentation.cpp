@@ -13,8 +13,7 @@ namespace gpipe::examples::unet {
 std::map<std::string, std::string> to_flags(const ModelOptions& options) {
   return {{"--classes", std::to_string(options.classes)},
           {"--depth", std::to_string(options.depth)},
-          {"--channels", std::to_string(options.channels)},
-          {"--bilinear", std::to_string(options.bilinear)}};
+          {"--channels", std::to_string(options.channels)}};
 }
 
 ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
@@ -27,44 +26,27 @@ ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
   };
   return {.classes = number("--classes", 2, kMaxClasses),
           .depth = number("--depth", 1, 16),
-          .channels = number("--channels", 1, 4096),
-          .bilinear = number("--bilinear", 0, 1) == 1};
+          .channels = number("--channels", 1, 4096)};
 }
 
 torch::nn::Sequential make_model(const ModelOptions& options) {
   return models::unet(
-      models::UNetOptions()
-          .out_channels(options.classes == 2 ? 1 : options.classes)
-          .depth(options.depth)
-          .base_channels(options.channels)
-          .upsampling(options.bilinear ? models::Upsampling::kLinear : models::Upsampling::kTransposed));
+      models::UNetOptions().out_channels(options.classes).depth(options.depth).base_channels(options.channels));
 }
 
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels) {
   namespace F = torch::nn::functional;
   const auto values = logits.to(torch::kFloat);
-  torch::Tensor cross_entropy, predicted, truth;
-  if (values.size(1) == 1) {
-    truth = labels.to(torch::kFloat);
-    cross_entropy = F::binary_cross_entropy_with_logits(values, truth);
-    predicted = values.sigmoid();
-  } else {
-    const auto things = values.size(1) - 1;
-    cross_entropy = F::cross_entropy(values, labels.squeeze(1).to(torch::kLong));
-    predicted = values.softmax(1).narrow(1, 1, things);
-    truth = one_hot(labels, static_cast<int>(values.size(1))).narrow(1, 1, things);
-  }
+  const auto things = values.size(1) - 1;
+  const auto cross_entropy = F::cross_entropy(values, labels.squeeze(1).to(torch::kLong));
+  const auto predicted = values.softmax(1).narrow(1, 1, things);
+  const auto truth = one_hot(labels, static_cast<int>(values.size(1))).narrow(1, 1, things);
   const auto both = (predicted * truth).sum({2, 3});
   const auto total = predicted.sum({2, 3}) + truth.sum({2, 3});
   return cross_entropy + 1 - ((2 * both + 1) / (total + 1)).mean();
 }
 
-torch::Tensor to_probabilities(const torch::Tensor& logits) {
-  const auto values = logits.to(torch::kFloat);
-  if (values.size(1) > 1) return values.softmax(1);
-  const auto thing = values.sigmoid();
-  return torch::cat({1 - thing, thing}, 1);
-}
+torch::Tensor to_probabilities(const torch::Tensor& logits) { return logits.to(torch::kFloat).softmax(1); }
 
 torch::Tensor to_labels(const torch::Tensor& probabilities) {
   return probabilities.argmax(1, /*keepdim=*/true).to(torch::kByte);

@@ -15,7 +15,6 @@ struct ModelOptions {
   int classes = 2;
   std::int64_t depth = 3;
   std::int64_t channels = 8;  ///< at full resolution
-  bool bilinear = false;
 };
 
 /// Returns the options as flags with their values.
@@ -25,9 +24,8 @@ ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);
 
-// The model's output. With two classes it has one channel, the logit of class 1; with more classes, one channel per
-// class.
-//   logits         [n, 1 or classes, h, w]
+// The model's output has a channel per class.
+//   logits         [n, classes, h, w]
 //   probabilities  [n, classes, h, w]; they sum to 1 over the classes
 //   labels         [n, 1, h, w], uint8: the class of each pixel
 

@@ -49,7 +49,6 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--depth", options.model.depth, "how often the U-Net halves the resolution")->check(in_range(1, 16));
   app.add_option("--channels", options.model.channels, "channels of the U-Net at full resolution")
       ->check(in_range(1, 4096));
-  app.add_flag("--bilinear", options.model.bilinear, "upsample by interpolation instead of transposed convolutions");
 }
 
 std::vector<std::string> score_names(int classes) {

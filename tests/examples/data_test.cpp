@@ -1,4 +1,4 @@
-// The data of the example programs: IDX files, drawn digits and scenes, masks and mini-batches.
+// The data of the example programs: IDX files, drawn scenes, masks and mini-batches.
 
 #include <ATen/ATen.h>
 #include <torch/utils.h>
@@ -59,16 +59,6 @@ TEST_F(IdxTest, DamagedFilesAreNamed) {
   EXPECT_THAT(refused(changed(images_, 4, std::string(4, '\0')), labels_), HasSubstr("an impossible size"));
   std::filesystem::remove(directory_ / "train-images-idx3-ubyte");
   EXPECT_THAT(error_of([this] { mnist::read_idx(directory_.path(), "train"); }), HasSubstr("cannot be opened"));
-}
-
-TEST(DigitsTest, DigitsFollowFromTheSeed) {
-  const auto digits = mnist::draw_digits(300, 3);
-  EXPECT_TRUE(at::equal(digits.images, mnist::draw_digits(300, 3).images));
-  EXPECT_FALSE(at::equal(digits.images, mnist::draw_digits(300, 4).images));
-  EXPECT_EQ(at::bincount(digits.labels).size(0), 10);
-  const auto light = (digits.images > 110).to(at::kInt).sum({1, 2});
-  EXPECT_GE(light.min().item<int>(), 8);
-  EXPECT_LT(light.max().item<int>(), 450);
 }
 
 // --- Scenes, masks and mini-batches
@@ -167,6 +157,19 @@ TEST_F(LoaderTest, HiddenFilesAreNoSamples) {
   EXPECT_EQ(list_samples(directory_.path()).size(), samples_.size());
 }
 
+TEST_F(LoaderTest, FilesThatDoNotPairAreNamed) {
+  for (const auto& [name, why] :
+       {std::pair("imgs/0007.jpg", "two files have the same stem"),
+        std::pair("masks/0007.png", "the name of a mask must be <image>_mask"),
+        std::pair("masks/0099_mask.png", "has no image"), std::pair("imgs/0099.png", "has no mask")}) {
+    const auto path = directory_ / name;
+    std::filesystem::copy_file(samples_[7].image, path);
+    EXPECT_THAT(error_of([&] { list_samples(directory_.path()); }), AllOf(HasSubstr(path.string()), HasSubstr(why)));
+    std::filesystem::remove(path);
+  }
+  EXPECT_THAT(error_of([&] { list_samples(directory_ / "none"); }), HasSubstr("cannot read the folder"));
+}
+
 TEST_F(LoaderTest, MaskMovesWithTheImage) {
   // The mask is where the image is red. A mirror moves both; the colours change little.
   auto mask = at::zeros({32, 48}, at::kByte);
@@ -210,16 +213,6 @@ TEST(SegmentationTest, LossIsCrossEntropyAndDice) {
   const auto both = (things * true_things).sum({2, 3}), sum = (things + true_things).sum({2, 3});
   const auto dice = ((2 * both + 1) / (sum + 1)).mean();
   EXPECT_NEAR(unet::segmentation_loss(logits, labels).item<double>(), (cross_entropy + 1 - dice).item<double>(), 1e-5);
-}
-
-TEST(SegmentationTest, TwoClassesEqualASoftmaxOfTwoLogits) {
-  torch::manual_seed(2);  // softmax([0, x]) is [1 - sigmoid(x), sigmoid(x)]
-  const auto logit = torch::randn({3, 1, 4, 4});
-  const auto labels = torch::randint(2, {3, 1, 4, 4}).to(torch::kByte);
-  const auto both = torch::cat({torch::zeros_like(logit), logit}, 1);
-  EXPECT_NEAR(unet::segmentation_loss(logit, labels).item<double>(),
-              unet::segmentation_loss(both, labels).item<double>(), 1e-5);
-  EXPECT_TRUE(torch::allclose(unet::to_probabilities(logit), unet::to_probabilities(both), 1e-5, 1e-6));
 }
 
 TEST(SegmentationTest, ScoresCountPixels) {

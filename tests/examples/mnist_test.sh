@@ -1,12 +1,8 @@
 #!/usr/bin/env bash
-# The MNIST program from end to end, on few and on damaged digits: mnist_test.sh PROGRAM FOLDER PYTHON UNET_TRAIN
+# The MNIST program from end to end, on few and on damaged images: mnist_test.sh PROGRAM FOLDER PYTHON UNET_TRAIN
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 other=$1
 
-common=(--epochs 1 --batch-size 20 --chunks 2)
-run one --samples 60 --stages 1
-says one '60 images to train, 10 to test'
-says one '^reached: accuracy '
 # The files of MNIST, with few images.
 data=digits
 mkdir $data
@@ -18,11 +14,10 @@ for part, count in ("train", 60), ("t10k", 10):
     labels = bytes(i % 10 for i in range(count))
     open(f"digits/{part}-labels-idx1-ubyte", "wb").write(struct.pack(">4BI", 0, 0, 8, 1, count) + labels)
 END
-common+=(--data $data)
-run three --stages 1
-says three '60 images to train, 10 to test'
+common=(--data $data --epochs 1 --batch-size 20 --chunks 2)
 run two --balance 21,50
-same three two
+says two '60 images to train, 10 to test'
+says two '^reached: accuracy '
 
 refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume two/latest
 "$other" --samples 4 --scale 0.25 -e 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "other"

@@ -3,7 +3,6 @@
 #   run NAME FLAG...           runs the program with `common` and these flags; it must succeed. Its output is NAME.log
 #   says NAME TEXT             NAME.log must have a line with this extended regular expression
 #   refuse NAME TEXT FLAG...   the program must fail with one line of error that contains TEXT, before any training
-#   rarely COMMAND...          runs it only with GPIPE_ALL_EXAMPLES, as in `tests/long examples`
 #   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
 #   same NAME NAME             two runs must have the same histories, except images/s, and the same bits in the latest snapshot
 #   close NAME NAME            the same losses and scores, up to rounding
@@ -44,8 +43,6 @@ refuse() {
   [[ $(wc -l <"$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
   ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
 }
-
-rarely() { [[ -z ${GPIPE_ALL_EXAMPLES:-} ]] || "$@"; }
 
 column() { tail -n +2 "$1/history.csv" | cut -d, -f"$2"; }
 

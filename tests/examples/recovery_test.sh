@@ -65,26 +65,6 @@ for ((round = 1; kills < wanted; ++round)); do
   echo "round $round: $kills kills, stopped: $stopped"
 done
 
-# A job of replicas that is killed is continued by one pipeline, and the other way round.
-replicas_continue() {
-  local killed=false
-  until $killed; do
-    rm -rf run run.log
-    launch 2 0 --stages 1 --replicas 2 --chunks 1
-    if training && disturb KILL; then killed=true; fi
-    wait "$launcher" || true
-  done
-  launch 2 0 --stages 2
-  training && disturb KILL || true
-  wait "$launcher" || true
-  launch 4 0 --stages 2 --replicas 2 --chunks 1
-  wait "$launcher" || { cat run.log >&2; fail "replicas do not continue"; }
-  close whole run
-  echo "replicas: killed and continued"
-}
-rarely replicas_continue
-
-launcher=
 run run --stages 4 --resume auto
 says run '^nothing is left to train: run/latest has 12 epochs'
 echo "all passed"

@@ -5,7 +5,6 @@
 
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
-#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 namespace {

@@ -13,6 +13,8 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
+constexpr double kScale = 1024;  // a power of two, which changes no other bits
+
 /// The results of all calls, by name.
 using CaseResults = std::map<std::string, Tensor>;
 
@@ -76,6 +78,7 @@ CaseResults results_of(const Spec& spec, const Sequential& model, const std::opt
       add("whether output " + std::to_string(k) + " requires grad", torch::tensor(outputs[k].requires_grad()));
     }
     if (has_input || call.inputs[0].grad().defined()) add("the gradient of the input", call.inputs[0].grad());
+    if (!devices) add("the generator", generator_state());
     const torch::NoGradGuard no_grad;
     const auto parameters = model->named_parameters();
     for (const auto& parameter : parameters) {
@@ -134,7 +137,9 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
     if (spec.schedule.empty()) {
       step.gradients_of = gradients_of;
     } else {
-      step.loss = weighted_sum;
+      step.loss = [scale = spec.scaled ? kScale : 1](const Value& output, const Value& target) {
+        return weighted_sum(output, target) * scale;
+      };
       step.target = Value(call.target);
     }
     const auto outputs = reference(model, balance, step);
@@ -209,7 +214,7 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
     }
     if (!is_here_worker(spec.placement.back())) call.target = torch::zeros_like(call.target);
     if (spec.schedule.empty()) return train_by_forward(spec, pipe, call);
-    const auto with_output = StepOptions(kOfSums).return_output(true);
+    const auto with_output = StepOptions(kOfSums).return_output(true).scale(spec.scaled ? kScale : 1);
     return pipe->step(call.input(), call.target, weighted_sum, with_output).output.tensors();
   };
   const auto is_here = [&](const Tensor& tensor) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "tests/gpipe/generated_units.h"
-#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 
@@ -35,6 +34,7 @@ struct Spec {
   bool backward_twice = false;
   bool eval = false;         // in the second call
   bool accumulates = false;  // gradients over all calls, without steps of the optimizer
+  bool scaled = false;       // the loss of a step
 
   int stages() const { return static_cast<int>(placement.size()); }
   /// Whether the schedule splits backwards.

@@ -88,7 +88,7 @@ std::string to_string(const Spec& spec) {
        << (spec.input_gradient ? "" : ", no input gradient") << (spec.several_inputs ? ", several inputs" : "")
        << (spec.several_outputs ? ", several outputs" : "") << (spec.backward_twice ? ", backward twice" : "")
        << (spec.eval ? ", eval" : "") << (spec.deferred ? ", deferred" : "")
-       << (spec.accumulates ? ", accumulates" : "") << ":";
+       << (spec.accumulates ? ", accumulates" : "") << (spec.scaled ? ", scaled" : "") << ":";
   for (const auto& use : spec.uses) text << " [" << use.unit->name << " " << use.variant << " " << use.pair << "]";
   return text.str();
 }
@@ -141,6 +141,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.eval = forward && one_in(4);
   spec.accumulates = !spec.backward_twice && one_in(4);
   spec.deferred = !portable && !spec.eval && one_in(4);
+  spec.scaled = !forward && seed % 4 == 0;
   std::mt19937_64 of_segments(~seed);
   if (draw(of_segments, 0, 2) == 0) draw_segments(of_segments, spec);
   // Each stage has a layer.
@@ -186,7 +187,7 @@ std::vector<Spec> smaller(const Spec& spec) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
   for (auto feature : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval,
-                       &Spec::accumulates, &Spec::deferred}) {
+                       &Spec::accumulates, &Spec::deferred, &Spec::scaled}) {
     if (spec.*feature) change(feature, false);
   }
   if (!spec.schedule.empty()) change(&Spec::schedule, std::string());

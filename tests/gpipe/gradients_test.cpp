@@ -1,5 +1,8 @@
-// Which tensors need gradients, which tensors a layer must not differentiate by, and sums of gradients.
+// Which tensors need gradients, which tensors a layer must not differentiate by, and sums of gradients. In-place changes
+// of inputs, activations and parameters: one that would be lost, because tensors that cross a cut share memory, is
+// refused.
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/tensors/parcel.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -81,6 +84,121 @@ TEST(GradientSums, ChangeOnlyTheirOwnMemory) {
   const auto sum = sums.take()[0];
   EXPECT_TRUE(same(sum, full(3)));
   EXPECT_EQ(sum.data_ptr(), memory);
+}
+
+// A graph of the caller that has saved the input must refuse to use it.
+TEST(InPlace, AdvancesTheVersionOfTheCallersTensors) {
+  const auto relu = torch::nn::ReLU(torch::nn::ReLUOptions(true));
+  const auto weight = torch::rand({6}).requires_grad_();
+  for (const auto checkpoint : kModes) {
+    for (const int chunks : {1, 3}) {
+      GPipe pipe(Sequential(relu, Linear(6, 6)), {1, 1}, in_chunks(chunks, checkpoint));
+      const auto x = torch::randn({6, 6});
+      const auto of_caller = (weight * x).sum();
+      pipe->forward(x).sum().backward();
+      EXPECT_THAT([&] { of_caller.backward(); }, throws<c10::Error>("modified by an inplace operation"));
+
+      const auto version = x._version();
+      pipe->step(x, x.clone(), kMse);
+      EXPECT_GT(x._version(), version);
+    }
+  }
+  GPipe pipe(Sequential(Linear(6, 6)), {1});
+  const auto x = torch::randn({6, 6});
+  pipe->forward(x);
+  EXPECT_EQ(x._version(), 0u);
+}
+
+TEST(InPlace, ChangesOfInputsAndParametersBeforeTheBackwardAreErrors) {
+  for (const auto checkpoint : kModes) {
+    auto linear = Linear(6, 6);
+    GPipe pipe(Sequential(linear, torch::nn::Tanh(), Linear(6, 6)), {2, 1}, in_chunks(2, checkpoint));
+    auto x = torch::randn({4, 6});
+    auto loss = pipe->forward(x).sum();
+    x.mul_(2);
+    EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("an input was changed in place"));
+    loss = pipe->forward(x.requires_grad_()).sum();
+    linear->weight.detach().mul_(2);
+    EXPECT_THAT([&] { loss.backward(); },
+                throws<std::exception>(checkpoint == Checkpoint::kNever ? "modified by an inplace operation"
+                                                                        : "a parameter was changed in place"));
+    EXPECT_FALSE(linear->weight.grad().defined());
+  }
+}
+
+TEST(InPlace, AStageThatBeginsToChangeItsInputFailsOnceAndThenWorks) {
+  bool in_place = false;
+  auto model = Sequential(Linear(6, 6), Functional([&in_place](Tensor x) { return in_place ? x.mul_(2) : x * 2; }),
+                          Linear(6, 6));
+  GPipe pipe(model, {1, 2}, in_chunks(2, Checkpoint::kAlways));
+  const auto x = torch::randn({4, 6}).requires_grad_();
+  const auto gradient = [&] { return gradient_of(pipe->forward(x).sum(), x); };
+  const auto expected = gradient();
+  in_place = true;
+  EXPECT_THAT(gradient, throws<std::runtime_error>("in place by one of its layers"));
+  EXPECT_TRUE(same(gradient(), expected));
+}
+
+using Pair = std::tuple<Tensor, Tensor>;
+
+// The generated cases change tensors that overlap.
+TEST(AliasCheck, MayBeChangedWhereTensorsDoNotOverlap) {
+  const auto x = torch::randn({4, 6});
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    const auto halves = [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); };
+    const auto change = [](Pair in) {
+      std::get<0>(in).mul_(2);
+      return std::get<0>(in).exp().sum(1) + std::get<1>(in).sin().sum(1);
+    };
+    Linear first(6, 6);
+    Sequential model(first, function_layer(halves), function_layer(change));
+    const auto expected = gradient_of(model->forward(x).sum(), first->weight);
+    GPipe pipe(model, {2, 1}, in_chunks(2, checkpoint));
+    EXPECT_TRUE(torch::allclose(gradient_of(pipe->forward(x).sum(), first->weight), expected, 1e-4, 1e-5));
+  }
+}
+
+TEST(AliasCheck, OfAnInputGivenTwiceMayNotBeChanged) {
+  GPipe pipe(Sequential(function_layer([](Pair in) { return std::get<0>(in).mul_(2) + std::get<1>(in); })), {1});
+  const auto x = torch::ones({4, 6});
+  EXPECT_THAT([&] { pipe->forward(Value(Pair(x, x))); }, throws<std::runtime_error>("'0'"));
+  x.fill_(1);
+  EXPECT_TRUE(same(pipe->forward(Value(Pair(x.clone(), x))).tensor(), torch::full({4, 6}, 3.0)));
+}
+
+TEST(AliasCheck, OutputsShareNoneWithEachOtherOrWithAnInput) {
+  GPipe pipe(Sequential(function_layer([](Tensor x) { return Pair(x, x.slice(1, 0, 3)); })), {1});
+  const auto x = torch::ones({4, 6});
+  const auto out = pipe->forward(Value(x)).tensors();
+  EXPECT_FALSE(out[0].is_alias_of(x));
+  EXPECT_FALSE(out[1].is_alias_of(x));
+  EXPECT_FALSE(out[0].is_alias_of(out[1]));
+}
+
+TEST(Overlap, AgreesWithCountingElements) {
+  const auto base = torch::arange(48);
+  std::vector<Tensor> views = {base, base.slice(0, 0, 24), base.slice(0, 24, 48), torch::arange(48),
+                               base.slice(0, 5, 5)};
+  for (const auto& shape : {std::vector<std::int64_t>{6, 8}, {4, 3, 4}}) {
+    const auto whole = base.view(shape);
+    for (std::int64_t d = 0; d < whole.dim(); ++d) {
+      for (std::int64_t start = 0; start < 3; ++start) {
+        views.push_back(whole.slice(d, start, start + 2));
+        views.push_back(whole.slice(d, start, whole.size(d), 2));
+        views.push_back(whole.select(d, start).t());
+      }
+    }
+  }
+  views.push_back(base.slice(0, 3, 4).expand({5}));
+  views.push_back(base.as_strided({4, 4}, {1, 1}, 7));
+  for (const auto& a : views) {
+    for (const auto& b : views) {
+      // The elements of the base are all different.
+      const bool shared = a.is_alias_of(b) && torch::isin(a.flatten(), b.flatten()).any().item<bool>();
+      EXPECT_EQ(overlap(a, b), shared) << a.sizes() << a.strides() << a.storage_offset() << b.sizes() << b.strides()
+                                       << b.storage_offset();
+    }
+  }
 }
 
 }  // namespace

@@ -170,23 +170,6 @@ TEST_F(Step, ComparesAgainWhenTargetsComeThatALossMayIgnore) {
   pipe->step(torch::full_like(x, std::nan("")), pair, of_pair);
 }
 
-TEST_F(Step, ScalesAndAccumulatesGradientsExactly) {
-  const auto loss = pipe->step(x, y, kMse).loss;
-  auto expected = take_gradients(*model);
-  for (auto& gradient : expected) gradient *= 1024 + 1024;
-  std::map<bool, std::vector<Tensor>> accumulated;  // by whether the last micro-batch's backward is the first
-  for (const auto& schedule : kSchedules) {
-    GPipe by_schedule(model, {2, 1, 1, 1}, fitting_options(schedule));
-    for (int i = 0; i < 2; ++i) {
-      EXPECT_TRUE(torch::equal(by_schedule->step(x, y, kMse, StepOptions().scale(1024)).loss, loss));
-    }
-    const auto gradients = take_gradients(*model);
-    expect_close(gradients, expected, 1e-12, 1e-12);
-    const auto& same_order = accumulated.try_emplace(fills_and_drains(schedule), gradients).first->second;
-    EXPECT_TRUE(same(gradients, same_order)) << schedule;
-  }
-}
-
 TEST_F(Step, SumsOfALaterStepNeedNoMemoryBesideGrad) {
   const auto bytes_after = [&] {
     const auto timeline = std::make_shared<Timeline>();

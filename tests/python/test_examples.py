@@ -101,11 +101,6 @@ def test_images_and_masks_are_turned_as_their_orientation_says(suffix, tmp_path)
     assert labels.shape == (16, 8) and labels[:8].all() and not labels[8:].any()
 
 
-def test_hello(capsys):
-    runpy.run_path(str(EXAMPLES / "hello.py"))
-    assert re.fullmatch(r"loss \d\.\d{3}\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_and_without_attention_residuals_learn(ranks, tmp_path, capsys):
     flags = "--layers 4 --block 2 --width 8 --length 16 --batch-size 32 --steps 40 --learning-rate 0.01 --seconds 0.2"

@@ -3,8 +3,8 @@
 
 #include <random>
 
-#include "tests/gpipe/random_cases.h"
 #include "tests/schedule/programs.h"
+#include "tests/support/support.h"
 
 namespace gpipe::testing {
 
