@@ -67,8 +67,9 @@ std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t
 // A worker begins to sum a stage's gradients after the stage's last backward, one stage at a time.
 double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline) const {
   std::vector<double> last(ends.size());
-  for (const auto& [worker, action, start, end, step, bytes] : timeline.spans) {
-    if (action.kind == Kind::B || action.kind == Kind::W) last[action.stage] = std::max(last[action.stage], end);
+  for (const auto& span : timeline.spans) {
+    const auto [kind, stage, micro_batch] = span.action;
+    if (kind == Kind::B || kind == Kind::W) last[stage] = std::max(last[stage], span.end);
   }
   std::vector<std::size_t> order(ends.size());
   std::iota(order.begin(), order.end(), 0);

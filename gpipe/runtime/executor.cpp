@@ -10,6 +10,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/runtime/exit.h"
+#include "gpipe/runtime/thread_clock.h"
 
 namespace gpipe {
 namespace {
@@ -18,19 +19,19 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
 
-void Channel::put(int micro_batch) {
+void Channel::put(int micro_batch, double time) {
   {
     MutexLock lock(mutex_);
-    assert(!present_[micro_batch]);
-    present_[micro_batch] = true;
+    assert(!put_[micro_batch]);
+    put_[micro_batch] = time;
   }
   changed_.notify_all();
 }
 
-bool Channel::take(int micro_batch) {
+std::optional<double> Channel::take(int micro_batch) {
   MutexLock lock(mutex_);
-  while (!present_[micro_batch] && !cancelled_) changed_.wait(mutex_);
-  return !cancelled_;
+  while (!put_[micro_batch] && !cancelled_) changed_.wait(mutex_);
+  return cancelled_ ? std::nullopt : put_[micro_batch];
 }
 
 void Channel::cancel() {
@@ -95,23 +96,39 @@ class Executor::Run {
     return is_here(placement[program_.edges()[edge].from]) && is_here(placement[program_.edges()[edge].to]);
   }
 
+  /// What a worker measures of its current action.
+  struct Watch {
+    const ThreadClock clock;
+    ThreadClock::Times times;  ///< when the worker was free; or if inputs come from another process, when they had come
+    double ready = 0;          ///< the same, but not before the inputs from this process had come
+    bool is_local = true;      ///< whether all inputs come from this process
+  };
+
   void run_actions(int worker) {
+    std::optional<Watch> watch;
+    if (timed_) watch.emplace();
     for (const Action& action : program_.actions(worker, part_)) {
       const auto channel = [&](int edge) -> Channel& { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; };
+      if (watch) begin(*watch);
       for (const int edge : program_.wiring().takes(action)) {
-        if (has_channel(edge) && !channel(edge).take(action.micro_batch)) return;
+        const auto put = has_channel(edge) ? channel(edge).take(action.micro_batch) : 0;
+        if (!put) return;
+        if (!watch) continue;
+        watch->ready = std::max(watch->ready, *put);
+        watch->is_local &= has_channel(edge);
       }
-      if (!perform(worker, action)) return;
+      if (!perform(worker, action, watch ? &*watch : nullptr)) return;
+      const double time = watch ? now() : 0;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge)) channel(edge).put(action.micro_batch);
+        if (has_channel(edge)) channel(edge).put(action.micro_batch, time);
       }
     }
   }
 
-  bool perform(int worker, const Action& action) {
+  bool perform(int worker, const Action& action, Watch* watch) {
     if (failed_) return false;
     try {
-      runner_.run(action, [&](absl::FunctionRef<void()> run) { timed_ ? record(worker, action, run) : run(); });
+      runner_.run(action, [&](absl::FunctionRef<void()> run) { watch ? record(worker, action, *watch, run) : run(); });
     } catch (...) {
       fail({std::current_exception(), action});
       return false;
@@ -119,14 +136,26 @@ class Executor::Run {
     return true;
   }
 
-  void record(int worker, const Action& action, absl::FunctionRef<void()> run) {
+  static void begin(Watch& watch) {
+    watch.ready = now();
+    watch.times = watch.clock.read();
+    watch.is_local = true;
+  }
+
+  void record(int worker, const Action& action, Watch& watch, absl::FunctionRef<void()> run) {
+    if (!watch.is_local) begin(watch);
     // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
     const auto before = runner_.bytes(worker).live;
     run();
     const double end = now();
+    const auto [ran, queued] = watch.clock.read() - watch.times;
+    const double lead = watch.is_local ? std::max(0.0, start - watch.ready) : 0;
     const auto [live, peak] = runner_.bytes(worker);
-    spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
+    Span span{worker, action, start, end, step_, {before, peak, live}, lead};
+    span.queued = std::min(queued, end - start + lead);
+    span.blocked = std::max(0.0, end - start + lead - span.queued - ran);
+    spans_[worker].push_back(span);
   }
 
   const Executor& owner_;

@@ -1,7 +1,7 @@
 # mutant(name source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
+mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!put_[micro_batch] && !cancelled_" "false"
        GeneratedPrograms.*)
 mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
