@@ -98,34 +98,51 @@ class Executor::Run {
 
   /// What a worker measures of its current action.
   struct Watch {
+    struct Reading {
+      double time = 0;
+      ThreadClock::Times thread;
+    };
+    Reading read() const { return {now(), clock.read()}; }
+
     const ThreadClock clock;
-    ThreadClock::Times times;  ///< when the worker was free; or if inputs come from another process, when they had come
-    double ready = 0;          ///< the same, but not before the inputs from this process had come
-    bool is_local = true;      ///< whether all inputs come from this process
+    Reading free = read();    ///< after the previous action, and what it sent to other processes
+    double ready = 0;         ///< when the worker was free and the inputs from this process had come
+    ThreadClock::Times from;  ///< of the thread, about then
+    bool is_local = true;     ///< whether all inputs come from this process
   };
 
   void run_actions(int worker) {
     std::optional<Watch> watch;
     if (timed_) watch.emplace();
     for (const Action& action : program_.actions(worker, part_)) {
-      const auto channel = [&](int edge) -> Channel& { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; };
-      if (watch) begin(*watch);
-      for (const int edge : program_.wiring().takes(action)) {
-        const auto put = has_channel(edge) ? channel(edge).take(action.micro_batch) : 0;
-        if (!put) return;
-        if (!watch) continue;
-        watch->ready = std::max(watch->ready, *put);
-        watch->is_local &= has_channel(edge);
-      }
-      if (!perform(worker, action, watch ? &*watch : nullptr)) return;
+      if (!take(action, watch) || !perform(worker, action, watch)) return;
       const double time = watch ? now() : 0;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge)) channel(edge).put(action.micro_batch, time);
+        if (has_channel(edge)) channel(edge, action).put(action.micro_batch, time);
+        if (watch && !has_channel(edge)) watch->free = watch->read();
       }
     }
   }
 
-  bool perform(int worker, const Action& action, Watch* watch) {
+  Channel& channel(int edge, const Action& action) { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; }
+
+  bool take(const Action& action, std::optional<Watch>& watch) {
+    double last = 0;
+    const auto asked = watch ? watch->read() : Watch::Reading();
+    if (watch) watch->is_local = true;
+    for (const int edge : program_.wiring().takes(action)) {
+      const auto put = has_channel(edge) ? channel(edge, action).take(action.micro_batch) : 0;
+      if (!put) return false;
+      last = std::max(last, *put);
+      if (watch) watch->is_local &= has_channel(edge);
+    }
+    if (!watch) return true;
+    watch->ready = std::max(watch->free.time, last);
+    watch->from = last > asked.time ? asked.thread : watch->free.thread;
+    return true;
+  }
+
+  bool perform(int worker, const Action& action, std::optional<Watch>& watch) {
     if (failed_) return false;
     try {
       runner_.run(action, [&](absl::FunctionRef<void()> run) { watch ? record(worker, action, *watch, run) : run(); });
@@ -136,25 +153,20 @@ class Executor::Run {
     return true;
   }
 
-  static void begin(Watch& watch) {
-    watch.ready = now();
-    watch.times = watch.clock.read();
-    watch.is_local = true;
-  }
-
   void record(int worker, const Action& action, Watch& watch, absl::FunctionRef<void()> run) {
-    if (!watch.is_local) begin(watch);
+    if (!watch.is_local) watch.from = watch.clock.read();
     // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
     const auto before = runner_.bytes(worker).live;
     run();
-    const double end = now();
-    const auto [ran, queued] = watch.clock.read() - watch.times;
-    const double lead = watch.is_local ? std::max(0.0, start - watch.ready) : 0;
+    watch.free = watch.read();
     const auto [live, peak] = runner_.bytes(worker);
-    Span span{worker, action, start, end, step_, {before, peak, live}, lead};
-    span.queued = std::min(queued, end - start + lead);
-    span.blocked = std::max(0.0, end - start + lead - span.queued - ran);
+    Span span{worker, action, start, watch.free.time, step_, {before, peak, live}};
+    if (watch.is_local) span.lead = std::max(0.0, start - watch.ready);
+    const auto [ran, queued] = watch.free.thread - watch.from;
+    const double seconds = span.lead + span.end - span.start;
+    span.queued = std::min(queued, seconds);
+    span.blocked = std::max(0.0, seconds - span.queued - ran);
     spans_[worker].push_back(span);
   }
 
