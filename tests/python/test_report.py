@@ -134,10 +134,10 @@ def test_the_page_tells_what_an_action_waited_for(tmp_path):
     assert found["title"] == "Step 0: 12 s, 2 workers, idle 33 %"
     assert "schedule 4 s33.3 %" in found["parts"][2] and found["complete"] and found["replayed"] == 12
     assert found["wait"] == ["Worker 0 waited 3 s for:", "3 s  work of backward on stage 1, worker 1"]
-    assert found["action"] == "Worker 0, measured: forward of micro-batch 0 on stage 0, 1 s, from 0 s"
+    assert found["action"] == "Worker 0: forward of micro-batch 0 on stage 0, 1 s, from 0 s"
     assert found["other"] == 1 and found["zoomed"] == pytest.approx(0.7) and found["slower"] > 12 and found["next"] == 0
 
 
 def test_the_page_shows_ten_thousand_actions(tmp_path):
     found = opened(tmp_path, simulated(chunks=625, workers=8).to_html())
-    assert found["complete"] and found["action"].startswith("Worker 0, measured: forward of micro-batch 0 ")
+    assert found["complete"] and found["action"].startswith("Worker 0: forward of micro-batch 0 ")
