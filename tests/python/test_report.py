@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import gpipe
@@ -49,6 +50,25 @@ def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     text = str(report)
     assert text.startswith("3 steps, median ") and "\n  work " in text and "\nworker  waits  for\n     0 " in text
     assert next(iter(report.parts)) == "work" and report.first in set(report.parts) - {"work"}
+
+
+def test_a_timeline_that_is_traced_again_goes_on(pipe):
+    timeline = gpipe.Timeline()
+    for _ in range(2):
+        pipe.trace(timeline)
+        train(pipe, 2)
+        pipe.trace(None)
+    assert [step["step"] for step in pipe.report().steps] == [0, 1, 2, 3]
+
+
+def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe):
+    pipe.trace(gpipe.Timeline())
+    with pytest.warns(UserWarning, match="only step"):
+        output = pipe(torch.ones(16, 8))
+    time.sleep(0.05)
+    output.sum().backward()
+    (step,) = pipe.report().steps
+    assert step["parts"]["caller"] >= 0.05
 
 
 def test_a_report_in_words():
@@ -105,6 +125,7 @@ found.parts = [...document.querySelectorAll("#parts tr")].map(row => row.textCon
 found.replayed = planned.end; found.complete = planned.complete;
 keydown("j"); keydown("j"); keydown("j"); found.wait = lines();
 keydown("ArrowDown"); found.other = chosen.worker;
+keydown("c"); found.path = lines();
 keydown("+"); found.zoomed = (view[1] - view[0]) / (step.end - step.start); keydown("0");
 const box = $("lanes").getBoundingClientRect();
 const point = (time, w) => $("lanes").dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + place(time, box.width), clientY: box.top + GAP + w * height() + 5 }));
@@ -135,6 +156,8 @@ def test_the_page_tells_what_an_action_waited_for(tmp_path):
     assert "schedule 4 s33.3 %" in found["parts"][2] and found["complete"] and found["replayed"] == 12
     assert found["wait"] == ["Worker 0 waited 3 s for:", "3 s  work of backward on stage 1, worker 1"]
     assert found["action"] == "Worker 0: forward of micro-batch 0 on stage 0, 1 s, from 0 s"
+    assert found["path"][:3] == ["The critical path, back from the end of the step:", "6 s  work of backward on stage 1, worker 1",
+                                 "3 s  work of backward on stage 0, worker 0"]  # fmt: skip
     assert found["other"] == 1 and found["zoomed"] == pytest.approx(0.7) and found["slower"] > 12 and found["next"] == 0
 
 
