@@ -97,13 +97,15 @@ class Report:
         walls = [step["end"] - step["start"] for step in self.steps]
         wall = median(walls)
         count = f"{len(walls)} step{'s' * (len(walls) != 1)}"
-        lines = [f"{count}, median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}. Where the time goes:"]
+        lines = [f"{count}, median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}. Where the time goes, and from step to step:"]
         for name, seconds in self.parts.items():
             text = _REMEDIES.get(name, "typical time of the actions, divided by the workers")
             if name == "imbalance":
                 text += f"; stage {self.busiest} takes longest"
-            if name == "work" or abs(seconds) >= 0.005 * wall:
-                lines.append(f"  {name:10}{_time(seconds):>9} {seconds / wall:5.0%}  {text}")
+            of_steps = sorted(step["parts"].get(name, 0.0) for step in self.steps)
+            low, high = of_steps[len(of_steps) // 10], of_steps[-1 - len(of_steps) // 10]  # of all but a tenth at each end
+            if name == "work" or (low > 0 and seconds >= 0.005 * wall):
+                lines.append(f"  {name:10}{_time(seconds):>9} {seconds / wall:5.0%}  {low / wall:4.0%} to {high / wall:.0%}  {text}")
         lines.append("worker  waits  for")
         for worker in range(self.steps[0]["workers"]):
             waited = self._waited(worker)

@@ -14,6 +14,7 @@ import torch
 from gpipe import _C
 from gpipe.__main__ import main
 from gpipe.report import Report, watch
+from helpers import results_of
 from torch import nn
 
 
@@ -71,9 +72,31 @@ def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe
     assert step["parts"]["caller"] >= 0.05
 
 
+def report_and_watch(ranks):
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), [1, 2], chunks=4, schedule="1f1b", group=ranks)
+    pipe.trace(gpipe.Timeline())
+    train(pipe)
+    pipe.trace(None)
+    report, log = pipe.report(), io.StringIO()
+    with watch(pipe, out=log):
+        train(pipe)
+    return report.steps, log.getvalue()
+
+
+def test_over_ranks_rank_0_reports_and_shows():
+    (steps, log), others = results_of(2, report_and_watch)
+    assert others == ([], "") and log.count("\n") == 2
+    for step in steps:
+        wall = step["end"] - step["start"]
+        filled = sum(end - start for _, start, end, _ in step["waits"])
+        filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
+        assert filled == pytest.approx(2 * wall, rel=0.005) and sum(step["parts"].values()) == pytest.approx(wall)
+    assert len(steps) == 2
+
+
 def test_a_report_in_words():
     text = str(Report(simulated((1, 1, 3, 1, 1), chunks=1).to_json_lines()))
-    assert "1 step, median 8 s, 8 s to 8 s" in text and "  schedule        4 s   50%  workers fill" in text
+    assert "1 step, median 8 s, 8 s to 8 s" in text and "  schedule        4 s   50%   50% to 50%  workers fill" in text
     assert "     0    50%  backward on stage 1 75%, forward on stage 1 25%\n" in text
     assert "A tenth less backward on stage 0 saves 300 ms (3.7%).\n" in text
     assert Report("").first == "" and "No complete step" in str(Report(""))
