@@ -39,12 +39,12 @@ _COLORS = {"F": 44, "R": 43, "B": 42, "I": 45, "W": 46}  # of a terminal's backg
 
 
 class Report:
-    """What the steps of a timeline did: :meth:`gpipe.GPipe.report` makes it. ``print(report)`` says in words where the time
-    went, and what each worker waited for.
+    """What the steps of a timeline did: :meth:`gpipe.GPipe.report` makes it. ``print(report)`` says in words where the
+    time went, and what each worker waited for.
 
     Attributes:
-        steps: a dict per step: ``parts`` has the seconds of each cause, which sum to ``end - start``; ``waits`` what each
-            worker waited for; ``spans`` the actions.
+        steps: a dict per step: ``parts`` has the seconds of each cause, which sum to ``end - start``; ``waits`` what
+            each worker waited for; ``spans`` the actions.
     """
 
     def __init__(self, lines: str) -> None:
@@ -66,7 +66,7 @@ class Report:
         Path(path).write_text(self._lines)
 
     def to_html(self) -> str:
-        """Returns a page that needs nothing else: the actions, what each wait waited for, bytes, and a history of steps."""
+        """Returns a page that needs no other file: actions, what each wait was for, bytes, and a history of steps."""
         return to_page(self._lines)
 
     @property
@@ -97,15 +97,18 @@ class Report:
         walls = [step["end"] - step["start"] for step in self.steps]
         wall = median(walls)
         count = f"{len(walls)} step{'s' * (len(walls) != 1)}"
-        lines = [f"{count}, median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}. Where the time goes, and from step to step:"]
+        count += f", median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}"
+        lines = [f"{count}. Where the time goes, and from step to step:"]
         for name, seconds in self.parts.items():
             text = _REMEDIES.get(name, "typical time of the actions, divided by the workers")
             if name == "imbalance":
                 text += f"; stage {self.busiest} takes longest"
             of_steps = sorted(step["parts"].get(name, 0.0) for step in self.steps)
-            low, high = of_steps[len(of_steps) // 10], of_steps[-1 - len(of_steps) // 10]  # of all but a tenth at each end
+            tenth = len(of_steps) // 10  # left out at each end
+            low, high = of_steps[tenth], of_steps[-1 - tenth]
             if name == "work" or (low > 0 and seconds >= 0.005 * wall):
-                lines.append(f"  {name:10}{_time(seconds):>9} {seconds / wall:5.0%}  {low / wall:4.0%} to {high / wall:.0%}  {text}")
+                share = f"{seconds / wall:5.0%}  {low / wall:4.0%} to {high / wall:.0%}"
+                lines.append(f"  {name:10}{_time(seconds):>9} {share}  {text}")
         lines.append("worker  waits  for")
         for worker in range(self.steps[0]["workers"]):
             waited = self._waited(worker)
@@ -134,7 +137,7 @@ class Report:
                     "work": action,
                     "queued": f"a core for the {action}",
                     "blocked": f"a lock or sleep in the {action}",
-                    "wire": f"data between stages {data[0]} and {data[1]}" if data else f"hand-overs inside worker {of}",
+                    "wire": f"data between stages {data[0]} and {data[1]}" if data else f"hand-overs in worker {of}",
                 }
                 waited[names.get(cause, "the caller")] += seconds
         return waited
@@ -153,8 +156,8 @@ def watch(pipe: GPipe, *, out: TextIO | None = None) -> Iterator[None]:
         with gpipe.report.watch(pipe):
             train(pipe)
 
-    Traces the steps, so it cannot be used with :meth:`GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes to
-    the standard error stream unless given another."""
+    Traces the steps, so it cannot be used with :meth:`GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes
+    to the standard error stream unless given another."""
     check_is(pipe, "pipe", torch.nn.Module, "a gpipe.GPipe")
     stream, step, shows = out or sys.stderr, pipe.step, pipe.ranks is None or pipe.ranks.rank == 0
     terminal, drawn, count, before = stream.isatty(), 0, 0, time.perf_counter()
@@ -169,7 +172,8 @@ def watch(pipe: GPipe, *, out: TextIO | None = None) -> Iterator[None]:
         if shows and report.steps:
             loss = result[0] if isinstance(result, tuple) else result
             sizes = [leaf.shape[0] for leaf in tree_leaves(input) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-            text = f"step {count}: {_time(seconds)}, loss {float(loss):.4g}, {max(sizes, default=0) / seconds:.4g} samples/s"
+            text = f"step {count}: {_time(seconds)}, loss {float(loss):.4g}"
+            text += f", {max(sizes, default=0) / seconds:.4g} samples/s"
             lines = _live(report, text, shutil.get_terminal_size().columns - 1, terminal)
             stream.write(f"\033[{drawn}F\033[J" * (drawn > 0) + "".join(f"{line}\n" for line in lines))
             stream.flush()
@@ -200,7 +204,8 @@ def _live(report: Report, text: str, columns: int, terminal: bool) -> list[str]:
         for of, _, kind, _, start, end, *_ in step["spans"]:
             if of == worker:
                 low, high = (int((at - step["start"]) / wall * width) for at in (start, end))
-                cells[low : max(high, low + 1)] = [f"\033[{_COLORS[kind]};30m{kind}\033[0m"] * (max(high, low + 1) - low)
+                high = max(high, low + 1)
+                cells[low:high] = [f"\033[{_COLORS[kind]};30m{kind}\033[0m"] * (high - low)
         lanes.append(f"{worker:3} {''.join(cells[:width])} {peak / 1e6:9.4g} MB")
     return [text[:columns], *lanes]
 

@@ -58,10 +58,11 @@ class Loader:
 
 
 def report_of(layers, balance, chunks=16, checkpoint="never", seconds=0.0, ranks=None):
-    """Trains, and returns the names of costs, the largest first, the stage that takes longest, and the report in words."""
+    """Trains. Returns the names of costs, the largest first, the stage that takes longest, and the report in words."""
     torch.manual_seed(0)
     devices = ["cpu"] * (len(balance) // (ranks.size if ranks else 1))
-    pipe = gpipe.GPipe(nn.Sequential(*layers), balance, chunks=chunks, checkpoint=checkpoint, schedule="1f1b", devices=devices, group=ranks)
+    options = {"chunks": chunks, "checkpoint": checkpoint, "schedule": "1f1b", "devices": devices, "group": ranks}
+    pipe = gpipe.GPipe(nn.Sequential(*layers), balance, **options)
     load = Loader(seconds)
     for traced in (False, True):
         pipe.trace(gpipe.Timeline() if traced else None)
@@ -84,15 +85,18 @@ def bad_cut(rng):
 
 
 def too_few_chunks(rng):
-    return lambda ranks=None: report_of([Work(4), Work(4)], [1, 1], chunks=rng.choice([1, 2]), ranks=ranks), "schedule", None
+    chunks = rng.choice([1, 2])
+    return lambda ranks=None: report_of([Work(4), Work(4)], [1, 1], chunks, ranks=ranks), "schedule", None
 
 
 def needless_recompute(rng):
-    return lambda ranks=None: report_of([Work(6), Work(6)], [1, 1], chunks=rng.choice([16, 32]), checkpoint="always", ranks=ranks), "recompute", None
+    chunks = rng.choice([16, 32])
+    return lambda ranks=None: report_of([Work(6), Work(6)], [1, 1], chunks, "always", ranks=ranks), "recompute", None
 
 
 def slow_loader(rng):
-    return lambda ranks=None: report_of([Work(2), Work(2)], [1, 1], seconds=rng.uniform(0.3, 0.6), ranks=ranks), "caller", None
+    seconds = rng.uniform(0.3, 0.6)
+    return lambda ranks=None: report_of([Work(2), Work(2)], [1, 1], seconds=seconds, ranks=ranks), "caller", None
 
 
 def held_lock(rng):
@@ -150,7 +154,8 @@ def main():
         named += right and costs[0] == cause
         right = right and [each for each in costs if each == cause or each != "cores"][0] == cause
         apart += right
-        print(f"{fault.__name__}{' over ranks' * over_ranks}, seed {seed}: {', '.join(costs[:3])}; stage {busiest}", flush=True)
+        name = fault.__name__ + " over ranks" * over_ranks
+        print(f"{name}, seed {seed}: {', '.join(costs[:3])}; stage {busiest}", flush=True)
         if not right:
             print(text)
     print(f"of {cases} faults {named} were named first, and {apart} apart from cores")
