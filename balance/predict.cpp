@@ -45,8 +45,9 @@ Costs costs_of(const StageCost& stage, const std::vector<std::int64_t>& balance,
 double reduced(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options,
                const Timeline& timeline) {
   std::vector<double> last(ends.size());
-  for (const auto& [worker, action, start, end, step, bytes] : timeline.spans) {
-    if (action.kind == Kind::B || action.kind == Kind::W) last[action.stage] = std::max(last[action.stage], end);
+  for (const auto& span : timeline.spans) {
+    const auto [kind, stage, micro_batch] = span.action;
+    if (kind == Kind::B || kind == Kind::W) last[stage] = std::max(last[stage], span.end);
   }
   std::vector<std::size_t> order(ends.size());
   std::iota(order.begin(), order.end(), 0);

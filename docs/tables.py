@@ -1,7 +1,7 @@
 """Writes the table of schedules in guide.md, by the library's simulator: `python docs/tables.py`, with gpipe installed.
 
-The table is between `<!-- table steps -->` and `<!-- end -->`. With `--draw`, writes the timelines that only the web
-pages show into docs/figures/web.
+The table is between `<!-- table steps -->` and `<!-- end -->`. With `--draw`, writes the page of schedules that only the
+web pages show into docs/figures/web.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from gpipe import _C
+from gpipe.report import to_page
 
 DOCS = Path(__file__).parent
 
@@ -69,20 +70,20 @@ def steps() -> str:
 
 
 def draw() -> None:
-    """Draws four schedules, and the steps that how_it_works.md explains."""
-    folder = DOCS / "figures" / "web"
-    folder.mkdir(exist_ok=True)
+    """Makes a page of the schedules of the table, and of the steps that how_it_works.md explains."""
+    shown = [(row[0] + (", in a V" if row[0] == "greedy" and row[1] == 2 else ""), simulate(row)) for row in ROWS]
+    shown += [(f"{row[0]}, 16 micro-batches", simulate(row, 16)) for row in ROWS if row[1] == 1]
     for name, milliseconds, chunks, checkpoint in [
-        ("one_micro_batch", 40, 1, "never"),
-        ("four_micro_batches", 10, 4, "never"),
-        ("recompute", 10, 4, "always"),
+        ("one micro-batch", 40, 1, "never"),
+        ("four micro-batches", 10, 4, "never"),
+        ("recomputed", 10, 4, "always"),
     ]:
         seconds = [milliseconds / 1000 * part for part in (1, 1, 2, 1, 1)]
-        simulation = _C.Schedule("gpipe", range(WORKERS), chunks, checkpoint).simulate(seconds)
-        (folder / f"{name}.svg").write_text(simulation.timeline.to_svg())
-    for row in ROWS:
-        if row[0] in ("gpipe", "1f1b", "interleaved_1f1b", "zb_v"):
-            (folder / f"{row[0]}.svg").write_text(simulate(row).timeline.to_svg())
+        shown.append((name, _C.Schedule("gpipe", range(WORKERS), chunks, checkpoint).simulate(seconds)))
+    lines = [json.dumps(json.loads(each.timeline.to_json_lines()) | {"name": name}) for name, each in shown]
+    folder = DOCS / "figures" / "web"
+    folder.mkdir(exist_ok=True)
+    (folder / "schedules.html").write_text(to_page("\n".join(lines)))
 
 
 def fill(page: Path, check: bool = False) -> bool:

@@ -23,6 +23,11 @@ struct Span {
   double end = 0;    ///< seconds
   int step = 0;      ///< index of the mini-batch, the same for a forward and its backward
   Footprint bytes = {};
+  /// Seconds before `start` since the worker was free and had its inputs. 0 if one came from another process.
+  double lead = 0;
+  // Of the lead and the action, in seconds. 0 on devices other than the CPU, and in simulations.
+  double queued = 0;   ///< the worker's thread waited for a core
+  double blocked = 0;  ///< the worker's thread slept, as it does at a lock
 };
 
 /// The actions of all workers over time, traced or simulated. Not thread-safe.

@@ -45,7 +45,7 @@ myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"gpipe {release}"
-html_static_path = ["style.css"]
+html_static_path = ["style.css", "../figures/web/schedules.html"]
 html_css_files = ["style.css"]
 html_copy_source = False
 html_show_copyright = False

@@ -17,8 +17,9 @@ XML = ROOT / "build/docs/doxygen/xml"
 
 
 def web_only(app: Any, docname: str, source: list[str]) -> None:
-    """Puts in the pictures that only the web pages show."""
-    source[0] = re.sub(r"<!-- web figure (\S+): (.*) -->", r"![\2](figures/web/\1)", source[0])
+    """Puts in the schedules that only the web pages show."""
+    frame = '```{raw} html\n<iframe src="../_static/schedules.html#\\1" title="schedule \\1" class="schedule" loading="lazy"></iframe>\n```'
+    source[0] = re.sub(r"<!-- web schedule (.*) -->", frame, source[0])
 
 
 def side_by_side(app: Any, docname: str, source: list[str]) -> None:

@@ -34,6 +34,7 @@ class ActionClock {
     const auto& [start, end] = actions_[next_++];
     span.start = time_of(start);
     span.end = time_of(end);
+    span.lead = span.queued = span.blocked = 0;
   }
 
  private:

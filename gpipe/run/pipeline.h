@@ -63,7 +63,7 @@ class CallState {
   void set_timeline(std::shared_ptr<Timeline> timeline) {
     MutexLock lock(mutex_);
     timeline_ = std::move(timeline);
-    steps_ = 0;
+    steps_ = timeline_ && !timeline_->spans.empty() ? timeline_->spans.back().step + 1 : 0;
   }
   struct Recording {
     std::shared_ptr<Timeline> timeline = nullptr;

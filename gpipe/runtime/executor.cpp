@@ -10,6 +10,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/runtime/exit.h"
+#include "gpipe/runtime/thread_clock.h"
 
 namespace gpipe {
 namespace {
@@ -18,19 +19,19 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 
 }  // namespace
 
-void Channel::put(int micro_batch) {
+void Channel::put(int micro_batch, double time) {
   {
     MutexLock lock(mutex_);
-    assert(!present_[micro_batch]);
-    present_[micro_batch] = true;
+    assert(!put_[micro_batch]);
+    put_[micro_batch] = time;
   }
   changed_.notify_all();
 }
 
-bool Channel::take(int micro_batch) {
+std::optional<double> Channel::take(int micro_batch) {
   MutexLock lock(mutex_);
-  while (!present_[micro_batch] && !cancelled_) changed_.wait(mutex_);
-  return !cancelled_;
+  while (!put_[micro_batch] && !cancelled_) changed_.wait(mutex_);
+  return cancelled_ ? std::nullopt : put_[micro_batch];
 }
 
 void Channel::cancel() {
@@ -95,23 +96,56 @@ class Executor::Run {
     return is_here(placement[program_.edges()[edge].from]) && is_here(placement[program_.edges()[edge].to]);
   }
 
+  /// What a worker measures of its current action.
+  struct Watch {
+    struct Reading {
+      double time = 0;
+      ThreadClock::Times thread;
+    };
+    Reading read() const { return {now(), clock.read()}; }
+
+    const ThreadClock clock;
+    Reading free = read();    ///< after the previous action, and what it sent to other processes
+    double ready = 0;         ///< when the worker was free and the inputs from this process had come
+    ThreadClock::Times from;  ///< of the thread, about then
+    bool is_local = true;     ///< whether all inputs come from this process
+  };
+
   void run_actions(int worker) {
+    std::optional<Watch> watch;
+    if (timed_) watch.emplace();
     for (const Action& action : program_.actions(worker, part_)) {
-      const auto channel = [&](int edge) -> Channel& { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; };
-      for (const int edge : program_.wiring().takes(action)) {
-        if (has_channel(edge) && !channel(edge).take(action.micro_batch)) return;
-      }
-      if (!perform(worker, action)) return;
+      if (!take(action, watch) || !perform(worker, action, watch)) return;
+      const double time = watch ? now() : 0;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge)) channel(edge).put(action.micro_batch);
+        if (has_channel(edge)) channel(edge, action).put(action.micro_batch, time);
+        if (watch && !has_channel(edge)) watch->free = watch->read();
       }
     }
   }
 
-  bool perform(int worker, const Action& action) {
+  Channel& channel(int edge, const Action& action) { return channels_[2 * edge + (action.kind == Kind::F ? 0 : 1)]; }
+
+  bool take(const Action& action, std::optional<Watch>& watch) {
+    double last = 0;
+    const auto asked = watch ? watch->read() : Watch::Reading();
+    if (watch) watch->is_local = true;
+    for (const int edge : program_.wiring().takes(action)) {
+      const auto put = has_channel(edge) ? channel(edge, action).take(action.micro_batch) : 0;
+      if (!put) return false;
+      last = std::max(last, *put);
+      if (watch) watch->is_local &= has_channel(edge);
+    }
+    if (!watch) return true;
+    watch->ready = std::max(watch->free.time, last);
+    watch->from = last > asked.time ? asked.thread : watch->free.thread;
+    return true;
+  }
+
+  bool perform(int worker, const Action& action, std::optional<Watch>& watch) {
     if (failed_) return false;
     try {
-      runner_.run(action, [&](absl::FunctionRef<void()> run) { timed_ ? record(worker, action, run) : run(); });
+      runner_.run(action, [&](absl::FunctionRef<void()> run) { watch ? record(worker, action, *watch, run) : run(); });
     } catch (...) {
       fail({std::current_exception(), action});
       return false;
@@ -119,14 +153,21 @@ class Executor::Run {
     return true;
   }
 
-  void record(int worker, const Action& action, absl::FunctionRef<void()> run) {
+  void record(int worker, const Action& action, Watch& watch, absl::FunctionRef<void()> run) {
+    if (!watch.is_local) watch.from = watch.clock.read();
     // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
     const auto before = runner_.bytes(worker).live;
     run();
-    const double end = now();
+    watch.free = watch.read();
     const auto [live, peak] = runner_.bytes(worker);
-    spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
+    Span span{worker, action, start, watch.free.time, step_, {before, peak, live}};
+    if (watch.is_local) span.lead = std::max(0.0, start - watch.ready);
+    const auto [ran, queued] = watch.free.thread - watch.from;
+    const double seconds = span.lead + span.end - span.start;
+    span.queued = std::min(queued, seconds);
+    span.blocked = std::max(0.0, seconds - span.queued - ran);
+    spans_[worker].push_back(span);
   }
 
   const Executor& owner_;

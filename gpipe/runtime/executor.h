@@ -54,18 +54,19 @@ class ActionRunner {
 class Channel {
  public:
   /// REQUIRES: micro_batches >= 1.
-  explicit Channel(int micro_batches) : present_(micro_batches) {}
+  explicit Channel(int micro_batches) : put_(micro_batches) {}
 
-  void put(int micro_batch);
-  /// Waits until the micro-batch has been put. Returns false if cancelled.
-  bool take(int micro_batch);
-  /// From then on no call waits, and take() returns false.
+  /// `time` is for take() only.
+  void put(int micro_batch, double time = 0);
+  /// Waits until the micro-batch has been put. Returns the time that put() was given, or std::nullopt if cancelled.
+  std::optional<double> take(int micro_batch);
+  /// From then on no call waits, and take() returns std::nullopt.
   void cancel();
 
  private:
   Mutex mutex_;
   CondVar changed_;
-  std::vector<bool> present_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::optional<double>> put_ ABSL_GUARDED_BY(mutex_);  // times
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

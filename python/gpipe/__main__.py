@@ -16,8 +16,8 @@ from torch import nn
 
 import gpipe
 from gpipe import _C, balance
-from gpipe.drawing import to_svg
 from gpipe.exported.conversion import as_sequential, converted
+from gpipe.report import Report
 from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
@@ -28,11 +28,16 @@ _OF_NAMES = ["workers", "stages", "placement", "chunks", "checkpoint"]  # flags 
 
 
 def draw(options: Options) -> Output:
-    if options.schedule.startswith("@") and options.schedule.endswith(".json"):
-        _refuse(options, "a timeline", ["text", *_OF_NAMES])
-        return to_svg(Path(options.schedule[1:]).read_text()), None, 0
     made = _schedule(options)
-    return str(made) if options.text else _simulate(made, options).timeline.to_svg(), None, 0
+    return str(made) if options.text else _simulate(made, options).timeline.to_html(), None, 0
+
+
+def report(options: Options) -> Output:
+    found = Report.read(options.lines)
+    with _file(options.output) as path:
+        if path:
+            path.write_text(found.to_html())
+    return str(found), found.parts, 0
 
 
 def check(options: Options) -> Output:
@@ -187,6 +192,8 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("psE", "--input", {"type": _numbers, "metavar": "N,..", "help": "shape of a random mini-batch, e.g. 64,3,224,224"}),
     ("p", "--output", {"metavar": "FILE", "help": "for the profile, as JSON"}),
     ("E", "--output", {"metavar": "FILE", "required": True, "help": "such as model.gpipe"}),
+    ("r", "lines", {"metavar": "FILE", "help": "that Report.write() or gpipe::to_json_lines() made"}),
+    ("r", "--output", {"metavar": "FILE", "help": "for a page that shows the steps, such as report.html"}),
     ("ps", "--devices", {"metavar": "LIST", "help": "one per worker, such as cuda:0,cuda:1"}),
     ("ps", "--seconds", {"type": _number, "default": 10.0, "help": "to measure; default: 10"}),
     ("ps", "--param-scale", {"type": _number, "default": 4.0, "help": "bytes per byte of a parameter; default: 4"}),
@@ -204,13 +211,14 @@ _FLAGS: list[tuple[str, str, dict[str, Any]]] = [
     ("dc", "--forward", {"type": _number, "default": 1.0, "help": "seconds of a stage's forward; default: 1"}),
     ("dc", "--backward", {"type": _number, "default": 2.0, "help": "of which I and W have half each; default: 2"}),
     ("d", "--text", {"action": "store_true", "help": "print a line of actions per worker instead"}),
-    ("psc", "--json", {"action": "store_true", "help": "print JSON"}),
+    ("pscr", "--json", {"action": "store_true", "help": "print JSON"}),
 ]
 _COMMANDS = {
     "s": (suggest, "find the fastest way to run a model"),
     "p": (profile, "measure each layer of a model"),
-    "d": (draw, "print a drawing of a schedule, or of a timeline in @FILE.json, as SVG"),
+    "d": (draw, "print a page that shows a schedule"),
     "c": (check, "check that a schedule runs; print time, bubble and memory"),
+    "r": (report, "say where the time of traced steps goes"),
     "E": (export, "write a model as a file that C++ trains"),
 }
 

@@ -31,6 +31,7 @@ from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.planning import Plan, choose_plan, read_plan
 from gpipe.ranks import Ranks, on_rank_0, ranks_of
+from gpipe.report import Report
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
@@ -68,7 +69,7 @@ class GPipe(StagedModel):
     Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
     returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
     :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
-    timeline. :attr:`team` has the calls that ranks make together.
+    timeline, and :meth:`report` says where its time went. :attr:`team` has the calls that ranks make together.
 
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
@@ -126,6 +127,7 @@ class GPipe(StagedModel):
     deferred_batch_norm: bool
     keep_memory: bool
     _warned: bool
+    _timeline: _C.Timeline | None
 
     @checks.checks_arguments
     def __init__(
@@ -158,7 +160,7 @@ class GPipe(StagedModel):
         workers = checks.arrange_workers(devices, len(cut), schedule, placement, native_ranks)
         super().__init__(module, cut, workers, schedule, deferred_batch_norm, keep_memory, ranks, Values(weights, init))
         self.chunks, self.checkpoint = chunks or 1, checkpoint
-        self.__dict__.update(deferred_batch_norm=deferred_batch_norm, keep_memory=keep_memory, _warned=False)
+        self.__dict__.update(deferred_batch_norm=deferred_batch_norm, keep_memory=keep_memory, _warned=False, _timeline=None)
 
     @classmethod
     @checks.checks_arguments
@@ -475,6 +477,15 @@ class GPipe(StagedModel):
             advice = "write timeline.to_chrome_json() to a file after the calls"
             checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._pipeline().trace(timeline)
+        self.__dict__["_timeline"] = timeline or self._timeline
+
+    def report(self) -> Report:
+        """Returns what the steps of the last :meth:`trace` did: where the time went, and what each worker waited for. Over
+        ranks, all call it, and those except rank 0 get an empty one."""
+        with self.team.refusing():
+            if self._timeline is None:
+                raise RuntimeError("nothing has been traced: call pipe.trace(gpipe.Timeline()) before the steps")
+        return Report(self.team.gather_timeline(self._timeline).to_json_lines())
 
 
 def _unmeasured(

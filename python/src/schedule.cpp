@@ -12,6 +12,7 @@
 
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/blame.h"
 #include "gpipe/ranks.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedule_source.h"
@@ -50,8 +51,8 @@ std::vector<std::tuple<std::string, std::string, bool>> rules() {
   return rules;
 }
 
-std::string drawn(const Timeline& timeline) {
-  return py::module_::import("gpipe.drawing").attr("to_svg")(to_chrome_json(timeline)).cast<std::string>();
+std::string page_of(const Timeline& timeline) {
+  return py::module_::import("gpipe.report").attr("to_page")(to_json_lines(timeline)).cast<std::string>();
 }
 
 /// Returns the device of each worker, the worker of each stage, and the rank of each worker.
@@ -104,8 +105,9 @@ void init_schedule(py::module_& module) {
       .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
       .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
       .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
-      .def("to_svg", &drawn, "Returns a drawing as SVG text: a row per worker, a box per action.")
-      .def("_repr_svg_", &drawn);
+      .def("to_json_lines", &to_json_lines,
+           "Returns a line of JSON per complete step: its actions, what each worker waited for, and where the time went.")
+      .def("to_html", &page_of, "Returns a page that shows the steps, what each wait waited for, and the bytes.");
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
       .def_readonly("makespan", &Simulation::makespan)

@@ -1,7 +1,7 @@
 # mutant(name source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!present_[micro_batch] && !cancelled_" "false"
+mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!put_[micro_batch] && !cancelled_" "false"
        GeneratedPrograms.*)
 mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
@@ -34,6 +34,13 @@ mutant(replay_ignores_latency gpipe/schedule/verifier.cpp "start + direction.lat
 mutant(replay_sends_all_at_once gpipe/schedule/verifier.cpp "start + direction.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves gpipe/schedule/simulator.cpp "std::max(before + extra_of(*span), after)"
        "before + extra_of(*span)" Footprint.*)
+mutant(blame_forgets_what_came_last gpipe/schedule/blame.cpp "node.came > nodes_[node.before].span.end" "false"
+       Blame.*)
+mutant(blame_counts_the_pause_as_a_wire gpipe/schedule/blame.cpp "const double pause = paused(sent, time);"
+       "const double pause = 0;" Blame.*)
+mutant(blame_of_one_order gpipe/schedule/blame.cpp "orders[std::popcount(without)] *" "" Blame.*)
+mutant(trace_counts_the_wait_as_sleep gpipe/runtime/executor.cpp "watch->ready = std::max(watch->free.time, last);"
+       "watch->ready = watch->free.time;" Executor*)
 mutant(timeline_overlaps_a_worker_with_itself gpipe/schedule/timeline.cpp "if (other.worker == span.worker) continue;"
        "" MostOverlapped.*)
 mutant(simulator_stores_every_forward gpipe/schedule/simulator.cpp

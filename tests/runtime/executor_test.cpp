@@ -7,6 +7,7 @@
 #include <future>
 #include <thread>
 
+#include "gpipe/base/clock.h"
 #include "tests/runtime/fake_cells.h"
 
 namespace gpipe::testing {
@@ -199,14 +200,37 @@ TEST(ExecutorTrace, HasEveryActionOnceInOrder) {
   EXPECT_EQ(timeline.edges.size(), program.edges().size());
   std::vector<double> clocks(3);
   std::map<int, Schedule> ran;  // by step
-  for (const auto& [worker, action, start, end, step, bytes] : timeline.spans) {
-    EXPECT_GE(start, clocks[worker]);
-    EXPECT_GE(end, start);
-    clocks[worker] = end;
-    ran[step].resize(3);
-    ran[step][worker].push_back(action);
+  for (const Span& span : timeline.spans) {
+    double& clock = clocks[span.worker];
+    EXPECT_GE(span.start - span.lead, clock);
+    EXPECT_GE(span.end, span.start);
+    EXPECT_LE(span.queued + span.blocked, span.end - span.start + span.lead);
+    clock = span.end;
+    ran[span.step].resize(3);
+    ran[span.step][span.worker].push_back(span.action);
   }
   EXPECT_THAT(ran, ElementsAre(Pair(0, program.schedule()), Pair(1, program.schedule())));
+}
+
+TEST(ExecutorTrace, TellsSleepFromWorkAndFromTheWaitForAnInput) {
+  const auto program = gpipe_program(straight(2, 1), Checkpoint::kNever);
+  Executor executor(2);
+  FakeCells cells(program);
+  const double nap = 0.02;
+  cells.on_action = [&](const Action& it) {
+    if (it == action("0F0")) std::this_thread::sleep_for(std::chrono::duration<double>(nap));
+    const double start = now();
+    while (it == action("1F0") && now() < start + nap) {
+    }
+  };
+  Timeline timeline;
+  expect_success(executor.run(program, Part::kAll, cells, &timeline));
+  const auto span_of = [&](const std::string& it) {
+    return *std::ranges::find(timeline.spans, action(it), &Span::action);
+  };
+  EXPECT_GE(span_of("0F0").blocked, 0.99 * nap);
+  EXPECT_LT(span_of("1F0").blocked, 0.99 * nap);
+  EXPECT_GE(span_of("1F0").start - span_of("1F0").lead, span_of("0F0").end);  // the input had not come before
 }
 
 TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {

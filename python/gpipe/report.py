@@ -1,0 +1,217 @@
+"""Where the time of a pipeline's steps goes: in words, as lines of JSON, as a page, and live in a terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gpipe import _C
+from gpipe.checks import check_is
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+__all__ = ["Report", "watch"]
+
+_KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_REMEDIES = {
+    "recompute": "forwards that run again: checkpoint='never' if the memory suffices, or a smaller number",
+    "imbalance": "workers have unequal work: move layers to workers that wait",
+    "schedule": "workers fill and drain: more chunks, or another schedule",
+    "wires": "data goes from worker to worker",
+    "locks": "threads sleep in an action, as at the interpreter's lock, which Python code of another layer holds",
+    "cores": "threads wait for a core: fewer workers or threads, or fewer other processes",
+    "jitter": "actions of one kind take unequal times",
+    "caller": "between steps: optimizer, loader, and the preparation of the call",
+}
+_COLORS = {"F": 44, "R": 43, "B": 42, "I": 45, "W": 46}  # of a terminal's background
+
+
+class Report:
+    """What the steps of a timeline did: :meth:`gpipe.GPipe.report` makes it. ``print(report)`` says in words where the
+    time went, and what each worker waited for.
+
+    Attributes:
+        steps: a dict per step: ``parts`` has the seconds of each cause, which sum to ``end - start``; ``waits`` what
+            each worker waited for; ``spans`` the actions.
+    """
+
+    def __init__(self, lines: str) -> None:
+        try:
+            self.steps: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines() if line.strip()]
+            for each in self.steps:
+                each["parts"], each["waits"], each["workers"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("these are not the lines of a report; write them with Report.write()") from error
+        self._lines = lines
+
+    @staticmethod
+    def read(path: str | Path) -> Report:
+        """Reads what :meth:`write`, ``Timeline.to_json_lines()``, or in C++ ``gpipe::to_json_lines()`` has written."""
+        return Report(Path(path).read_text())
+
+    def write(self, path: str | Path) -> None:
+        """Writes a line of JSON per step, for ``python -m gpipe report``."""
+        Path(path).write_text(self._lines)
+
+    def to_html(self) -> str:
+        """Returns a page that needs no other file: actions, what each wait was for, bytes, and a history of steps."""
+        return to_page(self._lines)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each cause in the median step, the largest first after ``"work"``, which no change saves."""
+        names = {name for step in self.steps for name in step["parts"]}
+        medians = {name: median(step["parts"].get(name, 0.0) for step in self.steps) for name in names}
+        return dict(sorted(medians.items(), key=lambda part: (part[0] != "work", -part[1])))
+
+    @property
+    def first(self) -> str:
+        """The cause that costs most, such as ``"imbalance"``; ``""`` if none costs anything."""
+        costs = {name: seconds for name, seconds in self.parts.items() if name != "work"}
+        return max(costs, key=lambda name: costs[name]) if any(seconds > 0 for seconds in costs.values()) else ""
+
+    @property
+    def busiest(self) -> int:
+        """The stage on which the workers' own work takes longest, over all steps; of segments, the longest."""
+        work: dict[int, float] = defaultdict(float)
+        for step in self.steps:
+            for _, stage, _, _, start, end, lead, queued, blocked, *_ in step["spans"]:
+                work[stage] += end - start + lead - queued - blocked
+        return max(work, key=lambda stage: work[stage]) if work else -1
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "No complete step has been traced: call pipe.trace(gpipe.Timeline()) before the steps.\n"
+        walls = [step["end"] - step["start"] for step in self.steps]
+        wall = median(walls)
+        count = f"{len(walls)} step{'s' * (len(walls) != 1)}"
+        count += f", median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}"
+        lines = [f"{count}. Where the time goes, and from step to step:"]
+        for name, seconds in self.parts.items():
+            text = _REMEDIES.get(name, "typical time of the actions, divided by the workers")
+            if name == "imbalance":
+                text += f"; stage {self.busiest} takes longest"
+            of_steps = sorted(step["parts"].get(name, 0.0) for step in self.steps)
+            tenth = len(of_steps) // 10  # left out at each end
+            low, high = of_steps[tenth], of_steps[-1 - tenth]
+            if name == "work" or (low > 0 and seconds >= 0.005 * wall):
+                share = f"{seconds / wall:5.0%}  {low / wall:4.0%} to {high / wall:.0%}"
+                lines.append(f"  {name:10}{_time(seconds):>9} {share}  {text}")
+        lines.append("worker  waits  for")
+        for worker in range(self.steps[0]["workers"]):
+            waited = self._waited(worker)
+            total = sum(waited.values())
+            most = sorted(waited.items(), key=lambda each: -each[1])[:3]
+            why = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in most)
+            lines.append(f"{worker:6} {total / sum(walls):6.0%}  {why}")
+        gains = sorted(self.steps[-1].get("slack") or (), key=lambda each: -each[3])
+        for stage, kind, slower, gain in [each for each in gains if each[3] > 0.005 * wall][:3]:
+            lines.append(f"A tenth less {_KINDS[kind]} on stage {stage} saves {_time(gain)} ({gain / wall:.1%}).")
+        for stage, kind, slower, _ in gains:
+            if 0.02 <= slower < 0.99:
+                lines.append(f"The {_KINDS[kind]} of stage {stage} may be {slower:.0%} slower at no cost.")
+        return "\n".join(lines) + "\n"
+
+    def _waited(self, worker: int) -> dict[str, float]:
+        """Returns what a worker waited for, in seconds over all steps."""
+        waited: dict[str, float] = defaultdict(float)
+        for step in self.steps:
+            for cause, of, stage, kind, _, edge, seconds in (
+                piece for waiting, _, _, pieces in step["waits"] if waiting == worker for piece in pieces
+            ):
+                data = step["edges"][edge] if cause == "wire" and edge >= 0 else None
+                action = f"{_KINDS[kind]} on stage {stage}"
+                names = {
+                    "work": action,
+                    "queued": f"a core for the {action}",
+                    "blocked": f"a lock or sleep in the {action}",
+                    "wire": f"data between stages {data[0]} and {data[1]}" if data else f"hand-overs in worker {of}",
+                }
+                waited[names.get(cause, "the caller")] += seconds
+        return waited
+
+
+def to_page(lines: str) -> str:
+    """Returns the page that shows lines of a report. A line may have a ``name``."""
+    page = (Path(__file__).parent / "report.html").read_text()
+    return page.replace("@DATA@", lines.replace("</", "<\\/"))  # which JSON allows
+
+
+@contextmanager
+def watch(pipe: GPipe, *, out: TextIO | None = None) -> Iterator[None]:
+    """Shows each :meth:`GPipe.step` within a ``with`` block: a lane per worker in a terminal, a line elsewhere.
+
+        with gpipe.report.watch(pipe):
+            train(pipe)
+
+    Traces the steps, so it cannot be used with :meth:`GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes
+    to the standard error stream unless given another."""
+    check_is(pipe, "pipe", torch.nn.Module, "a gpipe.GPipe")
+    stream, step, shows = out or sys.stderr, pipe.step, pipe.ranks is None or pipe.ranks.rank == 0
+    terminal, drawn, count, before = stream.isatty(), 0, 0, time.perf_counter()
+
+    def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal drawn, count, before
+        pipe.trace(_C.Timeline())
+        result = step(input, *args, **kwargs)
+        report = pipe.report()
+        now, count = time.perf_counter(), count + 1
+        seconds, before = now - before, now
+        if shows and report.steps:
+            loss = result[0] if isinstance(result, tuple) else result
+            sizes = [leaf.shape[0] for leaf in tree_leaves(input) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+            text = f"step {count}: {_time(seconds)}, loss {float(loss):.4g}"
+            text += f", {max(sizes, default=0) / seconds:.4g} samples/s"
+            lines = _live(report, text, shutil.get_terminal_size().columns - 1, terminal)
+            stream.write(f"\033[{drawn}F\033[J" * (drawn > 0) + "".join(f"{line}\n" for line in lines))
+            stream.flush()
+            drawn = len(lines) * terminal
+        return result
+
+    vars(pipe)["step"] = watched
+    try:
+        yield
+    finally:
+        vars(pipe).pop("step", None)
+        pipe.trace(None)
+
+
+def _live(report: Report, text: str, columns: int, terminal: bool) -> list[str]:
+    """Returns a line about the last step, and in a terminal also a lane per worker."""
+    step = report.steps[-1]
+    peaks = [max((span[10] for span in step["spans"] if span[0] == w), default=0) for w in range(step["workers"])]
+    wall, first = step["end"] - step["start"], report.first
+    text += f", idle {sum(end - start for _, start, end, _ in step['waits']) / wall / step['workers']:.0%}"
+    text += f", at most {max(peaks) / 1e6:.4g} MB" if max(peaks, default=0) else ""
+    text += f", {first} {step['parts'][first] / wall:.0%}" if first else ""
+    if not terminal:
+        return [text]
+    width, lanes = max(10, columns - 24), []
+    for worker, peak in enumerate(peaks):
+        cells = [" "] * width
+        for of, _, kind, _, start, end, *_ in step["spans"]:
+            if of == worker:
+                low, high = (int((at - step["start"]) / wall * width) for at in (start, end))
+                high = max(high, low + 1)
+                cells[low:high] = [f"\033[{_COLORS[kind]};30m{kind}\033[0m"] * (high - low)
+        lanes.append(f"{worker:3} {''.join(cells[:width])} {peak / 1e6:9.4g} MB")
+    return [text[:columns], *lanes]
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("µs", 1e-6), ("ms", 1e-3)):
+        if abs(seconds) < 999.5 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
