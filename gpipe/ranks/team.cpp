@@ -257,7 +257,7 @@ void Team::transfer(const char* what, absl::FunctionRef<void()> run) {
 
 void Team::send_copies(Group group, Parcel parcel) {
   for (auto& tensor : parcel.tensors) {
-    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
+    if (tensor.defined() && !tensor.is_meta()) tensor = copy_of(tensor, c10::kCPU);
   }
   for (int other = 0; other < size(); ++other) {
     const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());
