@@ -107,9 +107,6 @@ class Team {
   /// Throws the first failure: `error` if that is this rank's own.
   [[noreturn]] void rethrow(const std::exception_ptr& error) const;
 
-  /// Where a pipeline's ranks tell rank 0 what they call.
-  static Topic topic_of_calls(int pipeline) { return {pipeline, kCall}; }
-
  private:
   enum Subject { kCall, kDecision, kResult, kToWorkers };
   Topic topic(int subject) const { return {pipeline_, subject}; }
