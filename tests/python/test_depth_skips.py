@@ -86,7 +86,7 @@ def steps_of_a_rank(ranks):
 def test_attention_residuals_over_two_ranks_equal_one_process():
     for each, (first, mine), (second, others) in zip(RUNS[1:], *results_of(2, steps_of_a_rank), strict=True):
         output, gradients = step(*each)
-        assert torch.equal(first, output) and torch.equal(second, output)
+        assert first.is_meta != second.is_meta and torch.equal(second if first.is_meta else first, output)
         assert len(mine) + len(others) == len(gradients)
         assert all(torch.equal(gradient, gradients[name]) for name, gradient in (mine | others).items())
 
