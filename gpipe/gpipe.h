@@ -73,8 +73,9 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
             const LanguageBinding& binding);
 
-  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. Warns
-  /// once, in training, if the schedule is not fill and drain, because only step() runs it.
+  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device; over
+  /// ranks, see RanksOptions::share_outputs. Warns once, in training, if the schedule is not fill and drain, because only
+  /// step() runs it.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);

@@ -30,6 +30,10 @@ struct RanksOptions {
   TORCH_ARG(std::string, interface);
   /// The number of equal pipelines, which divides the number of ranks. Each trains on a part of the mini-batch.
   TORCH_ARG(int, replicas) = 1;
+  /// Whether outputs, of forward() and StepOptions::return_output, go to all ranks of their replica. Else only the rank of
+  /// the last stage has their values. On the others they are on the `meta` device: they have shapes, and a backward().
+  /// The same on all ranks.
+  TORCH_ARG(bool, share_outputs) = false;
   /// Whether tensors between ranks go from GPU to GPU, by NCCL. Then every worker must have a GPU, and no two ranks the
   /// same. The same on all ranks.
   TORCH_ARG(bool, nccl) = false;

@@ -22,6 +22,9 @@ class GPIPE_API TeamCalls {
   /// equal on all ranks.
   std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
 
+  /// Returns, on all ranks of a replica, the bytes that the rank of its last stage gives, such as scores of the outputs.
+  std::string share(std::string bytes);
+
   /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the others. Trace the same calls on
   /// all ranks.
   Timeline gather(Timeline timeline);

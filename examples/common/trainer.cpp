@@ -305,7 +305,7 @@ std::shared_ptr<Ranks> join_processes(int replicas) {
     throw std::invalid_argument(
         absl::StrCat("--replicas is ", replicas, ", but there is one process; start as many per stage with torchrun"));
   }
-  auto ranks = Ranks::from_environment(RanksOptions().replicas(replicas));
+  auto ranks = Ranks::from_environment(RanksOptions().replicas(replicas).share_outputs(true));
   if (!is_first(ranks) && std::freopen("/dev/null", "w", stdout) == nullptr) {
     throw std::runtime_error("cannot open /dev/null");
   }

@@ -147,10 +147,6 @@ std::string decide(const std::vector<std::string>& messages, const Mesh& mesh) {
   return kAgreed + items.take();
 }
 
-std::string proposed_call(const std::string& message) {
-  return message.starts_with(kCall) ? to_string(to_proposal(message).key) : "";
-}
-
 std::optional<std::string> reason_for_leaving(const std::string& message) {
   return message.starts_with(kGone) ? std::optional(message.substr(1)) : std::nullopt;
 }

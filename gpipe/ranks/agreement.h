@@ -60,9 +60,6 @@ std::string encode_refusal(const std::string& reason);  ///< this rank cannot ma
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls
 std::string decide(const std::vector<std::string>& messages, const Mesh& mesh);
 
-/// Returns what a rank calls; empty if the message is no proposal.
-std::string proposed_call(const std::string& message);
-
 /// Returns the reason if the message is a farewell.
 std::optional<std::string> reason_for_leaving(const std::string& message);
 

@@ -233,11 +233,10 @@ Received Connections::receive(int rank, Topic topic, std::chrono::milliseconds l
   }
 }
 
-std::optional<std::string> Connections::peek(int rank, Topic topic) {
+bool Connections::has_come(int rank, Topic topic) {
   MutexLock lock(mutex_);
   const auto found = arrived_.find({rank, topic});
-  if (found == arrived_.end() || found->second.empty()) return std::nullopt;
-  return found->second.front().text;
+  return found != arrived_.end() && !found->second.empty();
 }
 
 void Connections::end(int pipeline) {

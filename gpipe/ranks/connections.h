@@ -100,8 +100,8 @@ class Connections {
   /// Waits for the topic's next message. REQUIRES: has(rank). Errors: TimeoutError; ConnectionError after a failure;
   /// those of `poll`.
   Received receive(int rank, Topic topic, std::chrono::milliseconds limit, const Poll& poll);
-  /// Returns the text of a topic's next message, if one has come.
-  std::optional<std::string> peek(int rank, Topic topic);
+  /// Whether a message of a topic has come that has not been received.
+  bool has_come(int rank, Topic topic);
   /// Drops what comes, or has come, for a pipeline.
   void end(int pipeline);
 

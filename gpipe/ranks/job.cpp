@@ -5,9 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/agreement.h"
 #include "gpipe/ranks/handshake.h"
-#include "gpipe/ranks/team.h"
 #include "gpipe/ranks/transport.h"
 
 namespace gpipe {
@@ -25,7 +23,6 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const Connec
       rank_(ranks.rank()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
-      caller_(std::this_thread::get_id()),
       store_(std::move(store)),
       connections_(std::make_unique<Connections>(ranks.size(), allocate_parcels)) {
   try {
@@ -90,21 +87,10 @@ int Job::join() {
 }
 
 void Job::check_stays(int rank, Topic topic) {
-  if (!connections_->peek(rank, kEnd) || connections_->peek(rank, topic)) return;  // in this order: its end comes last
+  // In this order: its end comes last.
+  if (!connections_->has_come(rank, kEnd) || connections_->has_come(rank, topic)) return;
   connections_->fail(absl::StrCat("rank ", rank, " has left the job"));
   connections_->check();
-}
-
-// Another thread of this rank could still make the call that the other one waits for.
-void Job::check_order(int pipeline, int rank) {
-  for (int other = 1; other <= pipelines_ && has_one_caller_; ++other) {
-    if (other == pipeline) continue;
-    const auto message = connections_->peek(rank, Team::topic_of_calls(other));
-    const auto call = message ? proposed_call(*message) : "";
-    if (call.empty()) continue;
-    throw_error("rank 0 uses pipeline ", pipeline - 1, ", but rank ", rank, " uses pipeline ", other - 1, " for '",
-                call, "'; use pipelines, which are numbered as they are made, in the same order on all ranks");
-  }
 }
 
 std::string Job::share(const std::string& text, const Poll& poll) {

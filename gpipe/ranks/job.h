@@ -70,14 +70,6 @@ class Job {
   /// Returns `poll`, whose exceptions are failures.
   Poll reporting(const Poll& poll);
 
-  /// Call it before each call of a pipeline.
-  void note_caller() {
-    if (std::this_thread::get_id() != caller_) has_one_caller_ = false;
-  }
-  /// Call it on rank 0 while it waits for a rank to make a call of a pipeline. Errors: std::runtime_error if that rank
-  /// waits in a call of another pipeline, and only the thread that made this has made calls.
-  void check_order(int pipeline, int rank);
-
   bool is_finished() const { return is_finished_; }
   std::string share(const std::string& text, const Poll& poll);  ///< as Ranks::share()
   /// As Ranks::finish(). REQUIRES: without a cause, no call runs.
@@ -92,11 +84,9 @@ class Job {
   const int rank_;
   const int exceptions_;  // on the stack when this was made
   const pid_t process_;
-  const std::thread::id caller_;
   const c10::intrusive_ptr<c10d::Store> store_;
   std::string name_;  // of this job in the store
   std::atomic<int> pipelines_ = 0;
-  std::atomic<bool> has_one_caller_ = true;
   bool is_finished_ = false;
   std::unique_ptr<DeviceConnections> devices_;
   std::unique_ptr<Connections> connections_;

@@ -159,7 +159,6 @@ Received Team::receive(Subject subject, int from) {
   return job_->connections().receive(from, topic(subject), limit, [&] {
     if (poll_) poll_();
     if (begins_call) job_->check_stays(from, topic(subject));
-    if (subject == kCall) job_->check_order(pipeline_, from);
   });
 }
 
@@ -213,14 +212,12 @@ Agreement Team::agree(Proposal proposal) {
   if (job_->is_finished()) throw_error("this pipeline cannot be used any more: this rank has left the job");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
-  job_->note_caller();
   return decode_agreement(decide_on_call(encode(proposal)), mesh_);
 }
 
 void Team::withdraw(const std::string& reason) noexcept {
   try {
     if (job_ == nullptr || !job_->connections().failure().empty() || !gone_.empty()) return;
-    job_->note_caller();
     decide_on_call(encode_refusal(reason));
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }
@@ -257,7 +254,7 @@ void Team::transfer(const char* what, absl::FunctionRef<void()> run) {
 
 void Team::send_copies(Group group, Parcel parcel) {
   for (auto& tensor : parcel.tensors) {
-    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
+    if (tensor.defined() && !tensor.is_meta()) tensor = copy_of(tensor, c10::kCPU);
   }
   for (int other = 0; other < size(); ++other) {
     const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());

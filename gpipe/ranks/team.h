@@ -53,7 +53,8 @@ class Team {
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
 
-  /// Returns the parcel of rank `owner`, with copies of its tensors on the CPU. Ignores the other ranks' parcels.
+  /// Returns the parcel of rank `owner`, with copies of its tensors on the CPU, except those on `meta`. Ignores the other
+  /// ranks' parcels.
   Parcel broadcast(Group group, int owner, Parcel parcel);
   /// Returns the parcels of the counterparts, in the order of replicas.
   std::vector<Parcel> all_gather(Parcel parcel);
@@ -79,6 +80,7 @@ class Team {
 
   /// The longest wait for another rank within a call. REQUIRES: there are other ranks.
   std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
+  bool shares_outputs() const { return ranks_->options().share_outputs(); }  ///< REQUIRES: as timeout()
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
   /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
@@ -104,9 +106,6 @@ class Team {
   void check() const;
   /// Throws the first failure: `error` if that is this rank's own.
   [[noreturn]] void rethrow(const std::exception_ptr& error) const;
-
-  /// Where a pipeline's ranks tell rank 0 what they call.
-  static Topic topic_of_calls(int pipeline) { return {pipeline, kCall}; }
 
  private:
   enum Subject { kCall, kDecision, kResult, kToWorkers };

@@ -168,7 +168,7 @@ Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const Structur
       add_layout(tensor, layout);
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
-        on_device->push_back(elements_of(tensor));
+        if (on_device != nullptr) on_device->push_back(elements_of(tensor));
         continue;
       }
       owner->push_back(elements_of(tensor));

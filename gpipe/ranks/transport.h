@@ -14,8 +14,8 @@ class Team;
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
 /// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceLink.
-/// REQUIRES: all tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument unless
-/// sizes and strides tell all about a tensor.
+/// REQUIRES: all tensors are on the CPU or `meta`, or `on_device` is not null. Errors: std::invalid_argument unless sizes
+/// and strides tell all about a tensor.
 Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 

@@ -1,6 +1,7 @@
 // The calls over ranks that train nothing.
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -51,6 +52,19 @@ std::vector<std::string> TeamCalls::gather(std::string bytes, const std::string&
   return in_call(pipeline_, [&](Call& call) {
     call.agree({.key = {.name = "gather of " + what}});
     return pipeline_.team().gather(std::move(bytes));
+  });
+}
+
+std::string TeamCalls::share(std::string bytes) {
+  auto& team = pipeline_.team();
+  if (team.size() == 1) return bytes;
+  return in_call(pipeline_, [&](Call& call) {
+    call.agree({.key = {.name = "share of the last stage's bytes"}});
+    Parcel parcel;
+    parcel.add(at::from_blob(bytes.data(), {std::ssize(bytes)}, at::kByte), /*gradient_wanted=*/false);
+    parcel = team.broadcast(Team::Group::kReplica, pipeline_.rank_of(pipeline_.count() - 1), std::move(parcel));
+    const auto& shared = parcel.tensors.front();
+    return std::string(static_cast<const char*>(shared.const_data_ptr()), shared.nbytes());
   });
 }
 

@@ -105,11 +105,14 @@ Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss) {
   if (pipeline.is_here(last)) {
     if (loss != nullptr) results.loss = sum_over_replicas(loss->join(), pipeline);
     if (wants_outputs) results.outputs = outputs.gather();
+    if (team.size() == 1) return results;
     const auto& value = results.outputs.value;
     parcel.form = value.form();
     parcel.add(results.loss, /*gradient_wanted=*/false);
     for (std::size_t k = 0; k < value.tensors().size(); ++k) {
-      parcel.add(value.tensors()[k], results.outputs.wants_gradient[k]);
+      const auto& output = value.tensors()[k];
+      const bool has_values = !output.defined() || team.shares_outputs();
+      parcel.add(has_values ? output : output.to(at::kMeta), results.outputs.wants_gradient[k]);
     }
   }
   parcel = team.broadcast(Team::Group::kReplica, pipeline.rank_of(last), std::move(parcel));

@@ -57,7 +57,8 @@ struct Results {
   std::vector<at::Tensor> tensors() const;
 };
 
-/// Joins the results of the micro-batches, once, and gives them to all ranks. `loss` may be null.
+/// Joins the results of the micro-batches, once. All ranks get the loss, and the outputs, without their values unless
+/// Team::shares_outputs(). `loss` may be null.
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
 
 /// Updates the running statistics of batch norm, on all replicas. `statistics`: per stage, or empty.

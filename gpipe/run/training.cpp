@@ -185,8 +185,9 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
         throw_error("an input was changed in place between the forward and its backward; change a clone instead");
       }
       std::vector<Gradients> of_parts(sizes.size());
+      const bool has_outputs = pipeline->is_here(pipeline->count() - 1);
       for (const auto& gradient : gradients) {
-        auto pieces = scatter_gradient(gradient, sizes);
+        auto pieces = scatter_gradient(has_outputs ? gradient : at::Tensor(), sizes);
         for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
       }
       auto result = mini_batch->backward(call, std::move(of_parts), retain_graph);

@@ -281,7 +281,7 @@ class GPipe(StagedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. A converted model takes its module's arguments, except those without tensors. Returns the output of the last
-        layer for the whole mini-batch, on the last stage's device. Warns once if it trains with a ``schedule`` that only
+        layer for the whole mini-batch, on the last stage's device; on other ranks as :class:`Ranks` says. Warns once if it trains with a ``schedule`` that only
         :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
@@ -320,13 +320,16 @@ class GPipe(StagedModel):
     def evaluate(self, input: Any, target: Any, loss: Callable[[Any, Any], _Result]) -> _Result:
         """Returns ``loss(output, target)`` of a mini-batch in evaluation mode, without gradients, on the output and the target
         of all samples. ``loss`` is any function: a loss, or one that returns scores. The target may be on any device. Over
-        ranks, each computes the result of its replica, so give all of them the target. Restores the modules' modes."""
+        ranks, that of the last stage calls it, and the others of its replica get the result: tensors and plain Python types.
+        Restores the modules' modes."""
         with self.team.refusing():
             checks.check_function(loss, "loss", "output and target")
         with mode(self.module, False), torch.no_grad():
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
-            return explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+            return self.team.of_last_stage(
+                lambda: explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+            )
 
     def _warn_of_schedule(self) -> None:
         if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):

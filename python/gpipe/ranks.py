@@ -40,6 +40,9 @@ class Ranks:
             the environment, or else the interface that reaches the store.
         replicas: the number of equal pipelines, a divisor of the number of processes. Each trains on its own part of the
             mini-batch, and their gradients are summed.
+        share_outputs: whether the outputs of ``forward()`` and of ``step(..., return_output=True)`` go to all ranks of their
+            replica. Otherwise only the rank of the last stage has their values. On the others they are on the ``meta`` device:
+            they have shapes, and a ``backward()``. The same on all ranks.
         nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
             The same on all ranks.
 
@@ -64,13 +67,14 @@ class Ranks:
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
         replicas: int = 1,
+        share_outputs: bool = False,
         nccl: bool = False,
     ) -> None:
         given: Any = None
         if group is not _ENVIRONMENT:
             given = check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._core = core = _C.Ranks(given, *times, interface, replicas, nccl)
+        self._core = core = _C.Ranks(given, *times, interface, replicas, share_outputs, nccl)
         self.rank, self.size, self.replica, self.replicas = core.rank, core.size, core.replica, core.replicas
         self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)
@@ -85,6 +89,7 @@ class Ranks:
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
         replicas: int = 1,
+        share_outputs: bool = False,
         nccl: bool = False,
     ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
@@ -96,6 +101,7 @@ class Ranks:
             join_timeout=join_timeout,
             interface=interface,
             replicas=replicas,
+            share_outputs=share_outputs,
             nccl=nccl,
         )
 

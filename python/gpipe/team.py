@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
+from typing import TypeVar, cast
 
 import torch
 
 from gpipe import _C
 from gpipe.checks import check_is, check_numbers, check_text, check_whole
 from gpipe.core import StagedModel
+
+_Result = TypeVar("_Result")
 
 
 class Team:
@@ -38,6 +42,19 @@ class Team:
             pipeline = self._pipe._pipeline()
             checked = check_is(data, "data", bytes, "bytes"), check_text(what, "what")
         return pipeline.gather(*checked)
+
+    def of_last_stage(self, work: Callable[[], _Result]) -> _Result:
+        """Returns what ``work`` returns on the rank of the last stage, on all ranks of its replica: tensors, which are on the
+        CPU there, and plain Python types. ``pipe.evaluate`` calls it."""
+        if self._pipe.ranks is None or not self._pipe.balance:
+            return work()
+        written = BytesIO()
+        is_here = self._pipe._is_here[-1]
+        with self.refusing():
+            if is_here:
+                torch.save(result := work(), written)
+        shared = self._pipe._pipeline().share(written.getvalue())
+        return result if is_here else cast(_Result, torch.load(BytesIO(shared), map_location="cpu", weights_only=True))
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace

@@ -259,6 +259,10 @@ std::vector<py::bytes> gather(PythonPipeline& pipeline, const py::bytes& bytes, 
   return {gathered.begin(), gathered.end()};
 }
 
+py::bytes share(PythonPipeline& pipeline, const py::bytes& bytes) {
+  return pipeline.run([own = std::string(bytes)](GPipeImpl& pipe) { return pipe.team().share(own); });
+}
+
 /// A call over ranks that trains nothing.
 template <typename Result, typename Argument>
 auto call_of(Result (TeamCalls::*method)(Argument)) {
@@ -300,6 +304,7 @@ void init_pipeline(py::module_& module) {
       .def("forward", &PythonPipeline::forward)
       .def("train", &PythonPipeline::train)
       .def("gather", &gather)
+      .def("share", &share)
       .def("gather_timeline", call_of<Timeline, Timeline>(&TeamCalls::gather))
       .def("largest", call_of(&TeamCalls::largest))
       .def("sum_over_replicas", call_of(&TeamCalls::sum_over_replicas))

@@ -220,7 +220,8 @@ std::vector<Results> train_over_ranks(const std::string& schedule, Checkpoint ch
   constexpr int kRanks = 2;
   accelerator::CheckedWires wires;
   std::vector<Results> results(kRanks);
-  const auto errors = run_ranks(kRanks, patient_ranks(), way == Way::kWires ? &wires : nullptr, [&](const auto& ranks) {
+  const auto options = patient_ranks().share_outputs(true);
+  const auto errors = run_ranks(kRanks, options, way == Way::kWires ? &wires : nullptr, [&](const auto& ranks) {
     results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks);
   });
   EXPECT_THAT(errors, ::testing::Each(::testing::IsEmpty()));

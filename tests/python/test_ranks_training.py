@@ -13,14 +13,14 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import gpipe
 from gpipe import snapshot
-from helpers import content_of_snapshot, make_linears, make_tied_model, results_of, tied_batch
+from helpers import content_of_snapshot, make_linears, make_tied_model, named_gradients, results_of, tied_batch
 from test_ranks import batch, make_model
 from test_snapshot import Keeper, Scale
 
 
-def replicas(ranks, count):
+def replicas(ranks, count, **options):
     """Ranks of the same processes, divided into replicas."""
-    return gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60, replicas=count)
+    return gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60, replicas=count, **options)
 
 
 def states(pipe):
@@ -91,7 +91,7 @@ def test_replicas_take_the_state_that_the_first_one_has_loaded():
 def scale_losses(ranks, clips, by_hand):
     torch.manual_seed(0)
     scales = []
-    with replicas(ranks, 2) as mesh:
+    with replicas(ranks, 2, share_outputs=True) as mesh:
         pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), [1, 1], chunks=2, group=mesh)
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -199,6 +199,7 @@ def make_pipe(case, group):
 def train_and_save(ranks, source, path):
     """Trains a pipeline of each case, from a snapshot or from the start. Returns losses, norms and outputs."""
     results = []
+    ranks = ranks and replicas(ranks, 1, share_outputs=True)
     for number, case in enumerate(CASES):
         pipe, (x, y) = make_pipe(case, ranks), batch_of(case[-1])
         kind = (torch.optim.SGD, torch.optim.AdamW)[number % 2]
@@ -229,6 +230,33 @@ def test_two_ranks_train_with_the_bits_of_one_process_and_save_its_state(tmp_pat
         for number in range(len(CASES)):
             one, two = (content_of_snapshot(tmp_path / f"{folder}.{number}") for folder in (name, f"{name}_two"))
             assert one == two
+
+
+def evaluate(ranks):
+    torch.manual_seed(0)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)), [1, 1], chunks=2, group=ranks)
+    x, y = torch.rand(8, 6), torch.rand(8, 4)
+    called = []
+
+    def score(output, target):
+        called.append(output.device.type)
+        return {"loss": F.mse_loss(output, target), "shape": tuple(output.shape)}
+
+    result = pipe.evaluate(x, y, score)
+    output = pipe(x)
+    F.mse_loss(output, y.to(output.device)).backward()
+    with pytest.raises(RuntimeError, match="^no score" if called else "rank 1 refused the call: RuntimeError: no score"):
+        pipe.evaluate(x, y, lambda output, target: (_ for _ in ()).throw(RuntimeError("no score")))
+    assert pipe.team.largest(ranks.rank if ranks else 1) == 1  # can be used again
+    return result, called, output.device.type, named_gradients(pipe)
+
+
+def test_only_the_rank_of_the_last_stage_has_outputs_and_evaluates():
+    expected, *_, gradients = evaluate(None)
+    (first, *of_first, one), (last, *of_last, two) = results_of(2, evaluate)
+    assert (of_first, of_last) == ([[], "meta"], [["cpu"], "cpu"])
+    assert first == last == expected
+    torch.testing.assert_close(one | two, gradients, rtol=0, atol=0)
 
 
 KINDS = [

@@ -36,6 +36,10 @@ struct Meeting {
     };
     return connect_ranks(*connections[rank], rank, size, listen_somewhere(), {write, read}, limit, kLongLimit, poll);
   }
+  /// The same on a thread.
+  std::thread start(int rank) {
+    return std::thread([this, rank] { EXPECT_NO_THROW(connect(rank)); });
+  }
   /// What rank 0 has written.
   std::string invitation() {
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
@@ -81,7 +85,7 @@ Endpoint address_in(const std::string& invitation) {
 
 TEST(Handshake, OutsidersAreClosed) {
   Meeting meeting(3);
-  std::thread leader([&] { meeting.connect(0); });
+  auto leader = meeting.start(0);
   const auto invitation = meeting.invitation();
   std::vector<Socket> visitors;
   const auto say = [&](const std::string& words) {
@@ -102,7 +106,7 @@ TEST(Handshake, OutsidersAreClosed) {
   say(almost);
   for (const char rank : {0, 3, -1}) say(as_rank(rank));
   std::vector<std::thread> others;
-  for (const int r : {1, 2}) others.emplace_back([&, r] { meeting.connect(r); });
+  for (const int r : {1, 2}) others.push_back(meeting.start(r));
   leader.join();
   for (auto& other : others) other.join();
   for (const auto& visitor : visitors) {

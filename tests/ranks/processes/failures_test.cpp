@@ -315,24 +315,6 @@ RANKS_TEST(RanksFailures, CallsDiffer, kRanks) {
   EXPECT_EQ(message_from(step), "nothing");
 }
 
-RANKS_TEST(RanksFailures, PipelinesAreUsedInAnotherOrder, kRanks) {
-  const int rank = ranks->rank();
-  for (int culprit = 0; culprit < kRanks; ++culprit) {
-    const auto of = new_ranks(kRanks);
-    Subject pipes[] = {Subject(of), Subject(of)};
-    for (auto& pipe : pipes) pipe.step();
-    const std::string by_first = culprit == 0 ? "1" : "0";
-    const std::string by_other = culprit == 0 ? "1 uses pipeline 0" : std::to_string(culprit) + " uses pipeline 1";
-    EXPECT_THAT(
-        message_from([&] { pipes[rank == culprit].step(); }),
-        HasSubstr("rank 0 uses pipeline " + by_first + ", but rank " + by_other + " for 'step of micro-batches"));
-  }
-  const auto of = new_ranks(kRanks);
-  Subject pipe(of);
-  EXPECT_THAT(message_from([&] { rank == 2 ? pipe.step() : static_cast<void>(Subject(of)); }),
-              HasSubstr("rank 0 uses pipeline 1, but rank 2 uses pipeline 0 for 'step of micro-batches"));
-}
-
 RANKS_TEST(RanksFailures, ThreadsUsePipelinesInAnyOrder, 2) {
   Subject pipes[] = {Subject(ranks, "1f1b", Checkpoint::kNever, 2), Subject(ranks, "gpipe", Checkpoint::kNever, 2)};
   std::vector<std::jthread> threads;

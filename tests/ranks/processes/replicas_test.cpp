@@ -146,7 +146,7 @@ RANKS_TEST(RanksReplicas, OneStageOnEach, 2, {.ranks = patient().replicas(2)}) {
   }
 }
 
-RANKS_TEST(RanksReplicas, TwoStagesOnEach, 4, {.ranks = patient().replicas(2)}) {
+RANKS_TEST(RanksReplicas, TwoStagesOnEach, 4, {.ranks = patient().replicas(2).share_outputs(true)}) {
   EXPECT_EQ(ranks->replica(), ranks->rank() % 2);
   for (const auto* schedule : {"gpipe", "1f1b", "zb_h1", "zb_h2"}) {
     const auto options = GPipeOptions().chunks(2).schedule(schedule).checkpoint(Checkpoint::kNever);

@@ -286,11 +286,37 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
   }
 }
 
-RANKS_TEST(RanksTraining, OnTwoRanksEqualsOneProcess, 2, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
-RANKS_TEST(RanksTraining, OnFourRanksEqualsOneProcess, 4, {.limit = seconds(180)}) { expect_equal_trainings(ranks); }
+/// So that all ranks can compare outputs.
+JobOptions sharing(seconds limit) { return {.ranks = patient().share_outputs(true), .limit = limit}; }
+
+RANKS_TEST(RanksTraining, OnTwoRanksEqualsOneProcess, 2, sharing(seconds(180))) { expect_equal_trainings(ranks); }
+RANKS_TEST(RanksTraining, OnFourRanksEqualsOneProcess, 4, sharing(seconds(180))) { expect_equal_trainings(ranks); }
+
+RANKS_TEST(RanksTraining, OutputsStayOnTheRankOfTheLastStage, 3) {
+  const auto run = [](const std::shared_ptr<Ranks>& over) {
+    torch::manual_seed(3);
+    GPipe pipe(Sequential(Linear(6, 6), nn::Tanh(), Linear(6, 6), Linear(6, 4)), {1, 2, 1},
+               GPipeOptions().chunks(3).ranks(over));
+    Record record;
+    const auto output = pipe->forward(waves(7));
+    output.square().mean().backward();
+    const auto result = pipe->step(waves(7), waves(7).slice(1, 0, 4), kMse, StepOptions().return_output(true));
+    record["loss"] = result.loss;
+    const bool is_last = !over || over->rank() == 2;
+    for (const auto& each : {output, result.output.tensor()}) {
+      EXPECT_EQ(each.sizes(), (std::vector<std::int64_t>{7, 4}));
+      EXPECT_NE(each.is_meta(), is_last);
+      if (is_last) record["output of " + std::to_string(record.size())] = each;
+    }
+    EXPECT_EQ(pipe->team().share(over ? std::to_string(over->rank()) : "2"), "2");
+    record.merge(gradients_of(pipe));
+    return record;
+  };
+  expect_part_of(run(ranks), run(nullptr));
+}
 
 /// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
-RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3) {
+RANKS_TEST(RanksTraining, OfSomeStagesOnly, 3, sharing(seconds(60))) {
   for (const auto* schedule : {"gpipe", "zb_h1"}) {
     for (int trained = -1; trained < 3; ++trained) {
       SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
@@ -353,8 +379,8 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
 }
 
 // Pipelines over processes equal the reference bit by bit.
-RANKS_TEST(RanksTransparency, TwoRanks, 2, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
-RANKS_TEST(RanksTransparency, FourRanks, 4, {.limit = seconds(60 + cases().count)}) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, TwoRanks, 2, sharing(seconds(60 + cases().count))) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, FourRanks, 4, sharing(seconds(60 + cases().count))) { run_cases(ranks); }
 
 }  // namespace
 }  // namespace gpipe
