@@ -106,7 +106,8 @@ void init_schedule(py::module_& module) {
       .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
       .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
       .def("to_json_lines", &to_json_lines,
-           "Returns a line of JSON per complete step: its actions, what each worker waited for, and where the time went.")
+           "Returns a line of JSON per complete step: its actions, what each worker waited for, and where the time "
+           "went.")
       .def("to_html", &page_of, "Returns a page that shows the steps, what each wait waited for, and the bytes.");
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
