@@ -141,7 +141,7 @@ class Prediction:
     timeline: typing.Final[Timeline]
 class Plan:
     def save(self, path: typing.Any) -> None: ...
-    arguments: typing.Final[dict]
+    arguments: typing.Final[dict[str, typing.Any]]
     balance: typing.Final[list[int]]
     bubble: typing.Final[float]
     bytes: typing.Final[list[int]]

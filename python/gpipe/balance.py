@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -207,17 +207,17 @@ def plan(
     schedulings = [_C.Scheduling(schedule, place)] if schedule != "auto" or place else []
     limits = [] if memory is None else checks.check_memory(memory)
     given = (counts[0] if isinstance(chunks, int) else 0), cut, checkpoint, stages or 0, schedulings
-    profiles = model if isinstance(model, (list, tuple)) else None
-    for each in profiles or ():
+    profiles = model if isinstance(model, (list, tuple)) else ()
+    for each in profiles:
         checks.check_is(each, "model", Profile, "a model, or Profiles, as gpipe.balance.profile() returns")
-    samples = 1 if profiles is None else checks.check_whole(example, "example", bits=63)
+    samples = checks.check_whole(example, "example", bits=63) if profiles else 1
     options = _C.PlanOptions(
         samples, names, limits, replicas or 0, len(placed) // hosts, bandwidth, between or bandwidth, *given
     )
-    if profiles is not None:
-        return _C.plan_profiles(profiles, options)
+    if isinstance(model, (list, tuple)):
+        return _C.plan_profiles(model, options)
     profiling = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
-    with _measured(model, example, placed[0]) as (layers, batch):
+    with _measured(cast(nn.Module, model), example, placed[0]) as (layers, batch):
         return _C.plan_model(layers, batch, placed, options, counts, pilots if replicas == 1 else 0, profiling)
 
 

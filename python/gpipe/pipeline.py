@@ -231,7 +231,7 @@ class GPipe(StagedModel):
         elif None in chosen.values() and is_on_meta(module):
             chosen = _unmeasured(model, placed, stages, ranks, chosen) | {"placement": placement or "looped"}
         elif None in chosen.values():
-            options = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
+            options: dict[str, Any] = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
             options |= chosen | {"seconds": seconds}
             batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
             chosen = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))

@@ -96,7 +96,7 @@ Plans plan_model(const Objects& layers, const Value& sample, const std::vector<t
 }
 
 /// The arguments of a pipeline.
-py::dict arguments(const Plan& plan) {
+py::typing::Dict<py::str, py::object> arguments(const Plan& plan) {
   using namespace py::literals;
   return py::dict("balance"_a = plan.balance, "chunks"_a = plan.chunks, "checkpoint"_a = plan.checkpoint,
                   "schedule"_a = plan.schedule, "placement"_a = plan.placement);
