@@ -117,7 +117,7 @@ class Contender {
       const auto with = segments_.within(static_cast<std::int64_t>(limit), first, end, in_flight_[stage]);
       return std::pair(static_cast<double>(segments_.bytes(first, end, in_flight_[stage], with)), with.seconds);
     };
-    for (const double part : {1.0, 0.85, 0.7}) {  // because the estimates are not exact
+    for (const double part : {1.0, 0.9, 0.8, 0.7, 0.6}) {  // because the estimates are not exact
       const auto within_memory = [&](int stage, int first, int end) {
         const double limit = part * share(stage);
         const auto [needed, again] = bytes(limit, stage, first, end);
@@ -142,24 +142,15 @@ class Contender {
     }
   }
 
-  /// Moves the ends of segments by a layer, and recomputes a segment or not, as long as this helps.
+  /// Changes the segments of the best plans, one at a time, as long as this helps: moves an end by a layer, recomputes a
+  /// segment or not, recomputes a layer by itself.
   void polish(std::int64_t& actions) {
-    for (bool improved = !whole_ && !given_.checkpoint && devices_.is_limited(); improved;) {
-      improved = false;
-      const auto try_out = [&](const std::vector<std::int64_t>& balance, Checkpoints modes) {
-        if (actions < 0) return;
-        auto other = predicted(balance, best_.placement, std::move(modes), actions);
-        if (!is_better(other, best_)) return;
-        best_ = std::move(other);
-        improved = true;
-      };
-      for (const auto& moved : segments_.cost().near(best_.balance, 1)) try_out(moved, best_.checkpoint);
-      for (std::size_t s = 0; s < best_.balance.size(); ++s) {
-        auto modes = std::vector<Checkpoint>(best_.balance.size());
-        for (std::size_t i = 0; i < modes.size(); ++i) modes[i] = best_.checkpoint.of(static_cast<int>(i));
-        modes[s] = modes[s] == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
-        try_out(best_.balance, modes);
-      }
+    if (whole_ || given_.checkpoint || !devices_.is_limited()) return;
+    std::ranges::stable_sort(tried_, is_better);
+    tried_.resize(std::min<std::size_t>(tried_.size(), 4));
+    for (auto plan : std::exchange(tried_, {})) {
+      while (actions > 0 && step(plan, actions)) continue;
+      if (is_better(plan, best_)) best_ = std::move(plan);
     }
   }
 
@@ -185,6 +176,56 @@ class Contender {
   }
 
  private:
+  /// Improves a plan by one kind of change each. Returns whether it did.
+  bool step(Plan& plan, std::int64_t& actions) const {
+    bool improved = false;
+    const auto offer = [&](const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
+                           const std::vector<Checkpoint>& modes) {
+      if (actions < 0) return;
+      auto other = predicted(balance, placement, modes, actions);
+      if (!is_better(other, plan)) return;
+      plan = std::move(other);
+      improved = true;
+    };
+    const auto modes_of = [](const Plan& of) {
+      std::vector<Checkpoint> modes;
+      for (std::size_t s = 0; s < of.balance.size(); ++s) modes.push_back(of.checkpoint.of(static_cast<int>(s)));
+      return modes;
+    };
+    for (const auto& moved : segments_.cost().near(plan.balance, 1)) offer(moved, plan.placement, modes_of(plan));
+    for (std::size_t s = 0; s < plan.balance.size(); ++s) {
+      auto modes = modes_of(plan);
+      modes[s] = modes[s] == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
+      offer(plan.balance, plan.placement, modes);
+    }
+    const auto from = plan;
+    for (std::size_t s = 0, first = 0; s < from.balance.size(); first += from.balance[s++]) {
+      for (std::int64_t i = 0; i < from.balance[s] && from.balance[s] > 1; ++i) {
+        const int layer = static_cast<int>(first) + static_cast<int>(i);
+        if (modes_of(from)[s] != Checkpoint::kNever || !segments_.cost().can_cut_before(layer) ||
+            !segments_.cost().can_cut_before(layer + 1)) {
+          continue;
+        }
+        auto [balance, placement, modes] = std::tuple(from.balance, from.placement, modes_of(from));
+        const auto at = static_cast<std::ptrdiff_t>(s);
+        const auto rest = std::array{i, std::int64_t{1}, from.balance[s] - i - 1};
+        modes.insert(modes.begin() + at, 2, Checkpoint::kNever);
+        modes[s + 1] = Checkpoint::kAlways;
+        placement.insert(placement.begin() + at, 2, placement[s]);
+        balance.erase(balance.begin() + at);
+        balance.insert(balance.begin() + at, rest.begin(), rest.end());
+        for (const auto part : {at + 2, at}) {
+          if (balance[part] > 0) continue;
+          modes.erase(modes.begin() + part);
+          placement.erase(placement.begin() + part);
+          balance.erase(balance.begin() + part);
+        }
+        offer(balance, placement, modes);
+      }
+    }
+    return improved;
+  }
+
   static std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
     std::vector<std::int64_t> balance;
     for (int first = 0; const int end : ends) balance.push_back(end - std::exchange(first, end));
@@ -279,6 +320,7 @@ class Contender {
 
   bool offer(const std::vector<int>& ends, std::int64_t& actions) {
     auto plan = solve(ends, actions);
+    tried_.push_back(plan);
     if (!ends_.empty() && !is_better(plan, best_)) return false;
     best_ = std::move(plan);
     ends_ = ends;
@@ -293,6 +335,7 @@ class Contender {
   const bool whole_;                 // stages are recomputed as a whole, or not at all
   std::vector<InFlight> in_flight_;  // by stage; empty if there is nothing to choose
   Plan best_;
+  std::vector<Plan> tried_;
   std::vector<int> ends_;  // of the stages of the best plan
 };
 
