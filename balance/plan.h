@@ -25,10 +25,11 @@ struct PlanOptions {
   std::vector<std::string> devices = {};
   /// The most bytes of each device, or of all if there is one number; empty: no limit.
   std::vector<std::int64_t> memory = {};
-  int replicas = 1;      ///< 0: any number that divides the devices and the samples
+  int replicas = 1;      ///< of worker w on devices w * replicas and following; 0: any number that divides the devices
   Network network = {};  ///< its `replicas` are not used
   bool copies = false;   ///< as in RunOptions
-  int chunks = 0;        ///< 0: as many micro-batches as a profile's samples make; only for one replica
+  /// Numbers of micro-batches to try, those for whose size there is a profile. Empty: as many as a profile's samples make.
+  std::vector<int> chunks = {};
   std::vector<std::int64_t> balance = {};
   std::optional<Checkpoints> checkpoint = {};
   int stages = 0;  ///< 0: any number; segments do not count

@@ -150,19 +150,23 @@ void run_pilots(Plans& plans, const Model& model, const Value& sample, const std
   const RestoreModule restore(model.module());
   const bool drains = fills_and_drains(plans.best().schedule);
   std::vector<std::pair<double, std::size_t>> measured;
-  for (std::size_t i = 0; i < plans.plans.size() && std::ssize(measured) < measuring.pilots(); ++i) {
+  std::exception_ptr first_error;
+  int failures = 0;
+  for (std::size_t i = 0; i < plans.plans.size() && std::ssize(measured) < measuring.pilots() && failures < 5; ++i) {
     const auto& plan = plans.plans[i];
-    if (!plan.fits() || fills_and_drains(plan.schedule) != drains) continue;
+    if (!plan.fits() || fills_and_drains(plan.schedule) != drains || plan.replicas > 1) continue;
     if (measuring.profile().progress()) measuring.profile().progress()(1);  // may throw to stop
     try {
       const auto seconds =
           pilot(plan, restore.wrap(model.layers()), sample, devices, measuring.profile().intraop_threads());
       measured.emplace_back(seconds, i);
     } catch (const std::exception&) {  // e.g. memory runs out, or a layer cannot be recomputed
+      if (failures++ == 0) first_error = std::current_exception();
       plans.plans.erase(plans.plans.begin() + static_cast<std::ptrdiff_t>(i--));
     }
   }
-  if (measured.empty()) throw_error("no plan runs: every one that was tried fails");
+  if (measured.empty() && first_error) std::rethrow_exception(first_error);
+  if (measured.empty()) return;
   for (const auto& [seconds, i] : measured) plans.plans[i].measured = seconds;
   const auto fastest = std::ranges::min(measured).second;
   const auto first = plans.plans.begin();
@@ -190,16 +194,14 @@ Plans plan(const Model& model, const Value& sample, const std::vector<torch::Dev
   if (wanted.empty()) refuse_argument("give at least one device");
   const auto devices = with_index(wanted);
   options.samples = batch_size(sample);
-  options.devices = device_names(devices);
-  options.copies = copies_between(devices);
-  auto wanted_chunks = measuring.chunks();
-  if (options.chunks > 0) wanted_chunks = {options.chunks};
-  const auto counts = possible(wanted_chunks, options.samples);
+  if (options.devices.empty()) options.devices = device_names(devices);
+  options.copies |= copies_between(devices);
+  const auto counts = options.chunks = possible(measuring.chunks(), options.samples);
   const Profiling profiling(model, sample, devices, measuring, counts);
   std::vector<Profile> profiles;
   std::exception_ptr first_error;
   for (const int chunks : counts) {
-    const bool is_required = !wanted_chunks.empty();
+    const bool is_required = counts.size() == 1;
     if (!is_required && !profiles.empty() && profiling.is_late()) break;
     try {
       profiles.push_back(profiling.of_stages(chunks));

@@ -19,13 +19,13 @@ struct MeasureOptions {
   TORCH_ARG(std::vector<int>, chunks);
   /// Plans to run for a few steps, of which the fastest becomes the first. 0: plans are only predicted.
   TORCH_ARG(int, pilots) = 3;
-  /// Options of the profiles. `seconds` and `progress` cover everything; `workers` is ignored.
+  /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
 /// Profiles a model at several micro-batch sizes, plans its training with a worker per device, and runs the best plans
-/// for a few steps. The sample is a mini-batch. `options.samples`, `devices` and `copies` are set from the sample and the
-/// devices. Plans that fail when they run, e.g. because memory runs out, are left out.
+/// for a few steps. The sample is a mini-batch. `options.samples`, `chunks` and `copies` are set from the sample and the
+/// devices, and so are `devices` if they have no names. Plans that fail when they run, e.g. because memory runs out, are left out.
 ///
 /// Measures on the first device, as if all were equal; on a CPU, all stages at once. Errors: as profile() and plan().
 GPIPE_API Plans plan(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,

@@ -20,7 +20,13 @@ int last_use(const Block& block, int layers) {
 }  // namespace
 
 Segments::Segments(const Profile& profile)
-    : profile_(profile), cost_(profile), layers_(cost_.layers()), kept_(layers_), freed_(layers_), again_(layers_ + 1) {
+    : profile_(profile),
+      cost_(profile),
+      layers_(cost_.layers()),
+      kept_(layers_),
+      freed_(layers_),
+      extra_(layers_),
+      again_(layers_ + 1) {
   // How many bytes of a layer's forward are last used by each layer, of those that are kept for a backward.
   std::vector<std::vector<std::int64_t>> used(layers_, std::vector<std::int64_t>(layers_ + 1));
   std::vector<std::int64_t> saved(layers_);
@@ -47,17 +53,24 @@ Segments::Segments(const Profile& profile)
       freed_[first].push_back(std::max<std::int64_t>(0, inner[end] - entering[first]));
     }
   }
-  double cheapest = kAnyPrice;
-  double dearest = 0;
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile.layers[i];
-    extra_.push_back(std::max({layer.backward_extra, layer.input_gradient_extra, layer.forward_extra}));
-    const double seconds = std::max(0.0, layer.stored + layer.recompute - layer.forward);
-    again_[i + 1] = again_[i] + seconds;
-    const auto bytes = freed_[i].front();
-    if (bytes == 0) continue;
-    cheapest = std::min(cheapest, (seconds + kSecondsOfSegment) / static_cast<double>(bytes));
-    dearest = std::max(dearest, (seconds + kSecondsOfSegment) / static_cast<double>(bytes));
+    again_[i + 1] = again_[i] + std::max(0.0, layer.stored + layer.recompute - layer.forward);
+  }
+  double cheapest = kAnyPrice;
+  double dearest = 0;
+  for (int first = 0; first < layers_; ++first) {
+    std::int64_t extra = 0;
+    for (int end = first + 1; end <= layers_; ++end) {
+      const auto& layer = profile.layers[end - 1];
+      extra = std::max({extra, layer.backward_extra, layer.input_gradient_extra, layer.forward_extra});
+      extra_[first].push_back(extra);
+      const auto bytes = freed_[first][end - first - 1];
+      if (bytes == 0 || end - first > kLongest) continue;
+      const double price = (again_[end] - again_[first] + kSecondsOfSegment) / static_cast<double>(bytes);
+      cheapest = std::min(cheapest, price);
+      dearest = std::max(dearest, price);
+    }
   }
   dearest = std::max(dearest, cheapest);
   prices_.push_back(0);
@@ -65,7 +78,7 @@ Segments::Segments(const Profile& profile)
     prices_.push_back(cheapest / 4 * std::pow(8 * dearest / cheapest, (price - 1.0) / (kPrices - 2)));
   }
   prices_.push_back(kAnyPrice);
-  const auto all = kept_.front().back();
+  const auto all = layers_ == 0 ? 0 : kept_.front().back();
   for (int cap = 0; cap < kCaps; ++cap) caps_.push_back(all >> cap);
   solved_.resize(layers_ * (kPrices + 1) * kCaps);
 }
@@ -77,9 +90,8 @@ double Segments::seconds(int first, int end) const {
 
 std::int64_t Segments::bytes(int first, int end, InFlight in_flight, const Recomputation& recomputation) const {
   const auto kept = kept_[first][end - first - 1] - recomputation.bytes;
-  const auto extra = *std::max_element(extra_.begin() + first, extra_.begin() + end);
   return cost_.static_bytes(first, end) + cost_.gradients(first, end) + in_flight.cells * kept +
-         in_flight.graphs * recomputation.rebuilt + extra;
+         in_flight.graphs * recomputation.rebuilt + extra_[first][end - first - 1];
 }
 
 const std::vector<Segments::Best>& Segments::solve(int first, int price, int cap) {

@@ -70,7 +70,7 @@ class Segments {
   // Triangles, by first layer and end:
   std::vector<std::vector<std::int64_t>> kept_;   ///< by a cell that is not recomputed
   std::vector<std::vector<std::int64_t>> freed_;  ///< by recomputing these layers as a segment
-  std::vector<std::int64_t> extra_;               ///< of a layer's backward
+  std::vector<std::vector<std::int64_t>> extra_;  ///< the most of a layer's backward
   std::vector<double> again_;                     ///< prefix sums of the seconds that recomputing takes
   std::vector<double> prices_;                    ///< in seconds per byte
   std::vector<std::int64_t> caps_;

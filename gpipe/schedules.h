@@ -20,7 +20,8 @@ GPIPE_API Schedule fill(const Layout& layout);
 /// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
 GPIPE_API Schedule fill_drain(const Layout& layout, const Checkpoints& checkpoints);
 
-/// Inserts an R directly before the B or I of each cell that recomputes. Errors: as Checkpoints::check().
+/// Inserts an R directly before the B or I of each cell that recomputes. Returns a schedule that has an R as it is. Errors:
+/// as Checkpoints::check().
 GPIPE_API Schedule with_recomputes(Schedule schedule, const Checkpoints& checkpoints, const Layout& layout);
 
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.

@@ -99,10 +99,7 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
   auto schedule = call == StepKey::kForward                ? fill(layout)
                   : call == StepKey::kForwardWithGradients ? fill_drain(layout, Checkpoint::kNever)
                                                            : make(layout);
-  const auto recomputes = [](const auto& list) {
-    return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
-  };
-  if (std::ranges::none_of(schedule, recomputes)) schedule = with_recomputes(std::move(schedule), checkpoints, layout);
+  schedule = with_recomputes(std::move(schedule), checkpoints, layout);
   if (call == StepKey::kStep) check_for_step(schedule);
   auto made = std::make_shared<const Program>(Program::make(std::move(layout), pipeline.edges(), std::move(schedule)));
   MutexLock lock(mutex_);

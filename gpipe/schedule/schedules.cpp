@@ -221,6 +221,10 @@ Schedule fill_drain(const Layout& layout, const Checkpoints& checkpoints) {
 
 Schedule with_recomputes(Schedule schedule, const Checkpoints& checkpoints, const Layout& layout) {
   checkpoints.check(layout.stages);
+  const auto recomputes = [](const auto& list) {
+    return std::ranges::find(list, Kind::R, &Action::kind) != list.end();
+  };
+  if (std::ranges::any_of(schedule, recomputes)) return schedule;
   const auto in_flight = most_cells(schedule, layout.stages);
   for (auto& list : schedule) {
     std::vector<Action> with;

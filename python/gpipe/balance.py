@@ -159,7 +159,7 @@ def plan(
     replicas: int | None = 1,
     hosts: int = 1,
     bandwidth: float = 0.0,
-    between: float = 0.0,
+    between: float | None = None,
     pilots: int = 3,
     seconds: float = 60.0,
     intraop_threads: int = 0,
@@ -187,32 +187,40 @@ def plan(
             ``balance``, each stage is recomputed as a whole or not.
         replicas: the number of pipelines that share the devices and the mini-batch; ``None`` to choose it.
         hosts: each has an equal share of the devices, one after the other.
-        bandwidth, between: bytes per second between two devices of a host, and of different hosts; 0 for no delay.
+        bandwidth, between: bytes per second between two devices of a host, and of different hosts; 0 for no delay. Default
+            of ``between``: ``bandwidth``.
         pilots: 0 to run no plan, as where the devices are elsewhere.
         seconds: approximate time limit for all measurements.
         param_scale: as for :func:`profile`.
     """
-    few = devices if isinstance(devices, int) else None
-    placed = checks.arrange_workers(None, few or torch.cuda.device_count() or 2).devices if few or devices is None else None
-    placed = _check_devices(devices) if placed is None else list(placed)
-    names = [f"{each} of worker {i}" if few or each.type == "cpu" else str(each) for i, each in enumerate(placed)]
+    few = checks.check_whole(devices, "devices", bits=16) if isinstance(devices, int) else None
+    if devices is None or few is not None:
+        placed = [_device(None)] * (few or torch.cuda.device_count() or 2)
+        placed = placed if few else checks.arrange_workers(None, len(placed)).devices
+    else:
+        placed = _check_devices(devices)
     if hosts < 1 or len(placed) % hosts:
         raise ValueError(f"hosts is {hosts}, which does not divide the {len(placed)} devices")
-    counts = [chunks] if isinstance(chunks, int) else checks.check_list(chunks or (), "chunks")
+    per_host = len(placed) // hosts
+    own = few is not None or placed[0].type == "cpu"  # each worker has its memory
+    names = [f"{each} {i if own else i // per_host if hosts > 1 else ''}".strip() for i, each in enumerate(placed)]
+    counts = checks.check_list(chunks, "chunks") if isinstance(chunks, Iterable) else [] if chunks is None else [chunks]
     counts = [checks.check_chunks(number) for number in counts]
     cut = [] if balance is None else list(balance)
+    checks.check_text(schedule, "schedule")
     place: list[int] = []
-    if placement is not None or (schedule != "auto" and cut):
-        place = checks.check_scheduling(schedule, "looped" if placement is None else placement, stages or len(cut))[1]
+    if placement is not None:
+        wanted = stages or len(cut) or len(placed) * (2 if placement == "v" else 1)
+        place = checks.check_scheduling(schedule, placement, wanted)[1] or [i % len(placed) for i in range(wanted)]
     schedulings = [_C.Scheduling(schedule, place)] if schedule != "auto" or place else []
     limits = [] if memory is None else checks.check_memory(memory)
-    given = (counts[0] if isinstance(chunks, int) else 0), cut, checkpoint, stages or 0, schedulings
     profiles = model if isinstance(model, (list, tuple)) else ()
     for each in profiles:
         checks.check_is(each, "model", Profile, "a model, or Profiles, as gpipe.balance.profile() returns")
     samples = checks.check_whole(example, "example", bits=63) if profiles else 1
+    network = per_host, bandwidth, bandwidth if between is None else between, placed[0].type != "cpu"
     options = _C.PlanOptions(
-        samples, names, limits, replicas or 0, len(placed) // hosts, bandwidth, between or bandwidth, *given
+        samples, names, limits, replicas or 0, *network, counts, cut, checkpoint, stages or 0, schedulings
     )
     if isinstance(model, (list, tuple)):
         return _C.plan_profiles(model, options)

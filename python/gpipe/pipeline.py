@@ -209,7 +209,7 @@ class GPipe(StagedModel):
             devices: one per worker. Default: the GPUs, or two CPU workers; with ``stages`` or a ``balance``, one per stage;
                 over ranks, one per rank. See the constructor for the other arguments.
             memory: the most bytes on each device, as for :func:`gpipe.plan`; what does not fit otherwise is recomputed.
-                Default: what is free on GPUs.
+                Default: what is free on GPUs. Not used if nothing is left to choose.
             plan: a file that :meth:`gpipe.balance.Plan.save` wrote, instead of measuring.
 
         Raises what :func:`gpipe.to_sequential`, :func:`gpipe.plan` and the constructor raise.
@@ -227,7 +227,9 @@ class GPipe(StagedModel):
         cut = None if balance is None else checks.check_balance(balance, len(model))
         chosen: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
         if plan is not None:
-            chosen = read_plan(plan) | {name: value for name, value in chosen.items() if value is not None}
+            if any(each is not None for each in (stages, placement, memory, *chosen.values())):
+                raise ValueError("a plan says how the pipeline runs; leave out stages, balance, chunks and the like")
+            chosen = read_plan(plan)
         elif None in chosen.values() and is_on_meta(module):
             chosen = _unmeasured(model, placed, stages, ranks, chosen) | {"placement": placement or "looped"}
         elif None in chosen.values():
@@ -489,6 +491,9 @@ class GPipe(StagedModel):
             if self._timeline is None:
                 raise RuntimeError("nothing has been traced: call pipe.trace(gpipe.Timeline()) before the steps")
         return Report(self.team.gather_timeline(self._timeline).to_json_lines())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_timeline": None}
 
 
 def _unmeasured(

@@ -59,8 +59,10 @@ def choose_plan(
     if wanted is not None:
         _C.check_stages(wanted, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
-    if devices is None:
-        default = 1 if processes > 1 else torch.cuda.device_count() or min(2, len(model))
+    if devices is None and wanted and processes == 1:
+        devices = arrange_workers(None, wanted, schedule or "auto", placement or "looped").devices
+    elif devices is None:
+        default = 1 if processes > 1 else min(torch.cuda.device_count() or 2, len(model))
         devices = arrange_workers(None, max(1, wanted // processes) if wanted else default).devices
     placed = list(devices) * processes
     workers = len(placed)
@@ -72,13 +74,14 @@ def choose_plan(
         )
     if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
-    if memory is None and all(each.type == "cuda" for each in devices):
-        memory = [_free(each) for each in devices] * processes
+    limits = memory
+    if limits is None and all(each.type == "cuda" for each in devices):
+        limits = [_free(each, model) for each in devices] * processes
     found = plan(
         model,
         batch,
         placed,
-        memory=memory,
+        memory=limits,
         stages=wanted,
         balance=balance,
         chunks=chunks or sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)}),
@@ -86,6 +89,7 @@ def choose_plan(
         schedule="auto" if schedule is None else schedule,
         placement=placement,
         seconds=seconds,
+        hosts=processes,
         pilots=3 if processes == 1 else 0,
     )
     best, whole = found.best, found.unpartitioned
@@ -99,9 +103,11 @@ def choose_plan(
     return best.arguments
 
 
-def _free(device: torch.device) -> int:
-    """The bytes of a GPU that PyTorch has or can still get."""
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _free(device: torch.device, model: nn.Module) -> int:
+    """The bytes of a GPU that PyTorch has or can still get, with those of the model."""
+    own = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.device == device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused + own
 
 
 def _has_batch_norm(model: nn.Sequential) -> bool:

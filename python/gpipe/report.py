@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from gpipe import _C
 from gpipe.checks import check_is
-
-if TYPE_CHECKING:
-    from gpipe.pipeline import GPipe
 
 __all__ = ["Report", "watch"]
 
@@ -150,7 +147,7 @@ def to_page(lines: str) -> str:
 
 
 @contextmanager
-def watch(pipe: GPipe, *, out: TextIO | None = None) -> Iterator[None]:
+def watch(pipe: Any, *, out: TextIO | None = None) -> Iterator[None]:
     """Shows each :meth:`GPipe.step` within a ``with`` block: a lane per worker in a terminal, a line elsewhere.
 
         with gpipe.report.watch(pipe):

@@ -71,17 +71,17 @@ Profile measure(const Objects& layers, const Value& sample, const ProfileOptions
 }
 
 PlanOptions plan_options(std::int64_t samples, std::vector<std::string> devices, std::vector<std::int64_t> memory,
-                         int replicas, int devices_per_host, double inside, double between, int chunks,
-                         std::vector<std::int64_t> balance, std::optional<Checkpoints> checkpoint, int stages,
-                         std::vector<Scheduling> schedulings) {
+                         int replicas, int devices_per_host, double inside, double between, bool copies,
+                         std::vector<int> chunks, std::vector<std::int64_t> balance,
+                         std::optional<Checkpoints> checkpoint, int stages, std::vector<Scheduling> schedulings) {
   const Network network{1, devices_per_host, {.bandwidth = inside}, {.bandwidth = between}};
   return {.samples = samples,
           .devices = std::move(devices),
           .memory = std::move(memory),
           .replicas = replicas,
           .network = network,
-          .copies = true,
-          .chunks = chunks,
+          .copies = copies,
+          .chunks = std::move(chunks),
           .balance = std::move(balance),
           .checkpoint = std::move(checkpoint),
           .stages = stages,

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "balance/plan.h"
+#include "balance/segments.h"
+
+namespace gpipe {
+
+/// The devices of one replica, and their memory.
+class Devices {
+ public:
+  Devices(const PlanOptions& options, int workers, int replicas) {
+    for (int w = 0; w < workers; ++w) {
+      const auto& name = options.devices[w * replicas];
+      const auto found = std::ranges::find(names_, name);
+      device_.push_back(static_cast<int>(found - names_.begin()));
+      if (found != names_.end()) continue;
+      names_.push_back(name);
+      if (options.memory.empty()) continue;
+      const auto first = options.memory.begin() + w * replicas;
+      memory_.push_back(options.memory.size() == 1 ? options.memory.front()
+                                                   : *std::min_element(first, first + replicas));
+    }
+  }
+
+  bool is_limited() const { return !memory_.empty(); }
+  int count() const { return static_cast<int>(names_.size()); }
+  int of(int worker) const { return device_[worker]; }
+  std::int64_t memory(int device) const { return memory_[device]; }
+  const std::string& name(int device) const { return names_[device]; }
+
+  std::vector<std::int64_t> sum(const std::vector<std::int64_t>& of_workers) const {
+    std::vector<std::int64_t> bytes(count());
+    for (std::size_t w = 0; w < of_workers.size(); ++w) bytes[device_[w]] += of_workers[w];
+    return bytes;
+  }
+  /// The device that lacks most bytes, and how many it lacks; negative if all fit.
+  std::pair<int, std::int64_t> fullest(const std::vector<std::int64_t>& of_workers) const {
+    std::pair<int, std::int64_t> most = {0, std::numeric_limits<std::int64_t>::min()};
+    const auto bytes = sum(of_workers);
+    for (int d = 0; d < count(); ++d) {
+      const auto missing = bytes[d] - (is_limited() ? memory(d) : 0);
+      if (missing > most.second) most = {d, missing};
+    }
+    return most;
+  }
+
+ private:
+  std::vector<std::string> names_;
+  std::vector<std::int64_t> memory_;
+  std::vector<int> device_;  // by worker
+};
+
+/// Whether `a` lacks fewer bytes, or as many and is faster.
+bool is_better(const Plan& a, const Plan& b);
+
+/// Plans for one profile, schedule, placement and number of replicas.
+class Contender {
+ public:
+  Contender(Segments& segments, RunOptions run, const PlanOptions& options);
+
+  const Plan& best() const { return best_; }
+  const Devices& devices() const { return devices_; }
+  Segments& segments() const { return segments_; }
+  /// No plan is faster.
+  double least_seconds() const;
+
+  // These take the number of simulated actions off `actions`, and end when there are none left.
+
+  /// Tries some cuts. REQUIRES: called once, first.
+  void start(std::int64_t& actions);
+  /// Moves cuts by a layer as long as the step gets better.
+  void improve(std::int64_t& actions);
+  /// Changes the segments of the best plans, one at a time, as long as this helps: moves an end by a layer, recomputes a
+  /// segment or not, recomputes a layer by itself.
+  void polish(std::int64_t& actions);
+  /// Recomputes fewer micro-batches of a segment where the memory allows it.
+  void relax(std::int64_t& actions);
+
+ private:
+  /// Improves a plan by one kind of change each. Returns whether it did.
+  bool step(Plan& plan, std::int64_t& actions) const;
+  static std::vector<std::int64_t> balance_of(const std::vector<int>& ends);
+  /// A stage's share of its device's memory.
+  double share(int stage) const;
+  /// The plan of these segments, simulated.
+  Plan predicted(std::vector<std::int64_t> balance, std::vector<int> placement, Checkpoints modes,
+                 std::int64_t& actions) const;
+  /// The plan for a cut, with the recomputation of each device's stages that the price says.
+  Plan priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions);
+  /// The fastest plan for a cut that fits; if none does, the one that needs the fewest bytes.
+  Plan solve(const std::vector<int>& ends, std::int64_t& actions);
+  /// Solves a cut. Returns whether its plan is the best so far.
+  bool offer(const std::vector<int>& ends, std::int64_t& actions);
+
+  Segments& segments_;
+  const RunOptions run_;
+  const std::vector<int> placement_;  // of stages before they are cut into segments
+  const Devices devices_;
+  const PlanOptions& given_;
+  const bool whole_;                 // stages are recomputed as a whole, or not at all
+  std::vector<InFlight> in_flight_;  // by stage; empty if there is nothing to choose
+  Plan best_;
+  std::vector<Plan> tried_;  ///< one for each cut
+  std::vector<int> ends_;    // of the stages of the best plan
+};
+
+}  // namespace gpipe
