@@ -1,5 +1,7 @@
 #include "gpipe/run/edges.h"
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/torch_internals.h"
 
