@@ -179,6 +179,8 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
       sum.input_gradient = sum.backward;
       sum.weight_gradient = 0;
     }
+    // Recomputing never saves time, whatever was measured.
+    sum.recompute = std::max(sum.recompute, sum.forward - sum.stored);
     for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time, kMinSeconds);
     costs.actions.push_back({sum.forward, sum.recompute, sum.backward, sum.input_gradient, sum.weight_gradient});
     costs.stored.push_back(sum.stored);

@@ -47,9 +47,10 @@ def counted(model: nn.Sequential, batch: Any, plan: Plan) -> tuple[list[int], fl
     workers = max(plan.placement) + 1
     pipe = gpipe.GPipe(model, devices=["cpu"] * workers, **plan.arguments)
     target, timeline = torch.zeros(len(batch[0] if isinstance(batch, tuple) else batch)), gpipe.Timeline()
-    pipe.step(batch, target, loss)
+    total = gpipe.Loss(loss, reduction="sum", check=False)
+    pipe.step(batch, target, total)
     pipe.trace(timeline)
-    pipe.step(batch, target, loss)
+    pipe.step(batch, target, total)
     bytes_of = timeline.peak_bytes()
     for stage, worker in zip(pipe.partitions, plan.placement, strict=True):
         parameters = sum(each.nbytes for each in stage.parameters())
@@ -65,11 +66,11 @@ def study(name: str, samples: int, budgets: int, schedule: str) -> dict[str, Any
     given: dict[str, Any] = {"chunks": CHUNKS, "schedule": schedule}
     dots = [[max(each.bytes), each.seconds, each.schedule] for each in gpipe.plan(profiles, samples, 2, **given).plans]
     most = max(gpipe.plan(profiles, samples, 2, **given).best.bytes)
-    least = low = most // 20
+    least = most // 20
     while most - least > most // 100:  # the smallest budget that fits
         middle = (least + most) // 2
         most, least = (middle, least) if gpipe.plan(profiles, samples, 2, memory=middle, **given).fits else (most, middle)
-    least, most = most, max(dots)[0] if low else 0
+    least, most = most, max(gpipe.plan(profiles, samples, 2, checkpoint="never", **given).best.bytes)
     rows = []
     for i in range(budgets):
         memory = least + (most - least) * i // (budgets - 1)
