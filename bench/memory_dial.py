@@ -30,7 +30,7 @@ def make(name: str, samples: int) -> tuple[nn.Module, Any]:
     if name == "vit":
         return torchvision.models.VisionTransformer(96, 16, 6, 6, 192, 768), torch.randn(samples, 3, 96, 96)
     if name == "gpt2":
-        config = transformers.GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=512, use_cache=False, loss_type="ForCausalLM")
+        config = transformers.GPT2Config(n_layer=6, n_embd=256, n_head=4, vocab_size=512, use_cache=False)
         return transformers.GPT2LMHeadModel(config), torch.randint(512, (samples, 128))
     blocks = {"down_block_types": ["DownBlock2D"] * 3, "up_block_types": ["UpBlock2D"] * 3}
     unet = diffusers.UNet2DModel(32, block_out_channels=(32, 64, 64), layers_per_block=1, norm_num_groups=8, **blocks)
@@ -42,20 +42,21 @@ def loss(output: Any, _: Tensor) -> Tensor:
     return first.sum()
 
 
-def counted(model: nn.Sequential, batch: Any, plan: Plan) -> tuple[list[int], float]:
-    """The most bytes of each worker in a step, as counted, and the seconds of the step."""
+def counted(model: nn.Sequential, batch: Any, plan: Plan) -> list[int]:
+    """The most bytes of each worker in a step, as counted."""
     workers = max(plan.placement) + 1
     pipe = gpipe.GPipe(model, devices=["cpu"] * workers, **plan.arguments)
     target, timeline = torch.zeros(len(batch[0] if isinstance(batch, tuple) else batch)), gpipe.Timeline()
     total = gpipe.Loss(loss, reduction="sum", check=False)
     pipe.step(batch, target, total)
+    pipe.zero_grad()
     pipe.trace(timeline)
     pipe.step(batch, target, total)
     bytes_of = timeline.peak_bytes()
     for stage, worker in zip(pipe.partitions, plan.placement, strict=True):
         parameters = sum(each.nbytes for each in stage.parameters())
         bytes_of[worker] += int((PARAM_SCALE - 1) * parameters) + sum(each.nbytes for each in stage.buffers())
-    return bytes_of, timeline.makespan
+    return bytes_of
 
 
 def study(name: str, samples: int, budgets: int, schedule: str) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def study(name: str, samples: int, budgets: int, schedule: str) -> dict[str, Any
         memory = least + (most - least) * i // (budgets - 1)
         found = gpipe.plan(profiles, samples, 2, memory=memory, **given)
         best = found.best
-        bytes_of, _ = counted(model, batch, best)
+        bytes_of = counted(model, batch, best)
         recomputes = best.checkpoint != "never"
         rows.append({"memory": memory, "predicted": max(best.bytes), "counted": max(bytes_of), "seconds": best.seconds,
                      "schedule": best.schedule, "recomputes": recomputes})  # fmt: skip
@@ -90,7 +91,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for schedule in sorted({each[2] for each in found["dots"]}):
         dots = [(size / 2**20, seconds * 1e3) for size, seconds, of in found["dots"] if of == schedule]
-        axes.scatter(*zip(*dots), s=12, label=schedule)
+        sizes, times = zip(*dots)
+        axes.scatter(sizes, times, s=12, label=schedule)
     chosen = [(row["predicted"] / 2**20, row["seconds"] * 1e3) for row in found["rows"]]
     axes.plot(*zip(*sorted(chosen)), "k.-", linewidth=1, markersize=8, label="chosen")
     axes.set_xlabel("MiB of the worker that needs most")
