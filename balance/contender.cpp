@@ -154,12 +154,6 @@ bool Contender::step(Plan& plan, std::int64_t& actions) const {
   return improved;
 }
 
-std::vector<std::int64_t> Contender::balance_of(const std::vector<int>& ends) {
-  std::vector<std::int64_t> balance;
-  for (int first = 0; const int end : ends) balance.push_back(end - std::exchange(first, end));
-  return balance;
-}
-
 double Contender::share(int stage) const {
   double all = 0;
   for (std::size_t s = 0; s < placement_.size(); ++s) {

@@ -82,7 +82,6 @@ class Contender {
  private:
   /// Improves a plan by one kind of change each. Returns whether it did.
   bool step(Plan& plan, std::int64_t& actions) const;
-  static std::vector<std::int64_t> balance_of(const std::vector<int>& ends);
   /// A stage's share of its device's memory.
   double share(int stage) const;
   /// The plan of these segments, simulated.
@@ -90,7 +89,7 @@ class Contender {
                  std::int64_t& actions) const;
   /// The plan for a cut, with the recomputation of each device's stages that the price says.
   Plan priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions);
-  /// The fastest plan for a cut that fits; if none does, the one that needs the fewest bytes.
+  /// The fastest plan for a cut. If no plan fits, returns the plan that lacks the fewest bytes.
   Plan solve(const std::vector<int>& ends, std::int64_t& actions);
   /// Solves a cut. Returns whether its plan is the best so far.
   bool offer(const std::vector<int>& ends, std::int64_t& actions);

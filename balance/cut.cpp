@@ -59,12 +59,6 @@ namespace {
 
 constexpr double kForbidden = std::numeric_limits<double>::infinity();
 
-std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
-  std::vector<std::int64_t> balance;
-  for (int first = 0; const int end : ends) balance.push_back(end - std::exchange(first, end));
-  return balance;
-}
-
 /// The seconds per micro-batch that the busiest worker or link is busy. `without_links`: `options` without a network.
 double load(const StageCost& stage, const std::vector<int>& ends, const RunOptions& options,
             const RunOptions& without_links) {
@@ -86,6 +80,12 @@ double load(const StageCost& stage, const std::vector<int>& ends, const RunOptio
 }
 
 }  // namespace
+
+std::vector<std::int64_t> balance_of(const std::vector<int>& ends) {
+  std::vector<std::int64_t> balance;
+  for (int first = 0; const int end : ends) balance.push_back(end - std::exchange(first, end));
+  return balance;
+}
 
 void check_stages(int stages, int layers) {
   if (stages < 1 || stages > layers) {

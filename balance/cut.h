@@ -42,6 +42,9 @@ GPIPE_API std::vector<std::int64_t> balance_by_size(const Profile& profile, int 
 
 class StageCost;
 
+/// The inverse of stage_ends().
+std::vector<std::int64_t> balance_of(const std::vector<int>& ends);
+
 /// best_partition() of a model into stages that may be cut off.
 std::vector<std::int64_t> cut_at(const StageCost& cost, int stages,
                                  const std::function<double(int stage, int first, int end)>& seconds);

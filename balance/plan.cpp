@@ -70,6 +70,12 @@ int fewest_devices(Segments& segments, std::int64_t memory, int chunks, int devi
   return 0;
 }
 
+/// Whether a rule has a schedule for stages on these workers.
+bool fits_rule(const ScheduleRule& rule, const std::vector<int>& placement) {
+  const Layout layout{static_cast<int>(placement.size()), 2 * (1 + std::ranges::max(placement)), placement};
+  return rule.misfit(layout).empty() && too_few_stages(rule.name, placement).empty();
+}
+
 std::string why_not(const Contender& smallest) {
   const auto& plan = smallest.best();
   const auto [device, missing] = smallest.devices().fullest(plan.bytes);
@@ -104,8 +110,7 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
   std::vector<Schedule> lists;
   const auto add = [&](const ScheduleRule& rule, std::vector<int> placement) {
     const Layout layout{static_cast<int>(placement.size()), 2 * workers, placement};
-    if (layout.workers() != workers || !rule.misfit(layout).empty()) return;
-    if (!too_few_stages(rule.name, layout.placement).empty()) return;
+    if (!fits_rule(rule, placement)) return;
     auto schedule = rule.generate(layout);
     if (std::find(lists.begin(), lists.end(), schedule) != lists.end()) return;
     lists.push_back(std::move(schedule));
@@ -129,10 +134,7 @@ std::vector<Scheduling> to_try(const PlanOptions& options, int workers, int most
   const auto all = all_schedulings(workers, most_stages);
   std::vector<Scheduling> tried;
   const auto add = [&](const std::string& name, const std::vector<int>& placement) {
-    const Layout layout{static_cast<int>(placement.size()), 2 * workers, placement};
-    if (schedule_rule(name).misfit(layout).empty() && too_few_stages(name, placement).empty()) {
-      tried.push_back({name, 1, placement});
-    }
+    if (fits_rule(schedule_rule(name), placement)) tried.push_back({name, 1, placement});
   };
   const auto add_rules = [&](const std::vector<int>& placement) {
     for (const auto& rule : schedule_rules()) add(std::string(rule.name), placement);

@@ -32,6 +32,15 @@ std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   return devices;
 }
 
+/// Names for PlanOptions. Each CPU worker counts as a device.
+std::vector<std::string> device_names(const std::vector<torch::Device>& devices) {
+  std::vector<std::string> names;
+  for (const auto& device : devices) {
+    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of worker %d", names.size()) : device.str());
+  }
+  return names;
+}
+
 void synchronize(const std::vector<torch::Device>& devices) {
   for (const auto& device : devices) {
     if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
@@ -179,14 +188,6 @@ void run_pilots(Plans& plans, const Model& model, const Value& sample, const std
 bool copies_between(const std::vector<torch::Device>& devices) {
   const auto indexed = with_index(devices);
   return std::adjacent_find(indexed.begin(), indexed.end(), std::not_equal_to<>()) != indexed.end();
-}
-
-std::vector<std::string> device_names(const std::vector<torch::Device>& devices) {
-  std::vector<std::string> names;
-  for (const auto& device : with_index(devices)) {
-    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of worker %d", names.size()) : device.str());
-  }
-  return names;
 }
 
 Plans plan(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted, PlanOptions options,

@@ -10,14 +10,11 @@ namespace gpipe {
 /// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
 GPIPE_API bool copies_between(const std::vector<torch::Device>& devices);
 
-/// The names of devices for PlanOptions. Each CPU worker counts as a device.
-GPIPE_API std::vector<std::string> device_names(const std::vector<torch::Device>& devices);
-
 /// How to measure a model in order to plan.
 struct MeasureOptions {
   /// Numbers of micro-batches to try. Empty: 4, 8, 2, 16, 1 and 32, in this order, as far as samples, model and time allow.
   TORCH_ARG(std::vector<int>, chunks);
-  /// Plans to run for a few steps, of which the fastest becomes the first. 0: plans are only predicted.
+  /// How many of the best plans run for a few steps. The fastest of them becomes the first plan. 0: none runs.
   TORCH_ARG(int, pilots) = 3;
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);

@@ -20,13 +20,7 @@ int last_use(const Block& block, int layers) {
 }  // namespace
 
 Segments::Segments(const Profile& profile)
-    : profile_(profile),
-      cost_(profile),
-      layers_(cost_.layers()),
-      kept_(layers_),
-      freed_(layers_),
-      extra_(layers_),
-      again_(layers_ + 1) {
+    : cost_(profile), layers_(cost_.layers()), kept_(layers_), freed_(layers_), extra_(layers_), again_(layers_ + 1) {
   // How many bytes of a layer's forward are last used by each layer, of those that are kept for a backward.
   std::vector<std::vector<std::int64_t>> used(layers_, std::vector<std::int64_t>(layers_ + 1));
   std::vector<std::int64_t> saved(layers_);
@@ -81,11 +75,6 @@ Segments::Segments(const Profile& profile)
   const auto all = layers_ == 0 ? 0 : kept_.front().back();
   for (int cap = 0; cap < kCaps; ++cap) caps_.push_back(all >> cap);
   solved_.resize(layers_ * (kPrices + 1) * kCaps);
-}
-
-double Segments::seconds(int first, int end) const {
-  const auto sum = cost_.sum(first, end);
-  return sum.forward + sum.backward;
 }
 
 std::int64_t Segments::bytes(int first, int end, InFlight in_flight, const Recomputation& recomputation) const {

@@ -21,7 +21,7 @@ struct Recomputation {
   int cap = 0;
 };
 
-/// The cells of a stage that its worker holds at once, and those of them with a graph if all are recomputed.
+/// How many cells of a stage its worker holds at once, and how many of them have a graph if all are recomputed.
 struct InFlight {
   int cells = 1;
   int graphs = 1;
@@ -40,13 +40,12 @@ class Segments {
   static constexpr int kPrices = 16;  ///< from 1 on; 0 recomputes nothing
 
   const StageCost& cost() const { return cost_; }
-  /// Seconds of a stage for a micro-batch, without recomputation.
-  double seconds(int first, int end) const;
   /// The peak of a stage's bytes, including those that stay between steps.
   std::int64_t bytes(int first, int end, InFlight in_flight, const Recomputation& recomputation = {}) const;
   /// The best recomputation for a price.
   Recomputation at(int price, int first, int end, InFlight in_flight);
-  /// The cheapest recomputation of a stage within `limit` bytes, else the one that needs the fewest.
+  /// Returns the cheapest recomputation of a stage within `limit` bytes. If there is none, returns the recomputation that
+  /// needs the fewest bytes.
   Recomputation within(std::int64_t limit, int first, int end, InFlight in_flight);
   /// The recomputation of all layers as one segment.
   Recomputation whole(int first, int end) const;
@@ -64,7 +63,6 @@ class Segments {
   const std::vector<Best>& solve(int first, int price, int cap);
   Recomputation recomputation(int price, int cap, int first, int end);
 
-  const Profile& profile_;
   const StageCost cost_;
   const int layers_;
   // Triangles, by first layer and end:
