@@ -248,16 +248,14 @@ class StageCost::Cell {
     const auto& of = cost_.profile_.layers[layer];
     std::int64_t kept_by_backward = 0;
     for (const Block* block : cost_.blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
-    const bool as_last = layer + 1 == end_ && end_ < cost_.layers_ && !copies_ && !is_on_worker(stage_of(end_, ends_));
     const auto arriving = arriving_[layer - first_];
-    const auto extra = arriving + (as_last ? of.last_backward_extra : of.backward_extra);
+    const auto extra = arriving + of.backward_extra;
     const auto change = backward_.change(layer) + of.late_gradients;
     const auto large = of.gradients - of.late_gradients;
     backward_.run(extra, change);
     first_backward_.run(extra, change + large);
     if (splits_) {
-      const auto extra_of_i = arriving + (as_last ? of.last_input_gradient_extra : of.input_gradient_extra);
-      input_gradient_.run(extra_of_i, input_gradient_.change(layer));
+      input_gradient_.run(arriving + of.input_gradient_extra, input_gradient_.change(layer));
     } else {  // a whole backward, while the later stage's W has yet to come
       input_gradient_.run(extra + shared_.change(layer), change + shared_.change(layer));
     }

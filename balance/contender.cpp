@@ -29,9 +29,34 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
 }
 
 double Contender::least_seconds() const {
-  const auto all = segments_.cost().sum(0, segments_.cost().layers());
-  const double work = all.forward + std::min(all.backward, all.input_gradient + all.weight_gradient);
-  return run_.chunks * work / (1 + std::ranges::max(placement_));
+  const auto& cost = segments_.cost();
+  const int layers = cost.layers();
+  const int workers = 1 + std::ranges::max(placement_);
+  const auto work = [](const LayerProfile& of) {
+    return of.forward + std::min(of.backward, of.input_gradient + of.weight_gradient);
+  };
+  const auto input_gradient = [](const LayerProfile& of) { return std::min(of.backward, of.input_gradient); };
+  const double all = run_.chunks * work(cost.sum(0, layers));
+  double low = all / workers;
+  if (std::ssize(placement_) != workers) return low;
+  const auto suffices = [&](double seconds) {
+    int end = 0;
+    for (int worker = 0; worker < workers; ++worker) {
+      const auto before = cost.sum(0, end);
+      const double left = seconds - before.forward;
+      const auto fits = [&](const LayerProfile& stage) {
+        return run_.chunks * work(stage) <= left &&
+               run_.chunks * (stage.forward + input_gradient(stage)) <= left - input_gradient(before);
+      };
+      for (const int first = end; end < layers && fits(cost.sum(first, end + 1));) ++end;
+    }
+    return end == layers;
+  };
+  for (double high = all; high - low > 1e-3 * low;) {
+    const double middle = (low + high) / 2;
+    (suffices(middle) ? high : low) = middle;
+  }
+  return low;
 }
 
 void Contender::start(std::int64_t& actions) {

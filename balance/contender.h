@@ -64,13 +64,23 @@ class Contender {
   const Plan& best() const { return best_; }
   const Devices& devices() const { return devices_; }
   Segments& segments() const { return segments_; }
-  /// No plan is faster.
+  const RunOptions& run() const { return run_; }
+  /// No plan is faster: a worker does its work for all micro-batches after the first one's forward in earlier stages, and
+  /// before the last one's backward in them. The weights' gradients can come after that.
   double least_seconds() const;
 
   // These take the number of simulated actions off `actions`, and end when there are none left.
 
   /// Tries some cuts. REQUIRES: called once, first.
   void start(std::int64_t& actions);
+  /// Improves the best plans as long as this helps.
+  void refine(std::int64_t& actions) {
+    improve(actions);
+    polish(actions);
+    relax(actions);
+  }
+
+ private:
   /// Moves cuts by a layer as long as the step gets better.
   void improve(std::int64_t& actions);
   /// Changes the segments of the best plans, one at a time, as long as this helps: moves an end by a layer, recomputes a
@@ -78,8 +88,6 @@ class Contender {
   void polish(std::int64_t& actions);
   /// Recomputes fewer micro-batches of a segment where the memory allows it.
   void relax(std::int64_t& actions);
-
- private:
   /// Improves a plan by one kind of change each. Returns whether it did.
   bool step(Plan& plan, std::int64_t& actions) const;
   /// A stage's share of its device's memory.

@@ -12,7 +12,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kVersion = 5;
+constexpr int kVersion = 6;
 // Limits far above real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
@@ -23,13 +23,13 @@ constexpr double kMostSeconds = 1e9;
   template <class T, class F>                \
   requires std::is_same_v<const T, const Of> \
   void visit(T& of, F f) { NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(GPIPE_VISIT_MEMBER, __VA_ARGS__)) }
-GPIPE_VISIT(LayerProfile, name, forward, stored, recompute, backward, input_gradient, weight_gradient, parameters,
+GPIPE_VISIT(LayerProfile, name, forward, stored, backward, input_gradient, weight_gradient, parameters,
             gradients, late_gradients, optimizer, buffers, output, saved, forward_extra, stored_extra, backward_extra,
-            input_gradient_extra, last_backward_extra, last_input_gradient_extra, changes_input, shares_with)
+            input_gradient_extra, changes_input, shares_with)
 GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, readers)
 GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed, wants_gradient)
 GPIPE_VISIT(TieProfile, name, layers, bytes)
-GPIPE_VISIT(Profile, samples, device, workers, intraop_threads, input_requires_grad, layers, blocks, skips, ties)
+GPIPE_VISIT(Profile, samples, device, workers, intraop_threads, stage, input_requires_grad, layers, blocks, skips, ties)
 
 template <class Of>
 concept Record = requires(Of& of) {

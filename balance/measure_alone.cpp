@@ -1,6 +1,6 @@
 
 #include "absl/strings/str_format.h"
-#include "balance/layer_trace.h"
+#include "balance/memory_trace.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"

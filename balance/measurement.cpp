@@ -1,11 +1,9 @@
 #include "balance/measurement.h"
 
-#include <numeric>
-
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
-#include "balance/layer_trace.h"
+#include "balance/memory_trace.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"
@@ -15,31 +13,22 @@
 namespace gpipe {
 namespace {
 
-/// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
-enum class Mode { kWhole, kRecomputes, kSplits };
+constexpr double kLeastSeconds = 1e-9;  // of a layer that takes less than its stage
 
-/// A pipeline, and the trace that wraps its layers.
-struct TracedPipe {
-  Mode mode = Mode::kWhole;
-  std::shared_ptr<LayerTrace> trace;
-  GPipe pipe{nullptr};
-  std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();  ///< of the steps that the pipeline traces
+/// How the pipelines that are measured run: with whole backwards, forwards without graphs, or split backwards.
+enum class Mode { kWhole, kStored, kSplits };
+
+/// The last layer and stage of a measured pipeline. The time of its actions is what every stage takes besides its layers.
+class Identity : public Layer {
+ public:
+  Value forward(Value input) override { return input; }
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<torch::nn::Module> module() const override { return module_; }
+
+ private:
+  const std::string name_ = "the end";
+  const std::shared_ptr<torch::nn::Module> module_ = std::make_shared<torch::nn::IdentityImpl>();
 };
-
-enum : std::size_t { kForward, kStored, kRecompute, kBackward, kInputGradient };
-
-/// The times that the marks of a trace tell, in that order.
-constexpr std::array kTimes = {&LayerProfile::forward, &LayerProfile::stored, &LayerProfile::recompute,
-                               &LayerProfile::backward, &LayerProfile::input_gradient};
-
-/// Seconds, by layer and index in kTimes.
-using Times = std::vector<std::array<std::vector<double>, kTimes.size()>>;
-
-std::size_t index_of(const LayerTrace::Part& part, Kind action) {
-  if (part.kind == Kind::F) return part.graph ? kForward : kStored;
-  if (part.kind == Kind::R) return kRecompute;
-  return action == Kind::I ? kInputGradient : kBackward;
-}
 
 /// All forwards, then the I of each micro-batch and the W of the one before it. The last micro-batch comes first.
 Schedule split_backwards(const Layout& layout) {
@@ -55,42 +44,13 @@ Schedule split_backwards(const Layout& layout) {
   return lists;
 }
 
-/// Adds the duration of each layer's part, from one stage's actions of one kind and its marks, both in order of time.
-void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
-  for (const Span* span : spans) {
-    const auto first = std::ranges::lower_bound(marks, span->start, {}, &LayerTrace::Mark::start);
-    const auto last = std::ranges::lower_bound(first, marks.end(), span->end, {}, &LayerTrace::Mark::start);
-    for (auto mark = first; mark != last; ++mark) {
-      const double start = mark == first ? span->start : mark->start;
-      const double end = mark + 1 == last ? span->end : (mark + 1)->start;
-      times[mark->part.layer][index_of(mark->part, span->action.kind)].push_back(end - start);
-    }
-  }
-}
-
-/// Uses only the spans that overlapped other stages' work most, as in a full pipeline; of split backwards, I and W.
-void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
-         const std::vector<std::int64_t>& balance) {
-  const bool splits = std::ranges::any_of(timeline.spans, [](auto& span) { return span.action.kind == Kind::I; });
-  const auto ends = stage_ends(balance);
-  std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
-  for (const auto& mark : marks) of_stage[stage_of(mark.part.layer, ends)].push_back(mark);
-  for (const auto& [action, spans] : most_overlapped(timeline)) {
-    const auto [stage, kind] = action;
-    if (!splits || kind == Kind::I) add(times, spans, of_stage[stage]);
-  }
-}
-
-/// The median seconds of each stage's W, of those that overlapped other stages' work most.
-std::vector<double> seconds_of_weights(const Timeline& timeline, std::size_t stages) {
-  std::vector<double> medians(stages);
-  for (const auto& [action, spans] : most_overlapped(timeline)) {
-    if (action.second != Kind::W) continue;
-    std::vector<double> seconds;
-    for (const Span* span : spans) seconds.push_back(span->end - span->start);
-    medians[action.first] = median(seconds);
-  }
-  return medians;
+/// The field of a layer's profile that an action's time tells, if any.
+double LayerProfile::*time_of(Mode mode, Kind kind) {
+  if (mode == Mode::kStored) return &LayerProfile::stored;
+  if (mode == Mode::kWhole) return kind == Kind::F ? &LayerProfile::forward : &LayerProfile::backward;
+  return kind == Kind::I   ? &LayerProfile::input_gradient
+         : kind == Kind::W ? &LayerProfile::weight_gradient
+                           : nullptr;
 }
 
 class Measurement {
@@ -98,21 +58,31 @@ class Measurement {
   Measurement(const Model::MakeLayers& make, const Value& sample, const ProfileOptions& options)
       : make_(make), options_(options), samples_(batch_size(sample)), device_(sample.tensors().front().device()) {
     for (const auto& layer : make_()) named_.push_back({layer->name(), layer->module()});
-    layers_ = static_cast<int>(named_.size());
-    workers_ = std::min(options.workers(), layers_);
-    batch_ = batch(std::max(2, workers_), sample);
     batch_of_three_ = batch(3, sample);
+    profile_ = describe();
+    for (int layer = 1; layer <= std::ssize(named_); ++layer) {
+      if (StageCost(profile_).can_cut_before(layer)) ends_.push_back(layer);
+    }
+    workers_ = std::min(options.workers(), static_cast<int>(ends_.size()));
+    batch_ = batch(std::max(2, workers_), sample);
   }
 
   Profile run(bool plain) {
-    auto profile = describe();
-    measure_times(profile, plain);
-    read_memory(profile, plain);
+    const auto modes = plain ? std::vector{Mode::kWhole} : std::vector{Mode::kSplits, Mode::kStored, Mode::kWhole};
+    measure_times(modes);
+    read_memory(modes);
     report(1);
-    return profile;
+    return std::move(profile_);
   }
 
  private:
+  /// A pipeline of the finest stages, and the identity as the last one.
+  struct TracedPipe {
+    Mode mode = Mode::kWhole;
+    GPipe pipe{nullptr};
+    std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();  ///< of the steps that are traced
+  };
+
   static Value batch(int micro_batches, const Value& sample) {
     std::vector<at::Tensor> tensors;
     for (const auto& tensor : sample.tensors()) {
@@ -126,13 +96,12 @@ class Measurement {
   Profile describe() const {
     Profile profile{.samples = samples_,
                     .device = device_.str(),
-                    .workers = workers_,
+                    .workers = options_.workers(),
                     .intraop_threads = options_.intraop_threads()};
-    for (const auto& tensor : batch_.tensors()) profile.input_requires_grad |= tensor.requires_grad();
+    for (const auto& tensor : batch_of_three_.tensors()) profile.input_requires_grad |= tensor.requires_grad();
     absl::flat_hash_set<const void*> counted;
-    for (int i = 0; i < layers_; ++i) {
-      auto& layer = profile.layers.emplace_back();
-      layer.name = named_[i].name;
+    for (const auto& [name, module] : named_) {
+      auto& layer = profile.layers.emplace_back(LayerProfile{name});
       // A shared tensor is counted in the first layer that has it.
       const auto add = [&](const at::Tensor& tensor, std::int64_t& sum) {
         const auto bytes = counted.insert(tensor.unsafeGetTensorImpl()).second ? bytes_of(tensor) : 0;
@@ -141,169 +110,140 @@ class Measurement {
         layer.gradients += bytes;
         if (!is_large(tensor)) layer.late_gradients += bytes;
       };
-      for (const auto& parameter : named_[i].module->parameters()) add(parameter, layer.parameters);
-      for (const auto& buffer : named_[i].module->buffers()) add(buffer, layer.buffers);
+      for (const auto& parameter : module->parameters()) add(parameter, layer.parameters);
+      for (const auto& buffer : module->buffers()) add(buffer, layer.buffers);
       layer.optimizer = static_cast<std::int64_t>((options_.param_scale() - 2) * static_cast<double>(layer.gradients));
     }
     find_sharing(profile, named_, device_.is_cpu() || options_.lends_between_devices());
     return profile;
   }
 
-  /// A pipeline with one stage per worker. If it splits backwards, the layers up to the first ones with parameters are
-  /// a stage of their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
-  TracedPipe make_pipe(const Profile& profile, std::vector<std::int64_t> balance, Mode mode) const {
-    std::vector<int> placement(balance.size());
-    std::iota(placement.begin(), placement.end(), 0);
-    if (mode == Mode::kSplits && !profile.input_requires_grad) {
-      const auto has_gradients = [](const LayerProfile& layer) { return layer.gradients > 0; };
-      const auto found = std::find_if(profile.layers.begin(), profile.layers.end(), has_gradients);
-      auto first = found - profile.layers.begin() + 1;
-      const StageCost stage(profile);
-      while (first < balance.front() && !stage.can_cut_before(static_cast<int>(first))) ++first;
-      if (first < balance.front()) {
-        balance.front() -= first;
-        balance.insert(balance.begin(), first);
-        placement.insert(placement.begin(), 0);
-      }
-    }
-    const bool recomputes = mode == Mode::kRecomputes;
-    TracedPipe traced{mode, std::make_shared<LayerTrace>(layers_, recomputes, device_)};
+  /// `workers`: the worker of each of the finest stages.
+  TracedPipe make_pipe(Mode mode, std::vector<int> workers, const std::shared_ptr<MemoryTrace>& memory = nullptr) const {
+    workers.push_back(workers.back());
+    auto layers = make_();
+    layers.push_back(std::make_unique<Identity>());
+    auto balance = balance_of(ends_);
+    balance.push_back(1);
     auto options = GPipeOptions()
-                       .devices(std::vector<torch::Device>(placement.back() + 1, device_))
-                       .placement(placement)
+                       .devices(std::vector<torch::Device>(workers.back() + 1, device_))
+                       .placement(workers)
                        .split_size(samples_)
-                       .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
+                       .checkpoint(Checkpoint::kNever)
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
-    traced.pipe = GPipe(traced.trace->wrap(make_()), balance, options, LanguageBinding());
+    TracedPipe traced{mode};
+    traced.pipe = GPipe(memory ? memory->wrap(std::move(layers)) : std::move(layers), balance, options, LanguageBinding());
     traced.pipe->train();
     return traced;
   }
 
-  void step(TracedPipe& traced, const Value& batch) const {
+  /// Runs a step. Returns its output, if it has one.
+  Value step(TracedPipe& traced, const Value& batch) const {
     try {
-      traced.mode == Mode::kSplits ? trial_schedule(traced.pipe, batch) : trial_step(traced.pipe, batch);
+      if (traced.mode == Mode::kWhole) return trial_step(traced.pipe, batch);
+      if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch), Value();
+      const at::NoGradGuard no_grad;
+      return traced.pipe->forward(batch);
     } catch (const c10::OutOfMemoryError&) {
       throw;  // profile() retries layer by layer
     } catch (...) {
-      rethrow(traced);
+      const auto failed = traced.pipe->last_error();
+      if (!failed) throw;
+      const auto last = std::min(failed->action.stage, static_cast<int>(ends_.size()) - 1);  // the identity has no name
+      const int layer = failed->layer >= 0 && failed->layer < ends_.back() ? failed->layer : ends_[last] - 1;
+      std::throw_with_nested(std::runtime_error(
+          absl::StrFormat("[profile] layer '%s' failed in its %s: %s", named_[layer].name,
+                          failed->action.kind == Kind::F ? "forward" : "backward", failed->message)));
     }
   }
 
-  [[noreturn]] void rethrow(TracedPipe& traced) const {
-    const auto failed = traced.pipe->last_error();
-    if (!failed) throw;
-    const bool backward = failed->action.kind != Kind::F;
-    const int layer = failed->layer >= 0
-                          ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
-                          : last_backward(traced, failed->action.stage);
-    const auto name = layer < 0 ? "a layer" : absl::StrFormat("layer '%s'", named_[layer].name);
-    std::throw_with_nested(std::runtime_error(absl::StrFormat("[profile] %s failed in its %s: %s", name,
-                                                              backward ? "backward" : "forward", failed->message)));
-  }
-
-  /// The layer of a stage whose part of the backward began last; -1 for none.
-  static int last_backward(TracedPipe& traced, int stage) {
-    const auto ends = stage_ends(traced.pipe->balance());
-    int layer = -1;
-    for (const auto& [part, start] : traced.trace->take_marks()) {
-      if (part.kind == Kind::B && stage_of(part.layer, ends) == stage) layer = part.layer;
-    }
-    return layer;
-  }
-
-  void measure_times(Profile& profile, bool plain) {
+  void measure_times(const std::vector<Mode>& modes) {
     const double start = now();
-    const std::vector<Mode> whole = {Mode::kWhole};
-    std::vector<std::int64_t> balance = {layers_};
+    auto workers = std::vector<int>(ends_.size());
     if (workers_ > 1) {
-      for (auto& layer : profile.layers) layer.forward = 1;  // any equal cost, for a first cut
-      run_steps(profile, cut(profile), whole, 1, start, 0);
-      balance = cut(profile);
+      for (auto& layer : profile_.layers) layer.forward = 1;  // any equal cost, for a first cut
+      run_steps(workers_of(cut()), {Mode::kWhole}, 1, start, 0);
+      workers = workers_of(cut());
     }
-    const std::vector<Mode> all = {Mode::kWhole, Mode::kRecomputes, Mode::kSplits};
-    run_steps(profile, balance, plain ? whole : all, options_.repeats(), start, 0.3);
+    run_steps(workers, modes, options_.repeats(), start, 0.3);
   }
 
-  /// Cuts into one stage per worker, or fewer if layers that must be in one stage would be separated.
-  std::vector<std::int64_t> cut(const Profile& profile) {
-    const StageCost stage(profile);
-    return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});
+  /// Cuts into one stage per worker.
+  std::vector<std::int64_t> cut() const {
+    return balance_by_time(profile_, workers_, {.checkpoint = Checkpoint::kNever});
   }
 
-  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, const std::vector<Mode>& modes,
-                 int repeats, double start, double done) {
+  /// The workers of the finest stages, if each worker gets the layers of one stage of a balance.
+  std::vector<int> workers_of(const std::vector<std::int64_t>& balance) const {
+    std::vector<int> workers;
+    for (const int end : ends_) workers.push_back(stage_of(end - 1, stage_ends(balance)));
+    return workers;
+  }
+
+  void run_steps(const std::vector<int>& workers, const std::vector<Mode>& modes, int repeats, double start,
+                 double done) {
     std::vector<TracedPipe> pipes;
-    for (const auto mode : modes) pipes.push_back(make_pipe(profile, balance, mode));
+    for (const auto mode : modes) pipes.push_back(make_pipe(mode, workers));
     for (auto& each : pipes) {
       report(done);
-      try {
-        step(each, batch_);
-      } catch (const c10::OutOfMemoryError&) {
-        throw;
-      } catch (...) {
-        if (each.mode != Mode::kRecomputes) throw;
-        recomputes_ = false;  // for example, a layer writes to a parameter
-      }
-      each.trace->take_marks();
+      step(each, batch_);
       each.pipe->trace(each.timeline);
     }
-    if (!recomputes_) std::erase_if(pipes, [](const auto& each) { return each.mode == Mode::kRecomputes; });
     for (int repeat = 0; repeat < repeats; ++repeat) {
       const double used = std::min(1.0, (now() - start) / options_.seconds());
       if (repeat > 0 && used >= 1) break;
       report(done + (0.9 - done) * std::max(1.0 * repeat / options_.repeats(), used));
       for (auto& each : pipes) step(each, batch_);
     }
-    Times times(layers_);
-    for (const auto& each : pipes) add(times, *each.timeline, each.trace->take_marks(), each.pipe->balance());
-    for (int i = 0; i < layers_; ++i) {
-      auto& layer = profile.layers[i];
-      for (std::size_t k = 0; k < kTimes.size(); ++k) layer.*kTimes[k] = median(times[i][k]);
-      if (!recomputes_) layer.stored = layer.recompute = layer.forward;
+    for (const auto& each : pipes) read_times(each);
+  }
+
+  /// Reads the medians of the actions that overlapped other workers' actions most, as in a full pipeline.
+  void read_times(const TracedPipe& traced) {
+    std::map<std::pair<int, Kind>, double> medians;
+    for (const auto& [action, spans] : most_overlapped(*traced.timeline)) {
+      std::vector<double> seconds;
+      for (const Span* span : spans) seconds.push_back(span->end - span->start);
+      medians[action] = median(seconds);
     }
-    if (modes.back() != Mode::kSplits) return;
-    const auto& split = pipes.back().pipe->balance();
-    share_weights(profile, split, seconds_of_weights(*pipes.back().timeline, split.size()));
+    const int last = static_cast<int>(ends_.size());
+    for (const auto& [action, seconds] : medians) {
+      const auto [stage, kind] = action;
+      const auto field = time_of(traced.mode, kind);
+      if (stage == last || field == nullptr) continue;
+      const auto besides = medians.find({last, kind});
+      profile_.layers[ends_[stage] - 1].*field =
+          std::max(kLeastSeconds, seconds - (besides == medians.end() ? 0 : besides->second));
+    }
+    if (traced.mode == Mode::kWhole) profile_.stage = medians.at({last, Kind::F});
   }
 
   /// Runs a step with one worker, and listens to its allocations.
-  TracedPipe listen(const Profile& profile, Mode mode) const {
+  TracedPipe listen(Mode mode, MemoryTrace& memory, Value& output) const {
     report(0.9);
-    auto traced = make_pipe(profile, {layers_}, mode);
-    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, traced.trace);
-    if (mode == Mode::kSplits) traced.pipe->trace(traced.timeline);
-    step(traced, batch_of_three_);
+    auto traced = make_pipe(mode, std::vector<int>(ends_.size()), memory.shared_from_this());
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory.shared_from_this());
+    traced.pipe->trace(traced.timeline);
+    output = step(traced, batch_of_three_);
     return traced;
   }
 
-  void read_memory(Profile& profile, bool plain) const {
-    TracedPipe splits;
-    if (!plain) splits = listen(profile, Mode::kSplits);
-    const auto whole = listen(profile, Mode::kWhole);
-    whole.trace->read_memory(
-        profile, plain ? std::vector<LayerTrace::Saved>() : splits.trace->saved_for_weights(*splits.timeline));
-    whole.trace->read_skips(profile, skip_links(named_));
-    if (plain) return;
-    if (recomputes_) listen(profile, Mode::kRecomputes).trace->read_memory(profile, {});
-    splits.trace->read_split_memory(profile, *splits.timeline);
-  }
-
-  /// Divides the time of each stage's W among its layers, by how much less time their I takes than their B.
-  static void share_weights(Profile& profile, const std::vector<std::int64_t>& balance,
-                            const std::vector<double>& seconds) {
-    auto layer = profile.layers.begin();
-    for (std::size_t stage = 0; stage < balance.size(); ++stage) {
-      const auto end = layer + static_cast<std::ptrdiff_t>(balance[stage]);
-      const auto share = [&](auto part) {
-        double all = 0;
-        for (auto of = layer; of != end; ++of) all += part(*of);
-        for (auto of = layer; of != end; ++of) of->weight_gradient = all > 0 ? seconds[stage] * part(*of) / all : 0;
-        return all > 0;
-      };
-      const bool known = share([](const auto& of) { return std::max(0.0, of.backward - of.input_gradient); });
-      if (!known) share([](const auto& of) { return of.backward; });
-      layer = end;
+  void read_memory(const std::vector<Mode>& modes) {
+    std::vector<MemoryTrace::Saved> saved;
+    for (const auto mode : modes) {
+      const auto memory = std::make_shared<MemoryTrace>();
+      Value output;  // the caller frees it after the step
+      const auto traced = listen(mode, *memory, output);
+      const MemoryTrace::Step step{ends_, traced.timeline->spans};
+      if (mode == Mode::kStored) memory->read_stored(profile_, step);
+      if (mode == Mode::kSplits) {
+        memory->read_split(profile_, step);
+        saved = memory->saved_for_weights(step);
+      }
+      if (mode != Mode::kWhole) continue;
+      memory->read_whole(profile_, step, saved);
+      memory->read_skips(profile_, skip_links(named_));
     }
   }
 
@@ -316,9 +256,9 @@ class Measurement {
   const std::int64_t samples_;
   const torch::Device device_;
   std::vector<NamedLayer> named_;
-  int layers_ = 0;
+  Profile profile_;
+  std::vector<int> ends_;  ///< of the finest stages: the index after the last layer
   int workers_ = 1;
-  bool recomputes_ = true;  ///< whether the layers can be recomputed; else a recompute counts as a forward
   Value batch_;
   Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };

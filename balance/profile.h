@@ -12,9 +12,8 @@ struct LayerProfile {
   std::string name = {};
 
   // Seconds.
-  double forward = 0;    ///< of a forward that builds an autograd graph
-  double stored = 0;     ///< of a forward without graph, in a checkpointed cell
-  double recompute = 0;  ///< of the recompute of a checkpointed cell
+  double forward = 0;  ///< of a forward that builds an autograd graph, as a recompute does
+  double stored = 0;   ///< of a forward without graph, in a checkpointed cell
   double backward = 0;
   // Of a backward that is split, in a stage whose inputs need gradients:
   double input_gradient = 0;   ///< in I
@@ -34,9 +33,6 @@ struct LayerProfile {
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
   std::int64_t input_gradient_extra = 0;  ///< in an I
-  // The same if the layer is the last of its stage: the gradients that it gets are then in another worker's memory.
-  std::int64_t last_backward_extra = 0;
-  std::int64_t last_input_gradient_extra = 0;
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;
@@ -96,6 +92,7 @@ struct Profile {
   std::string device = {};           ///< where it was measured, e.g. "cpu" or "cuda:0"
   int workers = 1;                   ///< stages that ran at once during the measurement
   int intraop_threads = 1;           ///< per CPU stage during the measurement
+  double stage = 0;                  ///< seconds that each action of a stage takes besides those of its layers
   bool input_requires_grad = false;  ///< so that a backward splits in the first stage too
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};

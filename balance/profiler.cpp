@@ -1,8 +1,8 @@
 #include "balance/profiler.h"
 
 #include "balance/balance.h"
-#include "balance/layer_trace.h"
 #include "balance/measurement.h"
+#include "balance/memory_trace.h"
 #include "balance/trial.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/base/checks.h"

@@ -53,7 +53,6 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
   return {std::move(index),
           std::move(name),
           seconds_to_text(layer.forward),
-          seconds_to_text(layer.recompute),
           seconds_to_text(layer.backward),
           output,
           bytes_to_text(layer.saved),
@@ -91,7 +90,7 @@ std::string recomputed_of(const Plan& plan) {
 }  // namespace
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
-  Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters", "cut"});
+  Table table({"layer", "name", "forward", "backward", "output", "saved", "parameters", "cut"});
   const auto cuts = cut_bytes(profile);
   const auto layers = static_cast<int>(profile.layers.size());
   const StageCost cost(profile);
@@ -190,7 +189,15 @@ std::string plan_table(const Plans& plans, int rows) {
         &text, "Plain PyTorch on one device, on a CPU with all threads, is predicted to be %.2f times as fast.\n",
         first.front().seconds / whole->seconds);
   }
-  return text + (plans.fits() ? "" : plans.reason + "\n");
+  if (!plans.fits()) return text + plans.reason + '\n';
+  const double seconds = plans.best().seconds;
+  absl::StrAppendFormat(&text, "No plan takes less than %s, %.0f %% of the first one's step.\n",
+                        seconds_to_text(plans.least_seconds), 100 * plans.least_seconds / seconds);
+  if (plans.more_memory_saves > 0) {
+    absl::StrAppendFormat(&text, "With 5 %% more memory on each device, a step would take %s less.\n",
+                          seconds_to_text(plans.more_memory_saves));
+  }
+  return text;
 }
 
 std::string bytes_to_text(std::int64_t bytes) {

@@ -49,7 +49,7 @@ Segments::Segments(const Profile& profile)
   }
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile.layers[i];
-    again_[i + 1] = again_[i] + std::max(0.0, layer.stored + layer.recompute - layer.forward);
+    again_[i + 1] = again_[i] + layer.stored;
   }
   double cheapest = kAnyPrice;
   double dearest = 0;

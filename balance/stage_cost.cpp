@@ -22,8 +22,7 @@ double all_bytes(const Profile& profile) {
   };
   for (const auto& layer : profile.layers) {
     add({layer.parameters, layer.gradients, layer.optimizer, layer.buffers, layer.output, layer.saved,
-         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra,
-         layer.last_backward_extra, layer.last_input_gradient_extra});
+         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra});
   }
   for (const auto& block : profile.blocks) add({block.bytes});
   for (const auto& skip : profile.skips) add({static_cast<std::int64_t>(skip.readers.size()) * skip.bytes});
@@ -31,8 +30,7 @@ double all_bytes(const Profile& profile) {
   return sum;
 }
 
-constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward,        &LayerProfile::stored,
-                                                    &LayerProfile::recompute,      &LayerProfile::backward,
+constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward, &LayerProfile::stored, &LayerProfile::backward,
                                                     &LayerProfile::input_gradient, &LayerProfile::weight_gradient};
 constexpr std::int64_t LayerProfile::*kSummedBytes[] = {&LayerProfile::parameters, &LayerProfile::gradients,
                                                         &LayerProfile::optimizer, &LayerProfile::buffers,
@@ -108,7 +106,7 @@ LayerProfile StageCost::sum(int first, int end) const {
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
   const auto sum = this->sum(first, end);
   const double share = 1.0 * options.checkpoint.of(0).recomputed(options.chunks) / options.chunks;
-  const double seconds = sum.backward + (1 - share) * sum.forward + share * (sum.stored + sum.recompute);
+  const double seconds = sum.forward + sum.backward + share * sum.stored + (2 + share) * profile_.stage;
   const auto bytes = bytes_in(first, end);
   return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
@@ -179,10 +177,8 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
       sum.input_gradient = sum.backward;
       sum.weight_gradient = 0;
     }
-    // Recomputing never saves time, whatever was measured.
-    sum.recompute = std::max(sum.recompute, sum.forward - sum.stored);
-    for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time, kMinSeconds);
-    costs.actions.push_back({sum.forward, sum.recompute, sum.backward, sum.input_gradient, sum.weight_gradient});
+    for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time + profile_.stage, kMinSeconds);
+    costs.actions.push_back({sum.forward, sum.forward, sum.backward, sum.input_gradient, sum.weight_gradient});
     costs.stored.push_back(sum.stored);
     costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));
     first = end;

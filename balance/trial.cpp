@@ -54,7 +54,7 @@ std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Valu
   return std::make_unique<DecoratedLayer>(std::move(layer), std::move(forward), std::move(module));
 }
 
-void trial_step(GPipe& pipe, const Value& batch) {
+Value trial_step(GPipe& pipe, const Value& batch) {
   const auto output = pipe->forward(batch);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> ones;
@@ -63,11 +63,12 @@ void trial_step(GPipe& pipe, const Value& batch) {
     roots.push_back(tensor);
     ones.push_back(at::ones_like(tensor));
   }
-  if (roots.empty()) return;
+  if (roots.empty()) return output;
   // Cut the edges behind the pipeline's node, so that nothing is accumulated and no hook runs.
   const auto node = roots.front().grad_fn();
   node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
   torch::autograd::backward(roots, ones);
+  return output;
 }
 
 void trial_schedule(GPipe& pipe, const Value& batch) {

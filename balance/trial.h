@@ -9,7 +9,8 @@ std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Valu
                                 std::shared_ptr<torch::nn::Module> module = nullptr);
 
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
-void trial_step(GPipe& pipe, const Value& batch);
+/// Returns the output.
+Value trial_step(GPipe& pipe, const Value& batch);
 
 /// The same in the order of the pipeline's schedule, with the sum of the outputs as the loss.
 void trial_schedule(GPipe& pipe, const Value& batch);

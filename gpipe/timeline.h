@@ -23,6 +23,7 @@ struct Span {
   double end = 0;    ///< seconds
   int step = 0;      ///< index of the mini-batch, the same for a forward and its backward
   Footprint bytes = {};
+  double launched = 0;  ///< as `start`, but of the host, which can be ahead of its device
   /// Seconds before `start` since the worker was free and had its inputs. 0 if one came from another process.
   double lead = 0;
   // Of the lead and the action, in seconds. 0 on devices other than the CPU, and in simulations.

@@ -161,7 +161,7 @@ class Executor::Run {
     run();
     watch.free = watch.read();
     const auto [live, peak] = runner_.bytes(worker);
-    Span span{worker, action, start, watch.free.time, step_, {before, peak, live}};
+    Span span{worker, action, start, watch.free.time, step_, {before, peak, live}, start};
     if (watch.is_local) span.lead = std::max(0.0, start - watch.ready);
     const auto [ran, queued] = watch.free.thread - watch.from;
     const double seconds = span.lead + span.end - span.start;

@@ -91,7 +91,6 @@ class LayerProfile:
     optimizer: typing.Final[int]
     output: typing.Final[int]
     parameters: typing.Final[int]
-    recompute: typing.Final[float]
     saved: typing.Final[int]
     stored: typing.Final[float]
     weight_gradient: typing.Final[float]
@@ -161,6 +160,8 @@ class Plans:
     fits: typing.Final[bool]
     plans: typing.Final[list[Plan]]
     reason: typing.Final[str]
+    least_seconds: typing.Final[float]
+    more_memory_saves: typing.Final[float]
     unpartitioned: typing.Final[Plan | None]
 def arrange_workers(arg0: collections.abc.Sequence[torch.device], arg1: typing.SupportsInt, arg2: str, arg3: collections.abc.Sequence[typing.SupportsInt], arg4: Ranks | None) -> tuple[list[torch.device], list[int], list[int]]: ...
 def begin_layer(arg0: typing.Any, arg1: typing.SupportsInt) -> None: ...

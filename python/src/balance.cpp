@@ -118,7 +118,6 @@ void init_profile(py::module_& module) {
       .def_readonly("name", &L::name, "The layer's name in the Sequential.")
       .def_readonly("forward", &L::forward, "Seconds of a forward that builds a graph.")
       .def_readonly("stored", &L::stored, "Seconds of a forward without a graph, in a cell that will be recomputed.")
-      .def_readonly("recompute", &L::recompute, "Seconds of the recompute, which builds the graph.")
       .def_readonly("backward", &L::backward, "Seconds of the backward.")
       .def_readonly("input_gradient", &L::input_gradient, "Seconds of a split backward's first part, of inputs.")
       .def_readonly("weight_gradient", &L::weight_gradient, "Seconds of its second part, of parameters.")
@@ -198,6 +197,9 @@ void init_plans(py::module_& module) {
       .def_readonly("unpartitioned", &Plans::unpartitioned,
                     "The whole mini-batch on one device, without a pipeline; None if it was not measured.")
       .def_readonly("reason", &Plans::reason, "Why no plan fits. Empty if one does.")
+      .def_readonly("least_seconds", &Plans::least_seconds, "No plan is predicted to take fewer seconds per step.")
+      .def_readonly("more_memory_saves", &Plans::more_memory_saves,
+                    "Predicted seconds that 5 % more memory on each device would save in a step of the best plan.")
       .def_property_readonly("fits", &Plans::fits, "Whether any plan fits.")
       .def_property_readonly("best", &Plans::best, "The first. Raises RuntimeError, with the reason, if none fits.")
       .def("__str__", [](const Plans& plans) { return plan_table(plans); });

@@ -17,7 +17,7 @@ Profile two_layers() {
   return {.samples = 4,
           .device = "cpu",
           .workers = 2,
-          .layers = {{.name = "l0", .forward = 1, .stored = 0.1, .recompute = 1e-9, .backward = 2, .parameters = 7},
+          .layers = {{.name = "l0", .forward = 1, .stored = 1e-9, .backward = 2, .parameters = 7},
                      {.name = "l1", .changes_input = true, .shares_with = 0}},
           .blocks = {{.bytes = 10, .born = Kind::B, .layer = 1, .until = Kind::B, .freed_by = 0, .reaches = 1},
                      {.bytes = 20, .until = Kind::F, .freed_by = Block::kNever, .reaches = 2, .readers = {1}}},
@@ -66,7 +66,7 @@ TEST_F(ProfileJson, RefusesTextsThatAreNoProfile) {
       {"", "not a profile: "},
       {"[]", "the text is a list, but must be an object"},
       {lacking.dump(), "/layers/1/forward is missing"},
-      {with(good_, "/version", 1).dump(), "/version is 1, but only version 5 is supported"},
+      {with(good_, "/version", 1).dump(), "/version is 1, but only version 6 is supported"},
       {"{\"" + std::string(10000, 'x') + "\xff\":1}", "not a profile: "},
       {with(good_, "/layers/0/forward", std::string(10000, 'x')).dump(), "/layers/0/forward is "},
       {std::string(1000000, '['), "JSON has more than 100 levels"},
@@ -88,7 +88,6 @@ TEST_F(ProfileJson, ValuesHaveTheirTypesAndRanges) {
       {"/layers/1/shares_with", {0.5, 1.0, true, "1", nullptr, Json::array(), -1, 2, wraps}},
       {"/layers/0/forward", wrong_seconds},
       {"/layers/0/stored", wrong_seconds},
-      {"/layers/0/recompute", wrong_seconds},
       {"/layers/0/backward", wrong_seconds},
       {"/layers/0/input_gradient", wrong_seconds},
       {"/layers/0/weight_gradient", wrong_seconds},
@@ -121,7 +120,7 @@ TEST_F(ProfileJson, BytesAreIntegersInRange) {
       0.5, -1, 1e30, true, "1", nullptr, (std::int64_t{1} << 53) + 1, std::numeric_limits<std::uint64_t>::max()};
   for (const auto* name :
        {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved", "forward_extra",
-        "stored_extra", "backward_extra", "input_gradient_extra", "last_backward_extra", "last_input_gradient_extra"}) {
+        "stored_extra", "backward_extra", "input_gradient_extra"}) {
     expect_refused(std::string("/layers/0/") + name, wrong);
   }
   expect_refused("/blocks/0/bytes", wrong);

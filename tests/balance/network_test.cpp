@@ -22,7 +22,6 @@ Profile equal_layers(int layers, int samples = 1, std::int64_t gradients = 0) {
     profile.layers.push_back({.name = "l" + std::to_string(i),
                               .forward = 1.0 * samples,
                               .stored = 1.0 * samples,
-                              .recompute = 1.0 * samples,
                               .backward = 2.0 * samples,
                               .input_gradient = 1.0 * samples,
                               .weight_gradient = 1.0 * samples,
@@ -171,7 +170,7 @@ TEST(PlanOfReplicas, WeighsSumsAgainstTheBubble) {
 TEST(PlanOfReplicas, ChoosesTheSizeOfMicroBatches) {
   auto small = equal_layers(4, 1);
   auto large = equal_layers(4, 4);
-  for (auto& layer : small.layers) layer.forward = layer.stored = layer.recompute = 2;  // less efficient
+  for (auto& layer : small.layers) layer.forward = layer.stored = 2;  // less efficient
   const auto of = [&](std::int64_t samples) {
     auto options = on_hosts(1, 4, {}, {}, samples);
     options.schedulings = {{"gpipe", 1, {0, 1, 2, 3}}};

@@ -28,14 +28,12 @@ Profile chain(const std::vector<double>& seconds) {
     profile.layers.push_back({.name = "l" + std::to_string(i),
                               .forward = seconds[i],
                               .stored = seconds[i],
-                              .recompute = seconds[i],
                               .backward = 2 * seconds[i],
                               .output = 10,
                               .saved = 10,
                               .forward_extra = 10,
                               .stored_extra = 10,
                               .backward_extra = 10,
-                              .last_backward_extra = 10,
                               .shares_with = layer});
     profile.blocks.push_back({10, Kind::F, layer, Kind::B, layer + 1, layer + 1});
     profile.blocks.push_back({10, Kind::B, layer, Kind::B, layer - 1, layer});
@@ -308,14 +306,17 @@ TEST(Plan, MemoryIsADial) {
     const auto profile = random_chain(random, 12);
     double before = 0;
     int limits = 0;
+    double saved = 0;
     for_each_limit(profile, {.samples = 32, .devices = {"a", "b"}, .schedulings = {{"1f1b", 1, {0, 1}}}},
                    [&](std::int64_t limit, const Plans& plans) {
                      ++limits;
                      EXPECT_LE(std::ranges::max(plans.best().bytes), limit);
                      EXPECT_GE(plans.best().seconds, before / 1.08) << "less memory hardly takes less time";
+                     if (before > 0) saved += plans.more_memory_saves;
                      before = std::max(before, plans.best().seconds);
                    });
     EXPECT_GT(limits, 4);
+    EXPECT_GT(saved, 0);
   }
 }
 
@@ -358,7 +359,10 @@ TEST(Plan, IsNearTheBestOfAll) {
     const auto profile = random_chain(random, 5);
     for_each_limit(profile, {.samples = 16, .devices = {"a", "b"}, .schedulings = {{"1f1b", 1, {0, 1}}}},
                    [&](std::int64_t limit, const Plans& plans) {
-                     ratios.push_back(plans.best().seconds / fastest_of_all(profile, 4, 2, limit));
+                     const double fastest = fastest_of_all(profile, 4, 2, limit);
+                     ratios.push_back(plans.best().seconds / fastest);
+                     EXPECT_LE(plans.least_seconds, fastest);
+                     EXPECT_GT(plans.least_seconds, 0.5 * fastest);
                    });
   }
   std::ranges::sort(ratios);
@@ -411,7 +415,9 @@ TEST(Report, ComparesPlansWithOneDevice) {
                       /*chunks=*/4,
                       Checkpoints({Checkpoint::kAlways, Checkpoint::kNever, Checkpoint::kNever}),
                       "1f1b"};
-  Plans plans{{pipeline, pipeline}};
+  Plans plans{.plans = {pipeline, pipeline}, .least_seconds = 0.75, .more_memory_saves = 0.002};
+  EXPECT_THAT(plan_table(plans), AllOf(HasSubstr("No plan takes less than 750 ms, 75 % of the first one's step.\n"),
+                                       HasSubstr("5 % more memory on each device, a step would take 2.00 ms less.\n")));
   EXPECT_THAT(plan_table(plans), Not(HasSubstr("speed-up")));
   plans.unpartitioned = Plan{{.balance = {4}, .placement = {0}, .seconds = 1.5, .bytes = {900}}};
   plans.unpartitioned->missing = 100;
