@@ -1,7 +1,7 @@
 
 #include "absl/strings/str_format.h"
-#include "balance/memory_trace.h"
 #include "balance/measurement.h"
+#include "balance/memory_trace.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"

@@ -48,9 +48,7 @@ Schedule split_backwards(const Layout& layout) {
 double LayerProfile::*time_of(Mode mode, Kind kind) {
   if (mode == Mode::kStored) return &LayerProfile::stored;
   if (mode == Mode::kWhole) return kind == Kind::F ? &LayerProfile::forward : &LayerProfile::backward;
-  return kind == Kind::I   ? &LayerProfile::input_gradient
-         : kind == Kind::W ? &LayerProfile::weight_gradient
-                           : nullptr;
+  return kind == Kind::I ? &LayerProfile::input_gradient : kind == Kind::W ? &LayerProfile::weight_gradient : nullptr;
 }
 
 class Measurement {
@@ -60,19 +58,22 @@ class Measurement {
     for (const auto& layer : make_()) named_.push_back({layer->name(), layer->module()});
     batch_of_three_ = batch(3, sample);
     profile_ = describe();
-    for (int layer = 1; layer <= std::ssize(named_); ++layer) {
-      if (StageCost(profile_).can_cut_before(layer)) ends_.push_back(layer);
-    }
-    workers_ = std::min(options.workers(), static_cast<int>(ends_.size()));
+    cut_everywhere();
     batch_ = batch(std::max(2, workers_), sample);
   }
 
   Profile run(bool plain) {
     const auto modes = plain ? std::vector{Mode::kWhole} : std::vector{Mode::kSplits, Mode::kStored, Mode::kWhole};
-    measure_times(modes);
-    read_memory(modes);
-    report(1);
-    return std::move(profile_);
+    for (;;) {
+      try {
+        measure_times(modes);
+        read_memory(modes);
+        report(1);
+        return std::move(profile_);
+      } catch (const std::runtime_error&) {
+        if (!is_cut_at_fault()) throw;
+      }
+    }
   }
 
  private:
@@ -118,8 +119,37 @@ class Measurement {
     return profile;
   }
 
+  void cut_everywhere() {
+    ends_.clear();
+    const StageCost cost(profile_);
+    for (int layer = 1; layer <= cost.layers(); ++layer) {
+      if (cost.can_cut_before(layer)) ends_.push_back(layer);
+    }
+    workers_ = std::min(options_.workers(), static_cast<int>(ends_.size()));
+  }
+
+  /// After a failure: if the uncut model runs, notes that it cannot be cut before the stage that failed. For example, a
+  /// layer changes in place what an earlier layer returned twice.
+  bool is_cut_at_fault() {
+    const auto stage = std::exchange(failed_stage_, 0);
+    if (stage < 1 || stage >= std::ssize(ends_)) return false;
+    const int previous = stage > 1 ? ends_[stage - 2] : 0;
+    auto& before = profile_.layers[ends_[stage - 1]].shares_with;
+    before = std::min(before, previous);
+    ends_ = {static_cast<int>(named_.size())};
+    try {
+      auto whole = make_pipe(Mode::kWhole, {0});
+      step(whole, batch_);
+    } catch (...) {
+      return false;
+    }
+    cut_everywhere();
+    return true;
+  }
+
   /// `workers`: the worker of each of the finest stages.
-  TracedPipe make_pipe(Mode mode, std::vector<int> workers, const std::shared_ptr<MemoryTrace>& memory = nullptr) const {
+  TracedPipe make_pipe(Mode mode, std::vector<int> workers,
+                       const std::shared_ptr<MemoryTrace>& memory = nullptr) const {
     workers.push_back(workers.back());
     auto layers = make_();
     layers.push_back(std::make_unique<Identity>());
@@ -133,13 +163,14 @@ class Measurement {
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
     TracedPipe traced{mode};
-    traced.pipe = GPipe(memory ? memory->wrap(std::move(layers)) : std::move(layers), balance, options, LanguageBinding());
+    traced.pipe =
+        GPipe(memory ? memory->wrap(std::move(layers)) : std::move(layers), balance, options, LanguageBinding());
     traced.pipe->train();
     return traced;
   }
 
   /// Runs a step. Returns its output, if it has one.
-  Value step(TracedPipe& traced, const Value& batch) const {
+  Value step(TracedPipe& traced, const Value& batch) {
     try {
       if (traced.mode == Mode::kWhole) return trial_step(traced.pipe, batch);
       if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch), Value();
@@ -150,7 +181,8 @@ class Measurement {
     } catch (...) {
       const auto failed = traced.pipe->last_error();
       if (!failed) throw;
-      const auto last = std::min(failed->action.stage, static_cast<int>(ends_.size()) - 1);  // the identity has no name
+      failed_stage_ = failed->action.stage;
+      const auto last = std::min(failed_stage_, static_cast<int>(ends_.size()) - 1);  // the identity has no name
       const int layer = failed->layer >= 0 && failed->layer < ends_.back() ? failed->layer : ends_[last] - 1;
       std::throw_with_nested(std::runtime_error(
           absl::StrFormat("[profile] layer '%s' failed in its %s: %s", named_[layer].name,
@@ -220,7 +252,7 @@ class Measurement {
   }
 
   /// Runs a step with one worker, and listens to its allocations.
-  TracedPipe listen(Mode mode, MemoryTrace& memory, Value& output) const {
+  TracedPipe listen(Mode mode, MemoryTrace& memory, Value& output) {
     report(0.9);
     auto traced = make_pipe(mode, std::vector<int>(ends_.size()), memory.shared_from_this());
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory.shared_from_this());
@@ -259,6 +291,7 @@ class Measurement {
   Profile profile_;
   std::vector<int> ends_;  ///< of the finest stages: the index after the last layer
   int workers_ = 1;
+  int failed_stage_ = 0;
   Value batch_;
   Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };

@@ -45,8 +45,8 @@ struct GPIPE_API Plans {
   /// The whole mini-batch on one device, without a pipeline. On a CPU with all intra-op threads. Set by plan() of a
   /// model; empty if the model does not run that way, e.g. because memory runs out.
   std::optional<Plan> unpartitioned = {};
-  std::string reason = {};  ///< why nothing fits: which device, how many bytes are missing, what would fit
-  double least_seconds = 0;  ///< no plan that the options allow is predicted to be faster
+  std::string reason = {};       ///< why nothing fits: which device, how many bytes are missing, what would fit
+  double least_seconds = 0;      ///< no plan that the options allow is predicted to be faster
   double more_memory_saves = 0;  ///< predicted seconds of the first plan's step, with 5 % more memory on each device
 
   bool fits() const { return !plans.empty() && reason.empty(); }

@@ -30,8 +30,9 @@ double all_bytes(const Profile& profile) {
   return sum;
 }
 
-constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward, &LayerProfile::stored, &LayerProfile::backward,
-                                                    &LayerProfile::input_gradient, &LayerProfile::weight_gradient};
+constexpr double LayerProfile::*kSummedSeconds[] = {&LayerProfile::forward, &LayerProfile::stored,
+                                                    &LayerProfile::backward, &LayerProfile::input_gradient,
+                                                    &LayerProfile::weight_gradient};
 constexpr std::int64_t LayerProfile::*kSummedBytes[] = {&LayerProfile::parameters, &LayerProfile::gradients,
                                                         &LayerProfile::optimizer, &LayerProfile::buffers,
                                                         &LayerProfile::saved};

@@ -106,6 +106,18 @@ TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   EXPECT_EQ(profile(with_skips, rows(), brief().workers(3)).skips.size(), 5U);
 }
 
+// A cut before the second layer is refused, because it changes memory that both of its inputs use.
+TEST(Profiler, KeepsLayersTogetherThatCannotBeCut) {
+  using Pair = std::tuple<Tensor, Tensor>;
+  nn::Sequential model(
+      nn::Linear(6, 6), function_layer([](Tensor x) { return Pair(x * 2, x); }), function_layer([](Pair in) {
+        return Pair(std::get<0>(in), std::get<0>(in).view({-1, 6}));
+      }),
+      function_layer([](Pair in) { return std::get<0>(in).mul_(2) + std::get<1>(in); }), nn::Linear(6, 6));
+  const auto of = profile(model, rows(), brief());
+  EXPECT_EQ(of.layers[3].shares_with, 2);
+}
+
 nn::Sequential model_with_a_tie() {
   nn::Linear tied(6, 6);
   return nn::Sequential(nn::Linear(6, 6), NestedSequential(tied), nn::ReLU(), NestedSequential(tied), nn::Linear(6, 6));
