@@ -176,8 +176,6 @@ class Measurement {
       if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch), Value();
       const at::NoGradGuard no_grad;
       return traced.pipe->forward(batch);
-    } catch (const c10::OutOfMemoryError&) {
-      throw;  // profile() retries layer by layer
     } catch (...) {
       const auto failed = traced.pipe->last_error();
       if (!failed) throw;

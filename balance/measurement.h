@@ -10,10 +10,6 @@ namespace gpipe {
 /// Errors: as GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain);
 
-/// Profiles one layer at a time. Bytes are upper bounds. Restores the layers' state. Errors: as measure();
-/// std::runtime_error that names a layer that does not fit the device alone.
-Profile measure_alone(const Model& model, const Value& sample, const ProfileOptions& options);
-
 /// As profile(); plain as in measure().
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain);
 

@@ -69,20 +69,16 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options, bool plain) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
-  auto rising = options;  // progress never falls back, even if the measurement starts again layer by layer
+  auto rising = options;  // progress never falls back, even if the measurement starts again
   if (rising.intraop_threads() == 0) rising.intraop_threads(std::max(1, at::get_num_threads() / rising.workers()));
   double reported = 0;
   if (options.progress()) {
     rising.progress([&](double part) { options.progress()(reported = std::clamp(part, reported, 1.0)); });
   }
-  try {
-    const RestoreModule restore(model.module());
-    auto measured = measure([&] { return restore.wrap(model.layers()); }, sample, rising, plain);
-    restore.check();
-    return measured;
-  } catch (const c10::OutOfMemoryError&) {
-  }
-  return measure_alone(model, sample, rising);
+  const RestoreModule restore(model.module());
+  auto measured = measure([&] { return restore.wrap(model.layers()); }, sample, rising, plain);
+  restore.check();
+  return measured;
 }
 
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {

@@ -32,10 +32,9 @@ struct ProfileOptions {
 /// Restores parameters, gradients, buffers, devices, modes and the CPU's generator. Do not use the model meanwhile.
 ///
 /// The sample's device must hold the model and the activations of three micro-batches, or of `workers` if that is more.
-/// If a GPU runs out of memory, layers are measured one at a time; their bytes are then upper bounds.
 ///
 /// Errors: std::invalid_argument for invalid options or samples, and for models that GPipe refuses. std::runtime_error
-/// that names the layer, with the layer's exception nested, if a layer fails or does not fit the device by itself.
+/// that names the layer, with the layer's exception nested, if a layer fails, e.g. because the device's memory runs out.
 /// std::runtime_error if a layer changes a parameter after its first forwards; that change is not undone.
 GPIPE_API Profile profile(const Model& model, const Value& sample, const ProfileOptions& options = {});
 

@@ -18,19 +18,18 @@ class DecoratedLayer : public Layer {
  public:
   using Forward = std::function<Value(Layer& layer, Value input)>;
 
-  DecoratedLayer(std::unique_ptr<Layer> layer, Forward forward, std::shared_ptr<torch::nn::Module> module)
-      : layer_(std::move(layer)), forward_(std::move(forward)), module_(std::move(module)) {}
+  DecoratedLayer(std::unique_ptr<Layer> layer, Forward forward)
+      : layer_(std::move(layer)), forward_(std::move(forward)) {}
 
   Value forward(Value input) override { return forward_(*layer_, std::move(input)); }
   const std::string& name() const override { return layer_->name(); }
-  std::shared_ptr<torch::nn::Module> module() const override { return module_ ? module_ : layer_->module(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
   Buffers buffers() const override { return layer_->buffers(); }
   std::vector<at::Tensor> parameters() const override { return layer_->parameters(); }
 
  private:
   const std::unique_ptr<Layer> layer_;
   const Forward forward_;
-  const std::shared_ptr<torch::nn::Module> module_;
 };
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
@@ -49,9 +48,8 @@ void attempt(F f) noexcept {
 
 }  // namespace
 
-std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer&, Value)> forward,
-                                std::shared_ptr<torch::nn::Module> module) {
-  return std::make_unique<DecoratedLayer>(std::move(layer), std::move(forward), std::move(module));
+std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer&, Value)> forward) {
+  return std::make_unique<DecoratedLayer>(std::move(layer), std::move(forward));
 }
 
 Value trial_step(GPipe& pipe, const Value& batch) {

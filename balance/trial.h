@@ -4,9 +4,8 @@
 
 namespace gpipe {
 
-/// Returns a layer whose forward calls `forward` with `layer` and the input. A null `module`: the layer's.
-std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward,
-                                std::shared_ptr<torch::nn::Module> module = nullptr);
+/// Returns a layer whose forward calls `forward` with `layer` and the input.
+std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward);
 
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
 /// Returns the output.

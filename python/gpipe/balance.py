@@ -60,7 +60,7 @@ def profile(
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
     """Measures each layer of a model in training mode, for micro-batches like ``sample``. Raises RuntimeError, with the
-    layer's name, if a layer fails or does not fit the device alone.
+    layer's name, if a layer fails, e.g. because the device's memory runs out.
 
     Args:
         module: the model. Nothing else may use it during the measurement.
