@@ -112,68 +112,64 @@ void Contender::polish(std::int64_t& actions) {
 
 void Contender::relax(std::int64_t& actions) {
   if (!best_.fits() || in_flight_.empty()) return;
-  auto modes = best_.checkpoint.modes;
-  for (std::size_t s = 0; s < modes.size() && actions > 0; ++s) {
-    if (modes[s] != Checkpoint::kAlways) continue;
+  for (std::size_t s = 0; s < best_.balance.size() && actions > 0; ++s) {
+    if (best_.checkpoint.of(static_cast<int>(s)) != Checkpoint::kAlways) continue;
     int low = -1;                                                                                // does not fit
     int high = std::min(run_.chunks, std::ranges::max(in_flight_, {}, &InFlight::cells).cells);  // fits
     while (high - low > 1 && actions > 0) {
       const int count = (low + high) / 2;
-      auto fewer = modes;
-      fewer[s] = Checkpoint::in_flight(count);
-      auto other = predicted(best_.balance, best_.placement, fewer, actions);
+      auto fewer = parts_of(best_);
+      fewer[s].mode = Checkpoint::in_flight(count);
+      auto other = predicted(fewer, actions);
       const bool is_good = other.fits() && other.seconds <= best_.seconds;
       (is_good ? high : low) = count;
       if (is_good) best_ = std::move(other);
     }
-    modes = best_.checkpoint.modes;
   }
 }
 
+std::vector<Contender::Part> Contender::parts_of(const Plan& plan) {
+  std::vector<Part> parts;
+  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
+    parts.push_back({plan.placement[s], plan.balance[s], plan.checkpoint.of(static_cast<int>(s))});
+  }
+  return parts;
+}
+
 bool Contender::step(Plan& plan, std::int64_t& actions) const {
+  const auto& cost = segments_.cost();
   bool improved = false;
-  const auto offer = [&](const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
-                         const std::vector<Checkpoint>& modes) {
+  const auto offer = [&](const std::vector<Part>& parts) {
     if (actions < 0) return;
-    auto other = predicted(balance, placement, modes, actions);
+    auto other = predicted(parts, actions);
     if (!is_better(other, plan)) return;
     plan = std::move(other);
     improved = true;
   };
-  const auto modes_of = [](const Plan& of) {
-    std::vector<Checkpoint> modes;
-    for (std::size_t s = 0; s < of.balance.size(); ++s) modes.push_back(of.checkpoint.of(static_cast<int>(s)));
-    return modes;
-  };
-  for (const auto& moved : segments_.cost().near(plan.balance, 1)) offer(moved, plan.placement, modes_of(plan));
-  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
-    auto modes = modes_of(plan);
-    modes[s] = modes[s] == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
-    offer(plan.balance, plan.placement, modes);
+  for (const auto& moved : cost.near(plan.balance, 1)) {
+    auto parts = parts_of(plan);
+    for (std::size_t s = 0; s < parts.size(); ++s) parts[s].layers = moved[s];
+    offer(parts);
   }
-  const auto from = plan;
-  for (std::size_t s = 0, first = 0; s < from.balance.size(); first += from.balance[s++]) {
-    for (std::int64_t i = 0; i < from.balance[s] && from.balance[s] > 1; ++i) {
-      const int layer = static_cast<int>(first) + static_cast<int>(i);
-      if (modes_of(from)[s] != Checkpoint::kNever || !segments_.cost().can_cut_before(layer) ||
-          !segments_.cost().can_cut_before(layer + 1)) {
-        continue;
-      }
-      auto [balance, placement, modes] = std::tuple(from.balance, from.placement, modes_of(from));
-      const auto at = static_cast<std::ptrdiff_t>(s);
-      const auto rest = std::array{i, std::int64_t{1}, from.balance[s] - i - 1};
-      modes.insert(modes.begin() + at, 2, Checkpoint::kNever);
-      modes[s + 1] = Checkpoint::kAlways;
-      placement.insert(placement.begin() + at, 2, placement[s]);
-      balance.erase(balance.begin() + at);
-      balance.insert(balance.begin() + at, rest.begin(), rest.end());
-      for (const auto part : {at + 2, at}) {
-        if (balance[part] > 0) continue;
-        modes.erase(modes.begin() + part);
-        placement.erase(placement.begin() + part);
-        balance.erase(balance.begin() + part);
-      }
-      offer(balance, placement, modes);
+  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
+    auto parts = parts_of(plan);
+    auto& mode = parts[s].mode;
+    mode = mode == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
+    offer(parts);
+  }
+  const auto from = parts_of(plan);
+  int layer = 0;
+  for (auto part = from.begin(); part != from.end(); ++part) {
+    for (std::int64_t i = 0; i < part->layers; ++i, ++layer) {
+      if (part->mode != Checkpoint::kNever || part->layers == 1) continue;
+      if (!cost.can_cut_before(layer) || !cost.can_cut_before(layer + 1)) continue;
+      std::vector<Part> parts(from.begin(), part);
+      parts.push_back({part->worker, i, Checkpoint::kNever});
+      parts.push_back({part->worker, 1, Checkpoint::kAlways});
+      parts.push_back({part->worker, part->layers - i - 1, Checkpoint::kNever});
+      parts.insert(parts.end(), part + 1, from.end());
+      std::erase_if(parts, [](const Part& each) { return each.layers == 0; });
+      offer(parts);
     }
   }
   return improved;
@@ -187,51 +183,50 @@ double Contender::share(int stage) const {
   return static_cast<double>(devices_.memory(devices_.of(placement_[stage]))) * in_flight_[stage].cells / all;
 }
 
-Plan Contender::predicted(std::vector<std::int64_t> balance, std::vector<int> placement, Checkpoints modes,
-                          std::int64_t& actions) const {
+Plan Contender::predicted(const std::vector<Part>& parts, std::int64_t& actions) const {
   auto run = run_;
-  run.scheduling.placement = std::move(placement);
-  run.checkpoint = modes;
-  actions -= static_cast<std::int64_t>(balance.size()) * run.chunks * 4;  // F, R, I, W
-  Plan plan{predict(segments_.cost(), balance, run), run.chunks, std::move(modes), run.scheduling.schedule,
+  run.scheduling.placement.clear();
+  std::vector<std::int64_t> balance;
+  std::vector<Checkpoint> modes;
+  for (const auto& part : parts) {
+    run.scheduling.placement.push_back(part.worker);
+    balance.push_back(part.layers);
+    modes.push_back(part.mode);
+  }
+  const bool none = std::ranges::count(modes, Checkpoint::kNever) == std::ssize(modes);
+  run.checkpoint = given_.checkpoint ? *given_.checkpoint : none ? Checkpoints() : Checkpoints(modes);
+  actions -= std::ssize(balance) * run.chunks * 4;  // F, R, I, W
+  Plan plan{predict(segments_.cost(), balance, run), run.chunks, run.checkpoint, run.scheduling.schedule,
             run.network.replicas};
   if (devices_.is_limited()) plan.missing = std::max<std::int64_t>(0, devices_.fullest(plan.bytes).second);
   return plan;
 }
 
 Plan Contender::priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions) {
-  std::vector<std::int64_t> balance;
-  std::vector<int> placement;
-  std::vector<Checkpoint> modes;
-  const auto add = [&](int stage, int layers, Checkpoint mode) {
-    if (layers == 0) return;
-    balance.push_back(layers);
-    placement.push_back(placement_[stage]);
-    modes.push_back(mode);
-  };
+  std::vector<Part> parts;
   for (int stage = 0, first = 0; const int end : ends) {
-    const int price = prices[devices_.of(placement_[stage])];
+    const int worker = placement_[stage];
+    const int price = prices[devices_.of(worker)];
     const auto with = price == 0 ? Recomputation()
                       : whole_   ? segments_.whole(first, end)
                                  : segments_.at(price, first, end, in_flight_[stage]);
     for (const auto& segment : segments_.segments(first, end, with)) {
-      add(stage, segment.first - first, Checkpoint::kNever);
-      add(stage, segment.end - segment.first, Checkpoint::kAlways);
+      parts.push_back({worker, segment.first - first, Checkpoint::kNever});
+      parts.push_back({worker, segment.end - segment.first, Checkpoint::kAlways});
       first = segment.end;
     }
-    add(stage, end - first, Checkpoint::kNever);
+    parts.push_back({worker, end - first, Checkpoint::kNever});
     first = end;
     ++stage;
   }
-  const bool none = std::ranges::count(modes, Checkpoint::kNever) == std::ssize(modes);
-  return predicted(balance, placement, none ? Checkpoints() : Checkpoints(modes), actions);
+  std::erase_if(parts, [](const Part& each) { return each.layers == 0; });
+  return predicted(parts, actions);
 }
 
 Plan Contender::solve(const std::vector<int>& ends, std::int64_t& actions) {
-  if (given_.checkpoint) return predicted(balance_of(ends), placement_, *given_.checkpoint, actions);
   std::vector<int> low(devices_.count());  // the price that is known to be too low
   auto plan = priced(ends, low, actions);
-  if (plan.fits()) return plan;
+  if (plan.fits() || given_.checkpoint) return plan;
   auto high = low;
   const auto raise = [&](const Plan& of) {
     bool raised = false;

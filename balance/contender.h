@@ -92,9 +92,15 @@ class Contender {
   bool step(Plan& plan, std::int64_t& actions) const;
   /// A stage's share of its device's memory.
   double share(int stage) const;
-  /// The plan of these segments, simulated.
-  Plan predicted(std::vector<std::int64_t> balance, std::vector<int> placement, Checkpoints modes,
-                 std::int64_t& actions) const;
+  /// Consecutive layers of a worker, with one checkpoint mode.
+  struct Part {
+    int worker = 0;
+    std::int64_t layers = 0;
+    Checkpoint mode = Checkpoint::kNever;
+  };
+  static std::vector<Part> parts_of(const Plan& plan);
+  /// The plan of these parts, simulated, with the checkpoint mode that is given, if one is.
+  Plan predicted(const std::vector<Part>& parts, std::int64_t& actions) const;
   /// The plan for a cut, with the recomputation of each device's stages that the price says.
   Plan priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions);
   /// The fastest plan for a cut. If no plan fits, returns the plan that lacks the fewest bytes.

@@ -1,6 +1,5 @@
 // Compares predictions with measurements under each schedule: the time and bytes of a step. Also compares the schedules
-// with each other and with the unpartitioned model on an intra-op thread per worker. With --sweep, compares the choice
-// of plan() with the best plan near it.
+// with each other and with the unpartitioned model on an intra-op thread per worker.
 
 #include <torch/nn/modules/container/functional.h>
 #include <torch/utils.h>
@@ -8,13 +7,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <functional>
-#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"
-#include "balance/plan_model.h"
+#include "balance/plan.h"
 #include "balance/predict.h"
-#include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/program.h"
@@ -26,8 +23,6 @@ namespace {
 
 constexpr int kSteps = 3;
 constexpr double kProfileSeconds = 2;
-constexpr int kNear = 4;  // layers
-constexpr std::size_t kFinalists = 5;
 
 // The schedules to measure, with their placements.
 std::vector<Scheduling> schedulings(const std::vector<std::string>& names, int workers, int layers) {
@@ -158,47 +153,6 @@ void measure(const Row& row, const Options& options) {
          quotients(first.seconds(), on_threads)});
 }
 
-// Compares the choice of plan() with the fastest of its plans, for every schedule and number of chunks, and, of each
-// schedule's best, with those that differ by one cut, moved by at most kNear layers. Runs all of them, then the fastest
-// few again in turn with the choice, because the fastest of many single measurements is partly luck.
-void sweep(const std::string& model, int workers, const Options& options) {
-  const torch::Device device(options.device);
-  auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()), device);
-  const std::vector<torch::Device> devices(workers, device);
-  const auto plans = plan(it.model, it.input, devices, {}, MeasureOptions().chunks(options.chunks));
-  const auto step_function = [&](const Plan& way) {
-    return [=, pipe = pipe_of(it, way), &it]() mutable { step(pipe, it.input, way.schedule); };
-  };
-  const auto of_whole = profile_with_loss(it, workers);
-  const StageCost cost(of_whole);
-  std::vector<std::pair<double, Plan>> ways;
-  std::set<std::pair<std::string, std::vector<int>>> seen;
-  for (auto way : plans.plans) {
-    std::vector<std::vector<std::int64_t>> balances = {way.balance};
-    if (seen.emplace(way.schedule, way.placement).second) {
-      ++way.balance.back();  // the loss
-      for (auto moved : cost.near(way.balance, kNear)) {
-        --moved.back();
-        balances.push_back(std::move(moved));
-      }
-    }
-    for (auto& balance : balances) {
-      way.balance = balance;
-      ways.emplace_back(median(interleave({step_function(way)}, kSteps)[0]), way);
-    }
-  }
-  std::ranges::sort(ways, {}, [](const auto& each) { return each.first; });
-  ways.resize(std::min(ways.size(), kFinalists));
-  const auto& choice = plans.best();
-  std::vector<std::function<void()>> steps = {step_function(choice)};
-  for (const auto& [seconds, way] : ways) steps.push_back(step_function(way));
-  const auto times = interleave(steps, options.repeats);
-  const auto best = *std::ranges::min_element(times, {}, median);
-  const Row row{model, static_cast<int>(choice.placement.size()), choice.chunks, choice.checkpoint.of(0),
-                choice.schedule};
-  print({"plan", row, "times the best", quotients(times[0], best)});
-}
-
 }  // namespace
 }  // namespace gpipe::bench
 
@@ -210,13 +164,5 @@ int main(int argc, char** argv) {
                   .schedules = {},  // all
                   .repeats = 5};
   add_flags(app, options);
-  bool sweeps = false;
-  app.add_flag("--sweep", sweeps, "instead: time of plan()'s choice, relative to the best plan near it")
-      ->excludes("--balance");
-  return run_program(app, argc, argv, [&] {
-    if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });
-    for (const auto& model : options.models) {
-      for (const int workers : options.stages) sweep(model, workers, options);
-    }
-  });
+  return run_program(app, argc, argv, [&] { for_each_row(options, [&](const Row& row) { measure(row, options); }); });
 }
