@@ -39,7 +39,8 @@ Costs costs_of(const Timeline& timeline, const Layout& layout, bool last_is_smal
     if (forward == kUnknown) forward = stored;
     if (stored == kUnknown) stored = forward;
     if (recompute == kUnknown) recompute = 0;
-    if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // fewer than two micro-batches
+    if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // no backward was split
+    if (backward == kUnknown) backward = input + weight;
   }
   return costs;
 }
@@ -107,6 +108,50 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, con
   }
   const auto cells = [&](const Simulated& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
   return std::string(std::ranges::min_element(simulated, {}, cells)->name);
+}
+
+std::map<std::string, double> gains(const Timeline& timeline, int step) {
+  Timeline measured{timeline.workers / timeline.replicas, timeline.edges, {}};
+  std::ranges::copy_if(timeline.spans, std::back_inserter(measured.spans),
+                       [&](const Span& span) { return span.step == step && span.worker < measured.workers; });
+  std::ranges::stable_sort(measured.spans, {}, &Span::start);
+  Layout layout;
+  Schedule schedule(measured.workers);
+  bool recomputes = false;
+  for (const auto& span : measured.spans) {
+    const auto [kind, stage, micro_batch] = span.action;
+    layout.stages = std::max(layout.stages, stage + 1);
+    layout.micro_batches = std::max(layout.micro_batches, micro_batch + 1);
+    layout.placement.resize(layout.stages);
+    layout.placement[stage] = span.worker;
+    schedule[span.worker].push_back(span.action);
+    recomputes |= kind == Kind::R;
+  }
+  const auto program = Program::make(layout, measured.edges, schedule);
+  if (!program.has_backward()) return {};
+  std::vector<Checkpoint> modes;
+  for (int s = 0; s < layout.stages; ++s) {
+    const bool first = program.recomputes(s, 0);
+    modes.push_back(!first                                            ? Checkpoint::kNever
+                    : program.recomputes(s, layout.micro_batches - 1) ? Checkpoint::kAlways
+                                                                      : Checkpoint::kExceptLast);
+  }
+  auto costs = costs_of(measured, layout, /*last_is_smaller=*/false);
+  const double seconds = simulate(program, costs).makespan;
+  std::map<std::string, double> gains;
+  const auto offer = [&](const std::string& change, Schedule lists) {
+    const auto other = Program::make(layout, measured.edges, std::move(lists));
+    gains[change] = seconds - simulate(other, costs).makespan;
+  };
+  for (const auto& rule : schedule_rules()) {
+    const bool suits = rule.misfit(layout).empty() && too_few_stages(rule.name, layout.placement).empty();
+    if (suits) offer("schedule='" + std::string(rule.name) + "'", make_schedule(rule.name, layout, Checkpoints(modes)));
+  }
+  if (!recomputes) return gains;
+  for (auto& list : schedule) std::erase_if(list, [](const Action& action) { return action.kind == Kind::R; });
+  for (auto& of_stage : costs.actions) of_stage[0] = std::max(of_stage[0], of_stage[1]);  // as an R, an F makes a graph
+  offer("checkpoint='never'", schedule);
+  return gains;
 }
 
 }  // namespace gpipe

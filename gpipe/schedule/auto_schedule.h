@@ -15,4 +15,9 @@ Schedule measuring_schedule(const Layout& layout);
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory);
 
+/// Returns by how many seconds a complete step of a timeline would be shorter with one other argument, such as
+/// "schedule='zb_h1'", or longer, if negative. As simulations of both with the step's times say, in which actions of one
+/// stage and kind take equal times and transfers none. Of replicas, the first counts.
+std::map<std::string, double> gains(const Timeline& timeline, int step);
+
 }  // namespace gpipe

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -369,6 +370,7 @@ std::string to_json_lines(const Timeline& timeline) {
     line["waits"] = nlohmann::json::array();
     for (const auto& wait : waits) line["waits"].push_back({wait.worker, wait.start, wait.end, to_json(wait.pieces)});
     line["critical_path"] = to_json(critical_path);
+    line["gains"] = gains(timeline, step);
     for (const auto& each : slack) {
       line["slack"].push_back({each.stage, std::string(1, to_char(each.kind)), each.slower, each.gain});
     }

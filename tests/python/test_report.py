@@ -103,6 +103,9 @@ def test_a_report_in_words():
     assert Report("").first == "" and "No complete step" in str(Report(""))
     recomputed = Report(simulated(chunks=8, checkpoint="always").to_json_lines())
     assert recomputed.first == "recompute" and recomputed.busiest in (0, 1)
+    (change, (seconds, low, high)), *_ = recomputed.advice.items()
+    assert change == "checkpoint='never'" and 0 < low <= seconds <= high
+    assert "checkpoint='never' would save " in str(recomputed) and "would save" not in text
 
 
 def test_a_report_is_written_and_read(tmp_path, capsys):

@@ -216,6 +216,7 @@ TEST(JsonLines, HaveAStepEach) {
   EXPECT_EQ(line.at("waits").size(), 3);
   EXPECT_EQ(line.at("waits")[1][3][0], (nlohmann::json{"wire", 0, 0, "F", 0, 0, 0.5}));
   EXPECT_EQ(line.at("slack").size(), 4);
+  EXPECT_EQ(line.at("gains").at("schedule='1f1b'"), 0);
 }
 
 }  // namespace

@@ -108,6 +108,26 @@ TEST(AutoSchedule, SavesMemory) {
   EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
 }
 
+TEST(Gains, AreDifferencesOfSimulations) {
+  const auto layout = straight(4, 6);
+  const auto seconds = [&](std::string_view name, Checkpoint checkpoint) {
+    return simulated(layout, make_schedule(name, layout, checkpoint), /*growth=*/0.1);
+  };
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    const auto split = seconds("zb_h1", checkpoint);
+    auto found = gains(split.timeline, 0);
+    EXPECT_EQ(found.contains("checkpoint='never'"), checkpoint != Checkpoint::kNever);
+    if (checkpoint != Checkpoint::kNever) {
+      const double never = seconds("zb_h1", Checkpoint::kNever).makespan;
+      EXPECT_NEAR(found.at("checkpoint='never'"), split.makespan - never, 1e-9);
+    }
+    EXPECT_NEAR(found.at("schedule='zb_h1'"), 0, 1e-9);
+    EXPECT_NEAR(found.at("schedule='zb_h2'"), split.makespan - seconds("zb_h2", checkpoint).makespan, 1e-9);
+    found = gains(seconds("gpipe", checkpoint).timeline, 0);
+    EXPECT_LE(found.at("schedule='zb_h1'"), 1e-9) << "how long I and W take is not known";
+  }
+}
+
 TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
   const auto layout = looped(2, 1, 4);
   auto measured = simulated(layout, measuring_schedule(layout), /*growth=*/0).timeline;
