@@ -18,15 +18,21 @@ constexpr double kLeastSeconds = 1e-9;  // of a layer that takes less than its s
 /// How the pipelines that are measured run: with whole backwards, forwards without graphs, or split backwards.
 enum class Mode { kWhole, kStored, kSplits };
 
-/// The last layer and stage of a measured pipeline. The time of its actions is what every stage takes besides its layers.
+/// A layer of its own stage behind the model. The time of its actions is what every stage takes besides its layers.
 class Identity : public Layer {
  public:
-  Value forward(Value input) override { return input; }
+  explicit Identity(std::string name) : name_(std::move(name)) {}
+
+  Value forward(Value input) override {
+    auto tensors = input.tensors();
+    for (auto& tensor : tensors) tensor = tensor.defined() ? tensor.view_as(tensor) : tensor;  // so that a graph runs
+    return Value(input.form(), std::move(tensors));
+  }
   const std::string& name() const override { return name_; }
   std::shared_ptr<torch::nn::Module> module() const override { return module_; }
 
  private:
-  const std::string name_ = "the end";
+  const std::string name_;
   const std::shared_ptr<torch::nn::Module> module_ = std::make_shared<torch::nn::IdentityImpl>();
 };
 
@@ -77,7 +83,7 @@ class Measurement {
   }
 
  private:
-  /// A pipeline of the finest stages, and the identity as the last one.
+  /// A pipeline of the finest stages, and the identity as the last two, of which the second also handles the outputs.
   struct TracedPipe {
     Mode mode = Mode::kWhole;
     GPipe pipe{nullptr};
@@ -150,11 +156,11 @@ class Measurement {
   /// `workers`: the worker of each of the finest stages.
   TracedPipe make_pipe(Mode mode, std::vector<int> workers,
                        const std::shared_ptr<MemoryTrace>& memory = nullptr) const {
-    workers.push_back(workers.back());
+    workers.insert(workers.end(), 2, workers.back());
     auto layers = make_();
-    layers.push_back(std::make_unique<Identity>());
+    for (const auto* name : {"behind the model", "the end"}) layers.push_back(std::make_unique<Identity>(name));
     auto balance = balance_of(ends_);
-    balance.push_back(1);
+    balance.insert(balance.end(), 2, 1);
     auto options = GPipeOptions()
                        .devices(std::vector<torch::Device>(workers.back() + 1, device_))
                        .placement(workers)
@@ -241,7 +247,7 @@ class Measurement {
     for (const auto& [action, seconds] : medians) {
       const auto [stage, kind] = action;
       const auto field = time_of(traced.mode, kind);
-      if (stage == last || field == nullptr) continue;
+      if (stage >= last || field == nullptr) continue;
       const auto besides = medians.find({last, kind});
       profile_.layers[ends_[stage] - 1].*field =
           std::max(kLeastSeconds, seconds - (besides == medians.end() ? 0 : besides->second));

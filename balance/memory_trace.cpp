@@ -148,7 +148,7 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
   read_peaks(profile, step, Kind::F, &LayerProfile::forward_extra);
   read_peaks(profile, step, Kind::B, &LayerProfile::backward_extra);
   for (const auto& [layer, bytes, versions] : inputs_) {
-    if (layer > 0) profile.layers[layer - 1].output = bytes;
+    if (layer > 0 && layer <= layers) profile.layers[layer - 1].output = bytes;
     if (layer < layers) profile.layers[layer].changes_input = std::ranges::any_of(versions, &VersionWatch::changed);
   }
   const auto layer_of = [&](const Action& action) {
@@ -158,7 +158,7 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
   auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
   for (const auto& allocation : allocations_) {
     const auto born = action_at(step, allocation.born);
-    if (!is_of(born, 0) || born->stage == std::ssize(step.ends)) continue;
+    if (!is_of(born, 0) || born->stage >= std::ssize(step.ends)) continue;
     bool kept = false;
     if (born->kind == Kind::F && in_split != saved.end()) {
       kept = in_split->kept && in_split->bytes == allocation.bytes;
@@ -172,7 +172,7 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
       block.freed_by = layer_of(*freed);
       block.until = kept && freed->kind == Kind::B ? Kind::W : freed->kind;
     }
-    block.reaches = std::max(block.layer, allocation.reaches);
+    block.reaches = std::clamp(allocation.reaches, block.layer, layers);
     block.readers.assign(allocation.readers.begin(), allocation.readers.end());
     bytes[block] += allocation.bytes;
     if (born->kind == Kind::F && is_of(freed, 0) && freed->kind == Kind::B) {
@@ -195,12 +195,12 @@ void MemoryTrace::read_split(Profile& profile, const Step& step) const {
     const auto born = action_at(step, allocation.born);
     if (!is_of(born, 0) || (born->kind != Kind::I && born->kind != Kind::B)) continue;
     const auto freed = action_at(step, allocation.freed);
-    if (freed == born || born->stage == std::ssize(step.ends)) continue;
+    if (freed == born || born->stage >= std::ssize(step.ends)) continue;
     const int layer = step.ends[born->stage] - 1;
     Block block{.born = Kind::I, .layer = layer, .until = Kind::B, .freed_by = Block::kNever, .reaches = layer};
     if (is_of(freed, 0)) {
       block.until = freed->kind == Kind::W ? Kind::W : Kind::B;
-      block.freed_by = step.ends[freed->stage] - 1;
+      block.freed_by = step.ends[std::min(freed->stage, static_cast<int>(step.ends.size()) - 1)] - 1;
     }
     bytes[block] += allocation.bytes;
   }
