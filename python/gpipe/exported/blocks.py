@@ -161,17 +161,19 @@ class Calls:
             leaves, spec = tree_flatten(self.outputs.get((each, mode, *_key(each)[2:])))
             return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def is_of_torch(each: nn.Module) -> bool:  # whose code is not recorded
-            forward = type(each).forward
-            return forward not in (nn.Sequential.forward, nn.Module.forward) and str(forward.__module__).partition(".")[0] in _OF_OTHERS
-
         modules = list(modules)
         called = [each for each in modules if each in self.outputs or each is modules[0]]
-        reads = self.read_by(modules).names & {"training", "forward"}  # code may call forward() itself
-        seen = self.sees_code and not reads and not any(map(is_of_torch, called))
         same = training == evaluation and all(kinds(each, True) == kinds(each, False) for each in training)
         plain = all(type(each).train is nn.Module.train for each in modules)
-        return not (seen and same and plain)
+        return not (same and plain) or any(map(self.reads_mode, called))
+
+    def reads_mode(self, each: nn.Module) -> bool:
+        """Returns whether the code of a module, outside its submodules, may depend on a mode."""
+        forward = type(each).forward
+        of_torch = str(forward.__module__).partition(".")[0] in _OF_OTHERS  # which is not recorded
+        if not self.sees_code or (of_torch and forward not in (nn.Sequential.forward, nn.Module.forward)):
+            return True
+        return bool(self.read_by([each]).names & {"training", "forward"})  # code may call forward() itself
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""

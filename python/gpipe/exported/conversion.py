@@ -19,8 +19,9 @@ from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, un
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
-from gpipe.exported.layers import Route, Routes, divide
+from gpipe.exported.layers import Route, divide
 from gpipe.exported.pretended import is_on_meta, pretend, real_like, refuse_loose, shapes_only
+from gpipe.exported.sizes import Sizes
 from gpipe.exported.twins import Twins, copy_of, prove_batch
 from gpipe.wrapper import WrappingSequence, batch_first
 
@@ -187,8 +188,13 @@ def _converted(
             return (twins_of(ones, runs(ones)) if is_length else twins).agree(ones)
         return False
 
-    _try_ones(sequence, model.graph, few, agree)
-    return sequence, partial(Guards, module, exported, dtypes, tested, read)
+    _try_ones(sequence, model.graphs[0], few, agree)
+    deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
+    decided = []
+    for training in modes:
+        with mode(module, training):
+            decided.append([each.training for each in deciding])
+    return sequence, partial(Guards, module, exported, dtypes, tested, read, deciding, decided)
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
@@ -268,21 +274,27 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
 
 def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
     """Returns the sequence of the layers of a model, which was captured from ``original``."""
-    routes = Routes(model.graph, divide(model.graph)).routes
+    routes = list(zip(*divide(model.graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
-    example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
-    inputs, in_spec = tree_flatten(example_input)
-    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
+    entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in model.graphs]
+    inputs, sizes, outputs = [leaves for leaves, _ in entering], model.graphs[0].sizes, [graph.outputs for graph in model.graphs]
+    specs = entering[0][1], *(graph.out_spec for graph in model.graphs)
+    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in specs]
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
-        first, last = index == 0, each is routes[-1]
-        entering, sizes = (inputs, model.graph.sizes) if first else (None, None)
-        description = Description(each, entering, sizes, model.graph.outputs if last else None)
+        first, last = index == 0, index == len(routes) - 1
+
+        def described(begin: int, end: int, sizes: Sizes | None = None) -> Description:
+            given = inputs[begin:end] if first else None, sizes, outputs[begin:end] if last else None
+            return Description(each[begin:end], *given)
+
+        alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
+        description = described(0, 1 if alike else 2, sizes if first else None)
         ends = example if first else None, returned if last else None
-        layer = ExportedLayer(each.name, original, description.called, str(description), *ends)
+        layer = ExportedLayer(each[0].name, original, description.called, str(description), *ends)
         for name in owned[index]:
             layer.add(name, model.tensors[name])
-        layers[_key(each.name, layers)] = layer
+        layers[_key(each[0].name, layers)] = layer
     return ExportedSequential(original, layers, batch_dim)
 
 
@@ -295,12 +307,12 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if len(args) == 1 else args
 
 
-def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
+def _owners(model: Captured, routes: list[tuple[Route, ...]]) -> list[list[str]]:
     """Returns the names of each layer's tensors, without those of modules that are kept whole. One that is not used belongs to
     the layer with the nearest name."""
-    owned = [[value.tensor for value in each.owned] for each in routes]
+    owned = [list(dict.fromkeys(value.tensor for route in each for value in route.owned)) for each in routes]
     used = {id(model.tensors[name]) for names in owned for name in names}
-    paths = [route.name.split(".") for route in routes]
+    paths = [each[0].name.split(".") for each in routes]
     for name, each in model.tensors.items():
         if id(each) not in used and not is_inside(name, model.whole):
             common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]

@@ -159,6 +159,8 @@ class Guards:
         dtypes: of the model's input tensors.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
         read: what their code reads by name.
+        deciding: the modules whose modes decide what the exported code computes, and their modes in the exports of
+            training and of evaluation mode.
     """
 
     def __init__(
@@ -168,7 +170,10 @@ class Guards:
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
         read: Read,
+        deciding: list[nn.Module] = [],
+        decided: list[list[bool]] = [],
     ) -> None:
+        self._deciding, self._decided = deciding, decided
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
         self._model, self._watched = module, cast(Watched | None, None)
         self._name = type(module).__name__
@@ -252,6 +257,8 @@ class Guards:
             parameter = parameters.get(name)
             if parameter is not None and parameter.dtype != dtype:
                 yield f"with parameters of {parameter.dtype}"
+        if self._deciding and [each.training for each in self._deciding] != self._decided[0 if self._model.training else 1]:
+            yield "with modules in other modes than when it was converted"
         modes = [each.training for each in self._with_modes]
         if True in modes and False in modes and modes != self._modes:
             yield "with modules in different modes"

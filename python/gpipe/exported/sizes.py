@@ -62,7 +62,7 @@ class Sizes:
             self.guards[expression] = self.guards.get(expression, True) and is_of_torch
 
     def merge(self, other: Sizes, same: Mapping[Any, Any]) -> None:
-        """Adds the sizes of the same model in another mode. ``same`` has the inputs of this mode by those of the other."""
+        """Adds what another mode requires of the same sizes. ``same`` has the inputs of this mode by those of the other."""
         for symbol, size in other.places.items():
             self.places.setdefault(symbol, size._replace(value=same[size.value]))
         for guard in other.guards.items():
