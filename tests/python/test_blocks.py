@@ -129,6 +129,7 @@ def test_a_module_that_is_called_twice_and_keeps_something_is_kept_whole_with_th
 
 def test_parameters_of_the_model_that_are_replaced_are_used():
     net = make_net()
+    net.drop.p = 0.0
     pipe = gpipe.GPipe(to_sequential(net, batch(), native=True), [5, 7])
     net.head.bias = nn.Parameter(torch.ones(3).double())
     net.second.scale = net.first.scale
@@ -197,8 +198,6 @@ def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             guards.check([torch.ones(1)])
-
-
 
 
 def test_equal_sets_are_the_same_attribute():
