@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest

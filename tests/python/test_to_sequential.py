@@ -64,21 +64,6 @@ def test_tensors_are_the_modules_own_under_its_names():
             module.load_state_dict(state)
 
 
-def test_any_number_of_samples():
-    for example in (1, 3):
-        sequence = to_sequential(make_net(), batch(example)).eval()
-        for samples in (1, 2, 7):
-            assert torch.equal(sequence(batch(samples)), make_net().eval()(batch(samples)))
-
-
-def test_a_module_with_two_paths():
-    model = Calls(lambda model, x: model.again(model.b(model.a(x))))
-    model.a = model.again = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double()
-    sequence = to_sequential(model, batch())
-    assert sequence.state_dict().keys() == model.state_dict().keys()
-    assert_equal_in_each_mode(sequence, model, batch())
-
-
 class Pair(NamedTuple):
     sum: torch.Tensor
     rest: list
@@ -390,7 +375,7 @@ class Packed(nn.Module):
         (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
         (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
         (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
-        (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, "its control flow depends on data"),
+        (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, r"its control flow depends on data \(.*test_to_seq"),
         (lambda: to_sequential(Calls(lambda m, x: m.a(x) + m.count.data), batch()), ValueError, r"\.data .*; use detach\(\)"),
         (lambda: convert(lambda x: reverse(x)), ValueError, "the gradient of input 0 differs"),
         (lambda: convert(hooked), ValueError, "the gradient of input 0 differs"),
@@ -467,37 +452,6 @@ def test_sizes_that_depend_on_data_or_on_len(make, native):
         x = torch.randn(shape)
         torch.testing.assert_close(sequence(x), model(x), rtol=0, atol=0)
     assert "len" not in globals()
-
-
-def test_a_decision_by_data_is_refused_with_its_line():
-    class Decides(nn.Linear):
-        def forward(self, x):
-            return super().forward(x + 1 if x.sum().item() > 0 else x)
-
-    with pytest.raises(ValueError, match="depends on data .*test_to_sequential.py:"):
-        gpipe.to_sequential(Decides(4, 4), torch.rand(6, 4))
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x) * (2 if x.shape[1] > 1 else 1)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_a_length_of_one(native):
-    layers = [nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(2)]
-    for each in (nn.Sequential(*layers), Length()):
-        sequence = gpipe.to_sequential(each, torch.randn(4, 5, 4), native=native)
-        for shape in ((4, 1, 4), (3, 7, 4), (1, 5, 4)):
-            x = torch.randn(shape)
-            torch.testing.assert_close(sequence(x), each(x))
-    sequence = gpipe.to_sequential(Scaled(), torch.randn(4, 5, 4), native=native)
-    with pytest.raises(ValueError, match=r"x.shape\[1\] >= 2"):
-        sequence(torch.randn(4, 1, 4))
 
 
 def test_globals_with_the_names_of_attributes_may_change():

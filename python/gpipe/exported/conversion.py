@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -183,12 +183,7 @@ def _converted(
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
-    def agree(ones: Any, is_length: bool) -> bool:
-        with suppress(ValueError):  # the module may fail
-            return (twins_of(ones, runs(ones)) if is_length else twins).agree(ones)
-        return False
-
-    _try_ones(sequence, model.graphs[0], few, agree)
+    _try_one_sample(sequence, model.graphs[0], few, twins.agree)
     deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
     decided = []
     for training in modes:
@@ -233,29 +228,21 @@ _UNFIT = (
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
-def _try_ones(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any, bool], bool]) -> None:
-    """Lets one sample, and lengths of 1, through the guards where ``agree(arguments, is_length)`` tells that the module and the
-    sequence do the same. An export takes for granted that there are more."""
+def _try_one_sample(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any], bool]) -> None:
+    """Lets one sample through the guards if ``agree(arguments)`` tells that the module and the sequence do the same. An export
+    takes for granted that there are more."""
     first: Any = sequence[0]
     entering = tree_leaves(input_of(*tree_unflatten(graph.inputs, graph.in_spec)))
-    leaves, spec = tree_flatten(arguments)
-    for symbol, may_break in graph.sizes.guards_of_one():
-        place, before = graph.sizes.places[symbol], first.description
-        is_length = place.dimension > 0
-        if is_length and (len(place.value.shape) > 3 or not any(may_break)):
-            continue
-        description = json.loads(before)
-        size = {"size": [description["inputs"][entering.index(place.value)], place.dimension]}
-        for guard, may in zip(description.get("guards", ()), may_break, strict=True):
-            if may:
-                guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
-        first.describe(json.dumps(description))
-        ones = [
-            leaf[tuple(slice(1 if each == symbol else None) for each in value.shape)] if isinstance(value, Value) else leaf
-            for leaf, value in zip(leaves, graph.inputs, strict=True)
-        ]
-        if not agree(tree_unflatten(ones, spec), is_length):
-            first.describe(before)
+    symbol, place = next(each for each in graph.sizes.places.items() if each[1].dimension == 0)
+    before = first.description
+    description = json.loads(before)
+    size = {"size": [description["inputs"][entering.index(place.value)], 0]}
+    for guard, may_break in zip(description.get("guards", ()), graph.sizes.excluding_one(symbol), strict=True):
+        if may_break:
+            guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
+    first.describe(json.dumps(description))
+    if not agree(tree_map_only(Tensor, partial(_first, 1), arguments)):
+        first.describe(before)
 
 
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:

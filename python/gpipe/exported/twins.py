@@ -134,7 +134,7 @@ class Twins:
         tested["with modules in different modes"] = next(filter(None, reasons), "")
         own = chain.from_iterable((*each.parameters(False), *each.buffers(False)) for each in self._exported.values())
         if self._blocks and not self._given and not any(tensor.is_floating_point() for tensor in own):
-            for dtype in _FLOATS - {torch.uint8}:
+            for dtype in _FLOATS - {torch.uint8} - {parameter.dtype for parameter in module.parameters()}:
                 cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
                 with unchanged(module.modules()):
                     pretend(module, dtype)
