@@ -31,7 +31,7 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
     named = sorted(module.named_modules(remove_duplicate=False), key=lambda each: len(each[0] and each[0].split(".")))
     modes = {each: each.training for _, each in reversed(named)}  # inner modules first
     try:
-        if not (module.training and training):
+        if not training or not module.training or all(modes.values()):
             module.train(training)
         yield
     finally:
