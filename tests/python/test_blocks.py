@@ -56,30 +56,6 @@ def test_blocks_have_no_module_of_their_own_class_inside():
     assert names_of(sequence) == ["down", "inner.down", "inner.inner", "inner.up", "up"]
 
 
-class Repeats(nn.Module):
-    def __init__(self, times, more):
-        super().__init__()
-        self.times, self.more = times, more
-
-    def forward(self, x):
-        return x.repeat(1, self.times + self.more * self.training)
-
-
-@pytest.mark.parametrize("second", [(2, 0), (3, 0), (2, 1)])
-def test_sizes_are_of_the_block_and_its_mode(second):
-    def function(model, x):
-        x = model.c(x)
-        x = model.d(x) * x.shape[1]
-        return model.a(x[:, :4]) * x.shape[1]
-
-    model = Calls(function)
-    model.c, model.d = Repeats(2, 0), Repeats(*second)
-    layers = to_sequential(model, torch.rand(4, 6).double())
-    x = torch.rand(4, 9).double()
-    for training in (True, False):
-        assert torch.equal(layers.train(training)(x), model.train(training)(x))
-
-
 class Branches(nn.Linear):
     """Cannot be exported: its control flow depends on data."""
 

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gpipe.exported.blocks import Calls, Known, kept_whole
+from gpipe.exported.blocks import Calls, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
 
@@ -38,9 +38,8 @@ def capture(
     outside the ``blocks``, which are kept whole, depends on the mode. With ``any_shape``, also for other sizes where its code
     allows them. ``calls`` are those of a plain run. Raises ValueError if it cannot be converted."""
     programs = []
-    known: Known = {}
     for training in modes:
-        with mode(module, training), kept_whole(blocks, calls, known, any_shape=any_shape, runs=runs):
+        with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
             programs.append(exported(module, *arguments, any_shape=any_shape))
     own = _tensors_of_module(module)
     tensors = dict(own)
