@@ -120,7 +120,6 @@ check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension mo
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
     "chunks": check_chunks,
     "samples": functools.partial(check_whole, bits=63),
-    "seed": functools.partial(check_whole, bits=64),
     "schedule": lambda value, name: value,  # check_scheduling() does it
 }
 
