@@ -210,15 +210,16 @@ def total(output):
     return sum(leaf.sin().sum() for leaf in tree_leaves(output) if leaf is not None)
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     "function",
     [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap]
-    + [another_order, other_arguments, auxiliary_or_nothing, more_in_evaluation, changed_in_place],
+    + [another_layer, another_order, other_arguments, auxiliary_or_nothing, more_in_evaluation, changed_in_place],
 )
-def test_what_is_hard_to_divide(function):
+def test_what_is_hard_to_divide(function, native):
     model = Calls(function)
     plain = copy.deepcopy(model)
-    sequence = to_sequential(model, batch())
+    sequence = to_sequential(model, batch(), native=native)
     chunks = 1 if "count" in function.__name__ else 2
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence), chunks=chunks, checkpoint="always")
     for mode in (True, False, True):

@@ -71,7 +71,8 @@ def to_sequential(
             without tensors become constants: leave keyword arguments out, and give ``None`` for the others.
         opaque: classes of submodules to keep whole, each call as one layer.
         native: whether to export every module that can be, except ``opaque`` ones, so that layers run without Python, and C++
-            can load the model: see :func:`gpipe.export_model`. ``report()`` of the sequence tells which cannot.
+            can load the model: see :func:`gpipe.export_model`. ``report()`` of the sequence tells which cannot. Freeze modules
+            before: calls refuse other modes of modules than when the model was converted.
         batch_dim: the dimension of all inputs and outputs that is the batch: 0, or 1 for a model whose sequences come first.
             Pipelines cut inputs, targets and outputs along it.
 

@@ -75,13 +75,9 @@ class Operation:
         """What an operator of torch declares. Other functions have no schema."""
         return self.function._schema if isinstance(self.function, torch._ops.OpOverload) else None
 
-    def declared(self) -> list[Any]:
-        """Returns the arguments that the schema declares; none without a schema."""
-        return list(self.schema.arguments) if self.schema else []
-
     def given(self) -> Iterator[tuple[Any, Any]]:
-        """Yields the declared arguments that have a value, each with its value."""
-        declared = self.declared()
+        """Yields the arguments that the schema declares and that have a value, each with its value."""
+        declared = self.schema.arguments if self.schema else ()
         yield from zip(declared, self.args)
         yield from ((each, self.kwargs[each.name]) for each in declared if each.name in self.kwargs)
 
