@@ -80,7 +80,7 @@ def test_a_number_that_another_module_decides_about_needs_its_mode():
     sequence = to_sequential(model, torch.randn(2, 4), native=True)
     assert_equal_in_each_mode(sequence, copy.deepcopy(model), torch.randn(3, 7))
     model.short.eval()
-    with pytest.raises(RuntimeError, match="with modules in other modes than when it was converted"):
+    with pytest.raises(RuntimeError, match="with modules in other modes than at the conversion"):
         sequence(torch.randn(3, 7))
 
 

@@ -272,7 +272,7 @@ def test_modules_follow_their_own_mode(frozen, native):
     for change in (lambda each: each, nn.Module.eval):
         outputs = [change(each)(batch()) for each in (sequence, plain) if torch.manual_seed(2)]
         torch.testing.assert_close(*outputs)
-    with pytest.raises(RuntimeError, match="with modules in other modes than when it was converted"):
+    with pytest.raises(RuntimeError, match="with modules in other modes than at the conversion"):
         sequence.train()(batch())
 
 

@@ -1,7 +1,7 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import is_, itemgetter
@@ -170,8 +170,8 @@ class Guards:
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
         read: Read,
-        deciding: list[nn.Module] = [],
-        decided: list[list[bool]] = [],
+        deciding: Sequence[nn.Module] = (),
+        decided: Sequence[list[bool]] = (),
     ) -> None:
         self._deciding, self._decided = deciding, decided
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
@@ -258,7 +258,7 @@ class Guards:
             if parameter is not None and parameter.dtype != dtype:
                 yield f"with parameters of {parameter.dtype}"
         if self._deciding and [each.training for each in self._deciding] != self._decided[0 if self._model.training else 1]:
-            yield "with modules in other modes than when it was converted"
+            yield "with modules in other modes than at the conversion"
         modes = [each.training for each in self._with_modes]
         if True in modes and False in modes and modes != self._modes:
             yield "with modules in different modes"
