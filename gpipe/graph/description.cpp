@@ -110,7 +110,7 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
   for (const auto& each : list("guards")) guards.push_back({Number(each.at(0)), each.at(1)});
   for (const auto& each : list("calls")) {
     auto& call = calls.emplace_back(read_call(each));
-    if (!call.target && call.name != kItem && call.name != kCheckModes) python_functions.push_back(call.name);
+    if (!call.target && call.name != kItem) python_functions.push_back(call.name);
   }
   for (const auto& each : list("outputs")) outputs.emplace_back(each, nullptr);
   if (values > kMostValues || shapes.size() > inputs.size()) {

@@ -63,8 +63,7 @@ struct Graph::Description {
   std::vector<std::size_t> values_of(const T& from) const;
 };
 
-/// Functions of Python that need no Python.
+/// A function of Python that needs no Python.
 inline constexpr std::string_view kItem = "operator:getitem";
-inline constexpr std::string_view kCheckModes = "gpipe:check_modes";
 
 }  // namespace gpipe

@@ -74,17 +74,6 @@ class Contexts {
   std::list<ContextScope> scopes_;
 };
 
-void check_modes(const std::vector<c10::IValue>& arguments) {
-  if (arguments.at(1).toBool() == arguments.at(3).toBool()) return;
-  const auto name = [&](std::size_t i) {
-    const auto& path = arguments[i].toStringRef();
-    return path.empty() ? "the model" : "'" + path + "'";
-  };
-  throw ModeError(name(0) + " and " + name(2) +
-                  " are in different modes, but one uses what the other computes in one mode only; call train() or "
-                  "eval() on both");
-}
-
 c10::IValue item(const c10::IValue& list, std::int64_t index) {
   const auto items = list.isTuple() ? list.toTupleRef().elements().asArrayRef() : list.toListRef();
   const auto size = static_cast<std::int64_t>(items.size());
@@ -121,9 +110,7 @@ void check_batch_norm(const std::vector<c10::IValue>& arguments) {
 c10::IValue result_of(const Description::Call& call, torch::jit::Stack stack, const Graph::CallPython& call_python) {
   if (!call.target) {
     if (call.name == kItem) return item(stack.at(0), stack.at(1).toInt());
-    if (call.name != kCheckModes) return call_python(call.name, std::move(stack));
-    check_modes(stack);
-    return {};
+    return call_python(call.name, std::move(stack));
   }
   if (call.is_batch_norm) check_batch_norm(stack);
   try {

@@ -5,7 +5,6 @@
 
 #include <functional>
 #include <memory>
-#include <stdexcept>
 
 #include "skip/skippable.h"
 
@@ -85,11 +84,6 @@ class Graph {
 
  private:
   const std::unique_ptr<const Description> description_;
-};
-
-/// Thrown by Graph::run() if one module uses what another computes in the other mode only.
-struct ModeError : std::runtime_error {
-  using runtime_error::runtime_error;
 };
 
 }  // namespace gpipe

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe._C import is_recomputing
 from gpipe.checks import checks_arguments
 
-__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
-
-M = TypeVar("M", bound=nn.Module)
+__all__ = ["DeferredBatchNorm"]
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -86,24 +84,19 @@ class DeferredBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """Same as the function :func:`convert_deferred_batch_norm`."""
-        return convert_deferred_batch_norm(module, chunks)
-
-
-def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Replaces each batch norm with running statistics in a module, in place, by a :class:`DeferredBatchNorm` with the same
-    parameters and buffers. Returns the module, or its replacement if it is a batch norm."""
-    if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
-        return module
-    converted = module
-    if isinstance(module, _BatchNorm) and module.track_running_stats:
-        converted = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
-        converted.train(module.training)
-        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            setattr(converted, name, getattr(module, name))
-    for name, child in module.named_children():
-        converted.add_module(name, convert_deferred_batch_norm(child, chunks))
-    return converted
+        """Replaces each batch norm with running statistics in a module, in place, by one of this class with the same parameters
+        and buffers. Returns the module, or its replacement if it is a batch norm."""
+        if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
+            return module
+        converted = module
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            converted = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
+            converted.train(module.training)
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+                setattr(converted, name, getattr(module, name))
+        for name, child in module.named_children():
+            converted.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
+        return converted
 
 
 @contextmanager

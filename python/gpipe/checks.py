@@ -98,11 +98,6 @@ def check_chunks(chunks: object, name: str = "chunks") -> int:
     return number
 
 
-def check_checkpoint(checkpoint: Any, _: str = "") -> Checkpoint:
-    """Returns the name of a checkpoint mode. Raises ValueError for another name."""
-    return cast(Checkpoint, _C.check_checkpoint(checkpoint))
-
-
 def check_checkpoints(checkpoints: Any, _: str = "") -> Checkpoints:
     """Returns the checkpoint modes of a pipeline: a mode, or a list. Raises ValueError for another name."""
     return cast(Checkpoints, _C.check_checkpoints(checkpoints))
@@ -113,14 +108,12 @@ _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
     "float": check_number,
     "bool": functools.partial(check_is, kind=bool, words="True or False"),
     "str": functools.partial(check_is, kind=str, words="a str"),
-    "Checkpoint": check_checkpoint,
+    "Checkpoint": lambda mode, name: _C.check_checkpoint(mode),
     "Checkpoints": check_checkpoints,
 }
 check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
     "chunks": check_chunks,
-    "samples": functools.partial(check_whole, bits=63),
-    "seed": functools.partial(check_whole, bits=64),
     "schedule": lambda value, name: value,  # check_scheduling() does it
 }
 

@@ -1,5 +1,5 @@
 """Refuses to recompute layers that draw from generators of Python and NumPy, because they would draw other numbers. PyTorch's
-default generators have :class:`gpipe.RandomScope`.
+default generators have :func:`gpipe.randomness.random_scope`.
 """
 
 import random

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpipe import _C
-from gpipe.checks import checks_arguments
 
 
-class RandomScope:
-    """A context manager in which this thread's draws without an explicit generator, such as of dropout and ``torch.rand``,
-    come from a stream that depends only on a mini-batch's seed, of 64 bits, and the indices of a layer and a micro-batch. A
-    pipeline enters a scope around each layer of each micro-batch, in the forward and in the recompute.
+@contextmanager
+def random_scope(seed: int, layer: int, micro_batch: int) -> Iterator[None]:
+    """Makes this thread's draws without an explicit generator, such as of dropout and ``torch.rand``, come from a stream that
+    depends only on a mini-batch's seed, of 64 bits, and the indices of a layer and a micro-batch, for a block. A pipeline does
+    this around each layer of each micro-batch, in the forward and in the recompute.
 
-        seed = RandomScope.draw_seed()
-        with RandomScope(seed, layer=2, micro_batch=0):
-            y = dropout(x)
-
-    Inside a scope, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` apply to the scope's
-    stream, so that ``torch.utils.checkpoint`` in a layer repeats the layer's draws. Scopes nest, and belong to a thread.
-    """
-
-    @checks_arguments
-    def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
-        redirect_generators()
-        self._arguments = seed % 2**64, layer, micro_batch
-        self._scopes: list[_C.RandomScope] = []
-
-    @staticmethod
-    def draw_seed() -> int:
-        """Draws the seed of a mini-batch, of 64 bits, from the default generator."""
-        return _C.draw_seed()
-
-    def __enter__(self) -> RandomScope:
-        self._scopes.append(_C.RandomScope(*self._arguments))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._scopes.pop()  # ends it
+    In the block, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` apply to that stream, so that
+    ``torch.utils.checkpoint`` in a layer repeats the layer's draws. Scopes nest, and belong to a thread."""
+    redirect_generators()
+    scope = _C.RandomScope(seed % 2**64, layer, micro_batch)
+    try:
+        yield
+    finally:
+        del scope  # ends it
 
 
 def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,10 @@
 """Splits objects into tensors and structure, and rebuilds them."""
 
 import functools
-import io
-import itertools
-import pickle
+import json
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -83,76 +81,59 @@ def first_micro_batch(value: object, chunks: int) -> tuple[Any, int]:
 
 
 def encode(structure: Structure) -> bytes:
-    """Returns a structure as bytes, for other ranks. Raises TypeError for one that :func:`decode` refuses, or that cannot be
-    pickled."""
+    """Returns a structure as JSON, for other ranks. Raises TypeError for one that :func:`decode` would not return."""
+    leaves = [cls is not None if cls in (None, Tensor) else _name_of(cls) for cls in structure._classes]
     try:
-        leaves = [_name_of(cls) for cls in structure._classes]
-        encoded = pickle.dumps(tree_unflatten(leaves, structure._tree))
-        decode(encoded)
-    except (AttributeError, TypeError, pickle.PickleError) as error:
+        encoded = json.dumps(_written(tree_unflatten(leaves, structure._tree))).encode()
+        if decode(encoded) != structure:
+            raise TypeError("its keys are not texts and numbers")
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{structure!r} cannot go to another rank: {error}") from error
     return encoded
 
 
 @functools.lru_cache(maxsize=256)
 def decode(encoded: bytes) -> Structure:
-    """Returns the structure of :func:`encode`. Creates only containers: raises pickle.UnpicklingError for anything else, for
-    classes that this process has not imported, and for shared containers that unfold to more parts than there are bytes."""
-    nodes = itertools.count(1)
-
-    def is_leaf(node: object) -> bool:
-        if next(nodes) > len(encoded):
-            raise pickle.UnpicklingError("not a structure: it has more parts than bytes")
-        return False
-
+    """Returns the structure of :func:`encode`. Makes only containers, of classes that this process has imported. Raises
+    ValueError for anything else."""
     try:
-        leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load(), is_leaf)
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:  # an unpickler raises any
-        raise pickle.UnpicklingError(f"not a structure: {error}") from error
-    return Structure(tree, tuple(_class_named(leaf) for leaf in leaves))
+        leaves, tree = tree_flatten(_read(json.loads(encoded)))
+        classes = [_class_named(leaf, Tensor) if isinstance(leaf, str) else Tensor if leaf else None for leaf in leaves]
+    except Exception as error:  # a container may raise any
+        raise ValueError(f"not a structure: {error}") from error
+    return Structure(tree, tuple(classes))
 
 
-# In an encoded structure, a bool stands for a tensor or None, and a text for a tensor of a subclass. A class would let a
-# message call it.
+# A container is written as a list of its class, what pytree calls its context, and its elements. A bool stands for a tensor
+# or None, and a text for a tensor of a subclass.
 
 
-def _name_of(cls: type[Tensor] | None) -> bool | str:
-    return cls is not None if cls in (None, Tensor) else f"{cls.__module__}:{cls.__qualname__}"
+def _written(value: Any) -> Any:
+    cls = type(value)
+    if cls in (bool, str):
+        return value
+    parts, context = (value, None) if is_namedtuple_class(cls) else SUPPORTED_NODES[cls].flatten_fn(value)
+    return [_name_of(cls), context, [*map(_written, parts)]]
 
 
-def _class_named(name: object) -> type[Tensor] | None:
-    if isinstance(name, bool):
-        return Tensor if name else None
-    if isinstance(name, str):
-        module, _, qualname = name.partition(":")
-        found = getattr(sys.modules.get(module), qualname, None)
-        if isinstance(found, type) and issubclass(found, Tensor):
-            return found
-        raise pickle.UnpicklingError(f"not a structure: {name} is not a subclass of Tensor that this process has imported")
-    raise pickle.UnpicklingError("not a structure: it has other values")
+def _read(written: Any) -> Any:
+    if isinstance(written, (bool, str)):
+        return written
+    name, context, parts = written
+    cls, parts = _class_named(name, object), [*map(_read, parts)]
+    return cls(*parts) if is_namedtuple_class(cls) else SUPPORTED_NODES[cls].unflatten_fn(parts, context)
 
 
-class _Containers(pickle._Unpickler):
-    """Refuses everything but containers. In Python, because the C class would set attributes of the containers' classes."""
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # allocates as much as it announces
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in sys.modules else None
-        if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
-
-    def load_build(self) -> None:
-        if isinstance(self.stack[-2], type):
-            raise pickle.UnpicklingError("not a structure: it changes a class")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build
+def _class_named(name: str, base: type) -> type[Any]:
+    module, _, qualname = name.partition(":")
+    found = getattr(sys.modules.get(module), qualname, None)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    raise ValueError(f"this process has imported no class {name}")
 
 
 class _Name:

@@ -12,7 +12,7 @@ from gpipe import _C
 from gpipe._C import is_recomputing
 from gpipe.exported.exporter import unchanged
 from gpipe.pipeline import GPipe
-from gpipe.randomness import RandomScope
+from gpipe.randomness import random_scope
 from gpipe.structure import take_apart
 from gpipe.wrapper import batch_first, layers_in
 
@@ -87,12 +87,12 @@ def run_layers(layers: Iterable[nn.Module], input: Any, chunks: int) -> Any:
     trained = (name for layer in layers if layer.training for name, _ in layer.named_buffers())
     least = 2 if any(name.endswith("num_batches_tracked") for name in trained) else 1
     sizes = _C.micro_batch_sizes(len(inputs[0]), chunks, 0, least)
-    seed = RandomScope.draw_seed()
+    seed = _C.draw_seed()
     outputs = []
     for micro_batch, parts in enumerate(zip(*(tensor.split_with_sizes(sizes) for tensor in inputs), strict=True)):
         value = structure.build(parts)
         for index, layer in enumerate(layers):
-            with RandomScope(seed, index, micro_batch):
+            with random_scope(seed, index, micro_batch):
                 value = layer(value)
         outputs.append(take_apart(value))
     first = outputs[0][1]

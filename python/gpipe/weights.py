@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe import _C
 from gpipe.exported.pretended import is_on_meta, refuse_loose
-from gpipe.randomness import RandomScope
+from gpipe.randomness import random_scope
 from gpipe.wrapper import Shell
 
 Weights = str | os.PathLike[str] | Callable[[str], Tensor]
@@ -47,7 +48,7 @@ class Values(NamedTuple):
             if self != Values():
                 raise ValueError("weights and init are for a model on the meta device; give this one values by load_state_dict()")
             return
-        seed = RandomScope.draw_seed() if self.weights is None else 0
+        seed = _C.draw_seed() if self.weights is None else 0
         names, persistent = _names_of(model), model.state_dict(keep_vars=True).keys()
         read = None if self.weights is None else _reader(self.weights, names, persistent)
         made: set[Tensor] = set()
@@ -71,7 +72,7 @@ class Values(NamedTuple):
         layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
         for index, ((name, layer), here) in enumerate(layers):
             if here:
-                with RandomScope(seed, index, 0), torch.no_grad():
+                with random_scope(seed, index, 0), torch.no_grad():
                     _initialize(layer, name, made, initialized, self.init)
                 refuse_loose(layer, name)
         for tensor in made - initialized:

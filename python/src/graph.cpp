@@ -62,7 +62,6 @@ std::vector<at::Tensor> run(const Graph& graph, std::vector<std::optional<at::Te
 
 void init_graph(py::module_& module) {
   module.def("is_plain", &is_plain);
-  py::register_exception<ModeError>(module, "ModeError", PyExc_RuntimeError);
   py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph", "What a layer of a converted model computes.")
       .def(py::init([](const std::string& description, const py::object& call_python) {
         return std::make_shared<Graph>(description, call_python.is_none() ? nullptr : caller_of(call_python));

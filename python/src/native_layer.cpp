@@ -18,8 +18,6 @@ namespace py = pybind11;
 
 constexpr std::array kHooks{"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"};
 
-bool is_training(const Reference& module) { return py::handle(module.get()).attr("training").cast<bool>(); }
-
 /// Returns tensors of their own, to find out where others come from.
 std::vector<at::Tensor> marks(std::size_t count) {
   std::vector<at::Tensor> marks;
@@ -68,12 +66,9 @@ void NativeLayer::refresh(const std::shared_ptr<torch::nn::Module>& mirror) {
   if (replaced) {
     mirror_ = mirror;
     model_ = reference_to(py::object(module.attr("model")).ptr());
-    places_.clear();
-    for (const auto& place : module.attr("_places")) places_.push_back(reference_to(place.ptr()));
   }
-  is_training_ = is_training(model_);
-  std::vector<bool> training;
-  for (const auto& place : places_) training.push_back(is_training(place));
+  is_training_ = py::handle(model_.get()).attr("training").cast<bool>();
+  std::vector<bool> training(graph_->places().size(), is_training_);
   if (!replaced && (!values_ || values_->training == training)) return;
   auto fresh = std::make_shared<Graph::State>(keys_);
   fresh->training = std::move(training);
@@ -104,7 +99,7 @@ bool NativeLayer::prepare(const Value* input) {
   }
   if (is_last_) {
     auto& known = outputs_.at(is_training_ ? 1 : 0);
-    if (!known) known = order_of_output(is_training_, values_->training);
+    if (!known) known = order_of_output();
     fresh->output = known;
   }
   std::shared_ptr<const State> old = std::move(fresh);  // destroyed without the mutex
@@ -163,23 +158,20 @@ std::shared_ptr<const NativeLayer::Order> NativeLayer::order_of_input(const Valu
   return std::make_shared<const Order>(std::move(order));
 }
 
-std::shared_ptr<const NativeLayer::Order> NativeLayer::order_of_output(bool is_training,
-                                                                       const std::vector<bool>& training) const {
-  const auto exist = graph_->has_outputs(training);
+std::shared_ptr<const NativeLayer::Order> NativeLayer::order_of_output() const {
+  const auto exist = graph_->has_outputs(values_->training);
   auto returned = marks(exist.size());
   for (std::size_t i = 0; i < exist.size(); ++i) {
     if (!exist[i]) returned[i] = at::Tensor();
   }
-  const auto value = to_value(py::handle(module_.get()).attr("unflattened")(returned, is_training));
+  const auto value = to_value(py::handle(module_.get()).attr("unflattened")(returned, is_training_));
   Order order{value.form(), {}};
   for (const auto& tensor : value.tensors()) order.tensors.push_back(index_among(returned, tensor));
   return std::make_shared<const Order>(std::move(order));
 }
 
 int NativeLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  std::vector<PyObject*> held{module_.get(), model_.get()};
-  for (const auto& place : places_) held.push_back(place.get());
-  for (auto* object : held) {
+  for (auto* object : {module_.get(), model_.get()}) {
     if (const int result = visit(object); result != 0) return result;
   }
   return 0;

@@ -27,7 +27,7 @@ class NativeLayer {
   /// peeks. REQUIRES: the interpreter's lock.
   static std::unique_ptr<NativeLayer> make(PyObject* module, const std::vector<SkipKey>& keys);
 
-  /// Reads the modes of the module, and the tensors of its mirror if that is another one than before. REQUIRES: the
+  /// Reads the mode of the model, and the tensors of its mirror if that is another one than before. REQUIRES: the
   /// interpreter's lock.
   void refresh(const std::shared_ptr<torch::nn::Module>& mirror);
 
@@ -58,7 +58,7 @@ class NativeLayer {
       : module_(reference_to(module)), graph_(std::move(graph)) {}
 
   std::shared_ptr<const Order> order_of_input(const Value& input) const;
-  std::shared_ptr<const Order> order_of_output(bool is_training, const std::vector<bool>& training) const;
+  std::shared_ptr<const Order> order_of_output() const;
 
   const Reference module_;
   const std::shared_ptr<const Graph> graph_;
@@ -66,7 +66,6 @@ class NativeLayer {
   bool is_last_ = false;
 
   // By the interpreter's lock.
-  std::vector<Reference> places_;  // the modules whose modes count
   Reference model_;
   std::shared_ptr<torch::nn::Module> mirror_;
   std::shared_ptr<const Graph::State> values_;  // null if a tensor is not in the mirror

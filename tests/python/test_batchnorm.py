@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from gpipe.batchnorm import DeferredBatchNorm
+
+convert_deferred_batch_norm = DeferredBatchNorm.convert_deferred_batch_norm
 
 
 @pytest.mark.parametrize(("convert", "norm"), [(False, nn.BatchNorm2d(4)), (True, nn.BatchNorm2d(4, momentum=None))])

@@ -200,7 +200,6 @@ CALLS = [
     (method("clip_grad_norm_"), {"max_norm": 1.0, "norm_type": 2.0}),
     (gpipe.Loss, {"function": loss, "count": len, "reduction": "mean", "check": True}),
     (gpipe.losses.check_loss, LOSS | {"output": X, "chunks": 2}),
-    (lambda **arguments: gpipe.randomness.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
     (balance.profile, MEASURING | {"device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),

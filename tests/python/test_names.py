@@ -263,18 +263,3 @@ def test_layers_can_be_tied_and_untied_later():
         for model in models:
             change(model)
         torch.testing.assert_close(*map(train, models))
-
-
-def test_parameters_of_a_converted_model_have_the_originals_order():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.body = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
-    net = Net()
-    pipe = gpipe.GPipe(gpipe.to_sequential(net, torch.randn(2, 4)), [1, 1])
-    assert [id(each) for each in pipe.parameters()] == [id(each) for each in net.parameters()]
-    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in net.named_parameters()]

@@ -87,7 +87,7 @@ def test_checks_of_data_are_not_lost(check, native):
     x[:, 3], x[0, 0] = 0, 2
     sequence = gpipe.to_sequential(nn.Sequential(Checked(4, 4)), x, native=native)
     sequence(x)
-    with pytest.raises((RuntimeError, AssertionError), match="Runtime assertion failed" if native else ""):
+    with pytest.raises((RuntimeError, AssertionError), match="Runtime assertion failed" if native else None):
         sequence(x.flip(1))
 
 

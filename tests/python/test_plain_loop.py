@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
-from gpipe.randomness import RandomScope
+from gpipe import _C
+from gpipe.randomness import random_scope
 from helpers import random_balance
 
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
@@ -268,7 +269,7 @@ def pipeline(spec, model):
 
 def plain_loop(spec, model):
     def call(x, gradient):
-        seed = RandomScope.draw_seed()
+        seed = _C.draw_seed()
         has_norm = any(name.endswith("num_batches_tracked") for name in model.state_dict())
         count = max(1, min(spec.chunks, len(x) // 2 if has_norm else len(x)))
         parts = [part.detach().requires_grad_(x.requires_grad) for part in x.detach().tensor_split(count)]
@@ -276,7 +277,7 @@ def plain_loop(spec, model):
         for number, part in enumerate(parts):
             value = part
             for index, layer in enumerate(model):
-                with RandomScope(seed, index, number):
+                with random_scope(seed, index, number):
                     value = layer(value)
             outputs.append(value)
         gradients = gradient.split([len(part) for part in parts])

@@ -23,9 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
-from gpipe.exported.exporter import OF_MODULES, NotExported, first_line
+from gpipe.exported.exporter import NotExported, first_line
 from gpipe.exported.read import Read
-from gpipe.exported.sizes import expression_of
 
 OPERATOR = "gpipe_export::whole"
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
@@ -161,17 +160,19 @@ class Calls:
             leaves, spec = tree_flatten(self.outputs.get((each, mode, *_key(each)[2:])))
             return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def is_of_torch(each: nn.Module) -> bool:  # whose code is not recorded
-            forward = type(each).forward
-            return forward not in (nn.Sequential.forward, nn.Module.forward) and str(forward.__module__).partition(".")[0] in _OF_OTHERS
-
         modules = list(modules)
         called = [each for each in modules if each in self.outputs or each is modules[0]]
-        reads = self.read_by(modules).names & {"training", "forward"}  # code may call forward() itself
-        seen = self.sees_code and not reads and not any(map(is_of_torch, called))
         same = training == evaluation and all(kinds(each, True) == kinds(each, False) for each in training)
         plain = all(type(each).train is nn.Module.train for each in modules)
-        return not (seen and same and plain)
+        return not (same and plain) or any(map(self.reads_mode, called))
+
+    def reads_mode(self, each: nn.Module) -> bool:
+        """Returns whether the code of a module, outside its submodules, may depend on a mode."""
+        forward = type(each).forward
+        of_torch = str(forward.__module__).partition(".")[0] in _OF_OTHERS  # which is not recorded
+        if not self.sees_code or (of_torch and forward not in (nn.Sequential.forward, nn.Module.forward)):
+            return True
+        return bool(self.read_by([each]).names & {"training", "forward"})  # code may call forward() itself
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -251,17 +252,6 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Given(NamedTuple):
-    """What a call of a block gave in an export."""
-
-    recorded: list[Any]  # by the plain run in the same mode, as _traits() returns it
-    traits: list[Any]
-    spec: TreeSpec
-
-
-Known = dict[Any, _Given]  # by the block's likeness, the structure of its arguments, and their traits
-
-
 class _Tracing(threading.local):
     """What the operator's fake implementation needs on the thread of an export."""
 
@@ -269,7 +259,6 @@ class _Tracing(threading.local):
     calls: Calls
     runs: bool  # whether blocks run on fake tensors
     any_shape: bool  # whether other sizes than the number of samples are symbols
-    known: Known  # of earlier exports of the model
     output: tuple[list[bool], TreeSpec]  # of the last call: which leaves are tensors
 
 
@@ -277,14 +266,11 @@ _tracing = _Tracing()
 
 
 @contextmanager
-def kept_whole(
-    blocks: Mapping[str, nn.Module], calls: Calls, known: Known, *, any_shape: bool, runs: bool
-) -> Iterator[None]:
+def kept_whole(blocks: Mapping[str, nn.Module], calls: Calls, *, any_shape: bool, runs: bool) -> Iterator[None]:
     """Makes each call of the ``blocks``, by path, one operator while this thread runs a ``with`` block. ``calls`` was recorded
     in a plain run. ``runs``: whether blocks run on fake tensors, which shows the sizes of their outputs. With ``any_shape``,
-    a block that cannot raises NotExported; else only the number of samples may change. A call that is ``known`` does not run
-    again if the plain runs gave the same shapes."""
-    _tracing.blocks, _tracing.calls, _tracing.known = blocks, calls, known
+    a block that cannot raises NotExported; else only the number of samples may change."""
+    _tracing.blocks, _tracing.calls = blocks, calls
     _tracing.any_shape, _tracing.runs = any_shape, runs
     with ExitStack() as stack:
         stack.callback(vars(_tracing).clear)
@@ -318,64 +304,17 @@ def _operator() -> Any:
 
 
 def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
-    block = _tracing.blocks[_parsed(call).path]
-    environment: Any = next((each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor)), None)
-    key = _likeness(block), repr(_parsed(call)[1:]), repr(_traits([*inputs, *sizes]))
-    recorded = _traits(tree_leaves(_tracing.calls.outputs.get(_key(block))))
-    given = _tracing.known.get(key)
-    if given is None or given.recorded != recorded:
-        leaves, spec = tree_flatten(_fake_output(block, inputs, sizes, call, environment))
-        given = _tracing.known[key] = _Given(recorded, _traits(leaves), spec)
-        leaves = [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    else:
-
-        def number(each: Any) -> Any:
-            return each if isinstance(each, int) else environment.create_symintnode(each, hint=None)
-
-        leaves = [
-            inputs[0].new_empty_strided([*map(number, shape)], [*map(number, strides)], dtype=dtype, device=device)
-            for shape, strides, dtype, device in filter(None, given.traits)
-        ]
-    _tracing.output = [each is not None for each in given.traits], given.spec
-    return leaves
+    leaves, spec = tree_flatten(_fake_output(_tracing.blocks[_parsed(call).path], inputs, sizes, call))
+    _tracing.output = [isinstance(leaf, Tensor) for leaf in leaves], spec
+    return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _traits(leaves: list[Any]) -> list[Any]:
-    """Returns the shape, strides, type and device of each tensor, ``None`` for anything else but sizes, with expressions in the
-    place of symbolic numbers."""
-
-    def number(each: Any) -> Any:
-        return each if (expression := expression_of(each)) is None else expression
-
-    return [
-        (tuple(map(number, each.shape)), tuple(map(number, each.stride())), each.dtype, each.device)
-        if isinstance(each, Tensor)
-        else number(each)
-        for each in leaves
-    ]
-
-
-def _likeness(block: nn.Module) -> str:
-    """Returns a text that is the same for blocks that give the same sizes: they have equal code, attributes and shapes."""
-
-    def of(value: Any) -> Any:
-        return value if all(isinstance(leaf, _CONSTANTS) for leaf in tree_leaves(value)) else id(value)
-
-    def described(each: nn.Module) -> Iterator[Any]:
-        for name, value in vars(each).items():
-            if name in ("_parameters", "_buffers"):
-                yield [(own, tensor.shape, tensor.dtype) for own, tensor in value.items() if tensor is not None]
-            elif name not in OF_MODULES:
-                yield name, of(value)
-
-    return repr([(path, type(each), *described(each)) for path, each in block.named_modules()])
-
-
-def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call: str, environment: Any) -> Any:
+def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call: str) -> Any:
     """Returns what a block gives, as fake tensors."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes a second, so only here
 
     args, kwargs = _parsed(call).arguments(inputs, sizes)
+    environment: Any = next((each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor)), None)
 
     def unknown(leaves: Any) -> set[Any]:
         return {symbol for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) for symbol in free_unbacked_symbols(leaf)}

@@ -1,8 +1,7 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 import itertools
-from collections.abc import Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +10,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gpipe.exported.blocks import Calls, Known, kept_whole
+from gpipe.exported.blocks import Calls, kept_whole
 from gpipe.exported.exporter import NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
-from gpipe.exported.modes import Combination
 
 
 class Captured(NamedTuple):
-    """A model as a graph, with its tensors."""
+    """A model as a graph per mode, training first, with its tensors. The first one's sizes have what all modes require."""
 
-    graph: Graph
+    graphs: list[Graph]
     tensors: dict[str, Tensor]  # by name, also tensors that the graph does not use
     whole: dict[str, nn.Module]  # the modules that are kept whole, by path
 
@@ -39,19 +37,21 @@ def capture(
     """Captures a model for any number of samples in the ``modes`` that count: training, and evaluation if what it computes
     outside the ``blocks``, which are kept whole, depends on the mode. With ``any_shape``, also for other sizes where its code
     allows them. ``calls`` are those of a plain run. Raises ValueError if it cannot be converted."""
-    programs, called = [], []
-    known: Known = {}
+    programs = []
     for training in modes:
-        with mode(module, training), kept_whole(blocks, calls, known, any_shape=any_shape, runs=runs), _calls_of(module) as paths:
+        with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
             programs.append(exported(module, *arguments, any_shape=any_shape))
-        called.append(paths)
     own = _tensors_of_module(module)
     tensors = dict(own)
     graphs = [Reader(program, _names_in(program, own, tensors)).graph for program in programs]
     for graph in graphs:
         check_outputs(graph, batch_dim)
-    combined = Combination(graphs[0], graphs[1], called[0] & called[1]).graph if len(graphs) == 2 else graphs[0]
-    return Captured(combined, tensors, dict(blocks))
+    for other in graphs[1:]:
+        same = {theirs: ours for ours, theirs in zip(graphs[0].inputs, other.inputs, strict=True)}
+        for ours, theirs in ((ours, theirs) for theirs, ours in same.items() if ours and theirs):
+            ours.shape = tuple(size if isinstance(size, int) else own for own, size in zip(ours.shape, theirs.shape, strict=True))
+        graphs[0].sizes.merge(other.sizes, same)
+    return Captured(graphs, tensors, dict(blocks))
 
 
 def _tensors_of_program(program: ExportedProgram) -> dict[str, Tensor]:
@@ -112,21 +112,6 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
             + ("" if batch_dim else "; a model whose sequences come first needs batch_dim=1")
         )
     return copies
-
-
-@contextmanager
-def _calls_of(module: nn.Module) -> Iterator[set[str]]:
-    """Collects the paths of the modules that are called in a block."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        if not isinstance(each, torch.jit.ScriptModule):
-            paths.setdefault(each, []).append(path)
-    called: set[str] = set()
-    with ExitStack() as hooks:
-        for each, own in paths.items():
-            # torch.export passes a stand-in to the hooks if a module of the model has several paths.
-            hooks.enter_context(each.register_forward_pre_hook(lambda each, args, own=own: called.update(own)))
-        yield called
 
 
 def refuse_modules(exported: Mapping[str, nn.Module]) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +19,9 @@ from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, un
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, effects_on
 from gpipe.exported.layer import Description, ExportedLayer
-from gpipe.exported.layers import Route, Routes, divide
+from gpipe.exported.layers import Route, divide
 from gpipe.exported.pretended import is_on_meta, pretend, real_like, refuse_loose, shapes_only
+from gpipe.exported.sizes import Sizes
 from gpipe.exported.twins import Twins, copy_of, prove_batch
 from gpipe.wrapper import WrappingSequence, batch_first
 
@@ -70,7 +71,8 @@ def to_sequential(
             without tensors become constants: leave keyword arguments out, and give ``None`` for the others.
         opaque: classes of submodules to keep whole, each call as one layer.
         native: whether to export every module that can be, except ``opaque`` ones, so that layers run without Python, and C++
-            can load the model: see :func:`gpipe.export_model`. ``report()`` of the sequence tells which cannot.
+            can load the model: see :func:`gpipe.export_model`. ``report()`` of the sequence tells which cannot. Freeze modules
+            before: calls refuse other modes of modules than when the model was converted.
         batch_dim: the dimension of all inputs and outputs that is the batch: 0, or 1 for a model whose sequences come first.
             Pipelines cut inputs, targets and outputs along it.
 
@@ -182,13 +184,13 @@ def _converted(
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
-    def agree(ones: Any, is_length: bool) -> bool:
-        with suppress(ValueError):  # the module may fail
-            return (twins_of(ones, runs(ones)) if is_length else twins).agree(ones)
-        return False
-
-    _try_ones(sequence, model.graph, few, agree)
-    return sequence, partial(Guards, module, exported, dtypes, tested, read)
+    _try_one_sample(sequence, model.graphs[0], few, twins.agree)
+    deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
+    decided = []
+    for training in modes:
+        with mode(module, training):
+            decided.append([each.training for each in deciding])
+    return sequence, partial(Guards, module, exported, dtypes, tested, read, deciding, decided)
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
@@ -227,29 +229,21 @@ _UNFIT = (
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
-def _try_ones(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any, bool], bool]) -> None:
-    """Lets one sample, and lengths of 1, through the guards where ``agree(arguments, is_length)`` tells that the module and the
-    sequence do the same. An export takes for granted that there are more."""
+def _try_one_sample(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any], bool]) -> None:
+    """Lets one sample through the guards if ``agree(arguments)`` tells that the module and the sequence do the same. An export
+    takes for granted that there are more."""
     first: Any = sequence[0]
     entering = tree_leaves(input_of(*tree_unflatten(graph.inputs, graph.in_spec)))
-    leaves, spec = tree_flatten(arguments)
-    for symbol, may_break in graph.sizes.guards_of_one():
-        place, before = graph.sizes.places[symbol], first.description
-        is_length = place.dimension > 0
-        if is_length and (len(place.value.shape) > 3 or not any(may_break)):
-            continue
-        description = json.loads(before)
-        size = {"size": [description["inputs"][entering.index(place.value)], place.dimension]}
-        for guard, may in zip(description.get("guards", ()), may_break, strict=True):
-            if may:
-                guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
-        first.describe(json.dumps(description))
-        ones = [
-            leaf[tuple(slice(1 if each == symbol else None) for each in value.shape)] if isinstance(value, Value) else leaf
-            for leaf, value in zip(leaves, graph.inputs, strict=True)
-        ]
-        if not agree(tree_unflatten(ones, spec), is_length):
-            first.describe(before)
+    symbol, place = next(each for each in graph.sizes.places.items() if each[1].dimension == 0)
+    before = first.description
+    description = json.loads(before)
+    size = {"size": [description["inputs"][entering.index(place.value)], 0]}
+    for guard, may_break in zip(description.get("guards", ()), graph.sizes.excluding_one(symbol), strict=True):
+        if may_break:
+            guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
+    first.describe(json.dumps(description))
+    if not agree(tree_map_only(Tensor, partial(_first, 1), arguments)):
+        first.describe(before)
 
 
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
@@ -268,21 +262,27 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
 
 def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
     """Returns the sequence of the layers of a model, which was captured from ``original``."""
-    routes = Routes(model.graph, divide(model.graph)).routes
+    routes = list(zip(*divide(model.graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
-    example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
-    inputs, in_spec = tree_flatten(example_input)
-    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
+    entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in model.graphs]
+    inputs, sizes, outputs = [leaves for leaves, _ in entering], model.graphs[0].sizes, [graph.outputs for graph in model.graphs]
+    specs = entering[0][1], *(graph.out_spec for graph in model.graphs)
+    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in specs]
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
-        first, last = index == 0, each is routes[-1]
-        entering, sizes = (inputs, model.graph.sizes) if first else (None, None)
-        description = Description(each, entering, sizes, model.graph.outputs if last else None)
+        first, last = index == 0, index == len(routes) - 1
+
+        def described(begin: int, end: int, sizes: Sizes | None = None) -> Description:
+            given = inputs[begin:end] if first else None, sizes, outputs[begin:end] if last else None
+            return Description(each[begin:end], *given)
+
+        alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
+        description = described(0, 1 if alike else 2, sizes if first else None)
         ends = example if first else None, returned if last else None
-        layer = ExportedLayer(each.name, original, description.called, str(description), *ends)
+        layer = ExportedLayer(each[0].name, original, description.called, str(description), *ends)
         for name in owned[index]:
             layer.add(name, model.tensors[name])
-        layers[_key(each.name, layers)] = layer
+        layers[_key(each[0].name, layers)] = layer
     return ExportedSequential(original, layers, batch_dim)
 
 
@@ -295,12 +295,12 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if len(args) == 1 else args
 
 
-def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
+def _owners(model: Captured, routes: list[tuple[Route, ...]]) -> list[list[str]]:
     """Returns the names of each layer's tensors, without those of modules that are kept whole. One that is not used belongs to
     the layer with the nearest name."""
-    owned = [[value.tensor for value in each.owned] for each in routes]
+    owned = [list(dict.fromkeys(value.tensor for route in each for value in route.owned)) for each in routes]
     used = {id(model.tensors[name]) for names in owned for name in names}
-    paths = [route.name.split(".") for route in routes]
+    paths = [each[0].name.split(".") for each in routes]
     for name, each in model.tensors.items():
         if id(each) not in used and not is_inside(name, model.whole):
             common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]

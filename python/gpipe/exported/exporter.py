@@ -26,11 +26,13 @@ from gpipe.loss_state import put_back
 
 @contextmanager
 def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module and all its submodules for a block. Calls each ``train()`` that does more than set the mode."""
+    """Sets the mode of a module and all its submodules for a block. A module in training mode stays as it is, with submodules in
+    evaluation mode. Calls each ``train()`` that does more than set the mode."""
     named = sorted(module.named_modules(remove_duplicate=False), key=lambda each: len(each[0] and each[0].split(".")))
     modes = {each: each.training for _, each in reversed(named)}  # inner modules first
     try:
-        module.train(training)
+        if not training or not module.training or all(modes.values()):
+            module.train(training)
         yield
     finally:
         for each, was in reversed(modes.items()):
@@ -40,15 +42,6 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
                 each.training = was  # without the submodules, whose modes may differ
             else:
                 each.train(was)
-
-
-@contextmanager
-def mixed_modes(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module for a block, and gives each submodule the other mode than the module around it has."""
-    with mode(module, training):
-        for path, each in module.named_modules():
-            each.training = training == (len(path.split(".")) % 2 == 0 or not path)
-        yield
 
 
 def _held(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

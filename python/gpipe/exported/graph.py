@@ -23,10 +23,9 @@ class Value:
     """What an operation computes, or what a model gets or owns."""
 
     example: Any  # a fake tensor, or a symbolic number
-    shape: tuple[Any, ...] = ()  # of a tensor: integers and expressions; None where it depends on the mode
+    shape: tuple[Any, ...] = ()  # of a tensor: integers and expressions; None for what an operator in place changes
     tensor: str = ""  # the name of the model's parameter, buffer or constant that it is
     is_parameter: bool = False
-    mode: Mode | None = None  # the only mode in which it exists; ``None`` for both
 
     @property
     def is_number(self) -> bool:
@@ -41,37 +40,11 @@ class Number:
     expression: Any
 
 
-class Choice(NamedTuple):
-    """An argument that depends on the mode of the module at a path."""
-
-    path: str
-    training: Any
-    evaluation: Any
-
-
-class Mode(NamedTuple):
-    """A mode of the module at a path."""
-
-    path: str
-    training: bool
-
-    def only(self, value: Any) -> Choice:
-        """Returns the choice of a value in this mode, and of ``None`` in the other."""
-        return Choice(self.path, value, None) if self.training else Choice(self.path, None, value)
-
-
 class Call(NamedTuple):
-    """One call of a module: a key that no other call has, the module's path, and the call that it is part of."""
+    """One call of a module: a key that no other call has, and the module's path."""
 
     key: str
     path: str
-    outer: Call | None = None
-
-    def around(self) -> Iterator[Call]:
-        """Yields the call, and those that it is part of, innermost first."""
-        yield self
-        if self.outer is not None:
-            yield from self.outer.around()
 
 
 class Context(NamedTuple):
@@ -83,8 +56,7 @@ class Context(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """One call of a function, in the modes in which its result exists. Its arguments hold values, choices, numbers and
-    constants."""
+    """One call of a function. Its arguments hold values, numbers and constants."""
 
     result: Value
     function: Callable[..., Any]
@@ -103,33 +75,29 @@ class Operation:
         """What an operator of torch declares. Other functions have no schema."""
         return self.function._schema if isinstance(self.function, torch._ops.OpOverload) else None
 
-    def declared(self) -> list[Any]:
-        """Returns the arguments that the schema declares; none without a schema."""
-        return list(self.schema.arguments) if self.schema else []
-
     def given(self) -> Iterator[tuple[Any, Any]]:
-        """Yields the declared arguments that have a value, each with its value."""
-        declared = self.declared()
+        """Yields the arguments that the schema declares and that have a value, each with its value."""
+        declared = self.schema.arguments if self.schema else ()
         yield from zip(declared, self.args)
         yield from ((each, self.kwargs[each.name]) for each in declared if each.name in self.kwargs)
 
 
 @dataclass(eq=False)
 class Graph:
-    """The operations of a model in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None`` for what is
-    not a tensor."""
+    """The operations of a model in one mode, in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None``
+    for what is not a tensor."""
 
     inputs: list[Value | None]
     in_spec: TreeSpec
-    outputs: list[Any]  # of the mode with more of them; the other mode returns the first ones
-    out_specs: tuple[TreeSpec, TreeSpec]  # in training and in evaluation mode
+    outputs: list[Any]
+    out_spec: TreeSpec
     tensors: dict[str, Value]  # parameters, buffers and constants, by name
     sizes: Sizes
     operations: list[Operation] = field(default_factory=list)
 
 
 def inputs_of(arguments: Any) -> Iterator[Value]:
-    """Yields the values in an argument. A :class:`Choice` is a tuple, so its values count."""
+    """Yields the values in an argument."""
     return (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value))
 
 
@@ -154,7 +122,7 @@ class Reader:
         call = program.call_spec
         assert call.in_spec is not None and call.out_spec is not None
         sizes = Sizes()
-        self.graph = Graph([], call.in_spec, [], (call.out_spec, call.out_spec), {}, sizes)
+        self.graph = Graph([], call.in_spec, [], call.out_spec, {}, sizes)
         self._values: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op != "placeholder":
@@ -264,9 +232,9 @@ def _line_of(node: fx.Node) -> str:
 
 def _innermost(node: fx.Node) -> Call:
     """Returns the innermost call of a module that a node belongs to."""
-    call = None
+    call = Call("", "")
     for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
         # torch.export adds some operations itself, with a name of its own.
         if not path.startswith("_empty_nn_module_stack"):
-            call = Call(key, path.partition("@")[0], call)
-    return call or Call("", "")
+            call = Call(key, path.partition("@")[0])
+    return call

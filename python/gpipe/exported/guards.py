@@ -1,7 +1,7 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import is_, itemgetter
@@ -159,6 +159,8 @@ class Guards:
         dtypes: of the model's input tensors.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
         read: what their code reads by name.
+        deciding: the modules whose modes decide what the exported code computes, and their modes in the exports of
+            training and of evaluation mode.
     """
 
     def __init__(
@@ -168,7 +170,10 @@ class Guards:
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
         read: Read,
+        deciding: Sequence[nn.Module] = (),
+        decided: Sequence[list[bool]] = (),
     ) -> None:
+        self._deciding, self._decided = deciding, decided
         self._exported = [(path, each, Attributes(each)) for path, each in exported.items()]
         self._model, self._watched = module, cast(Watched | None, None)
         self._name = type(module).__name__
@@ -252,6 +257,8 @@ class Guards:
             parameter = parameters.get(name)
             if parameter is not None and parameter.dtype != dtype:
                 yield f"with parameters of {parameter.dtype}"
+        if self._deciding and [each.training for each in self._deciding] != self._decided[0 if self._model.training else 1]:
+            yield "with modules in other modes than at the conversion"
         modes = [each.training for each in self._with_modes]
         if True in modes and False in modes and modes != self._modes:
             yield "with modules in different modes"

@@ -7,8 +7,9 @@ import json
 import math
 import pkgutil
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -18,61 +19,90 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.blocks import OPERATOR, path_of, run_whole
-from gpipe.exported.graph import Choice, Number, Operation, Value, name_of
+from gpipe.exported.graph import Number, Operation, Value, name_of
 from gpipe.exported.layers import Route
 from gpipe.exported.sizes import Size, Sizes, described, text_of
 from gpipe.skip import Skippable
 from gpipe.wrapper import ConvertedLayer
 
 
-def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
-    """An operation that raises :class:`gpipe._C.ModeError` unless two modules are in the same mode. C++ runs it."""
-
-
 _RUN_WHOLE = f"{run_whole.__module__}:{run_whole.__qualname__}"
 
 
 class Description:
-    """Describes what a layer computes, for ``gpipe::Graph``. Of the first layer, ``inputs`` are the model's, flattened, and
-    ``sizes`` theirs. Of the last layer, ``outputs`` are the model's, flattened."""
+    """Describes what a layer computes, for ``gpipe::Graph``. ``routes`` are those of the layer in each mode, training first. If
+    they differ, the calls of both are there, and the model's mode decides.
+
+    Args:
+        inputs: of the first layer: the model's, flattened, in each mode.
+        sizes: of the first layer: those of its inputs.
+        outputs: of the last layer: the model's, flattened, in each mode.
+    """
 
     def __init__(
-        self, route: Route, inputs: list[Value | None] | None, sizes: Sizes | None, outputs: list[Any] | None
+        self,
+        routes: Sequence[Route],
+        inputs: Sequence[list[Value | None]] | None,
+        sizes: Sizes | None,
+        outputs: Sequence[list[Any]] | None,
     ) -> None:
         self._numbers: dict[Value, int] = {}
-        self.places: dict[str, int] = {}  # by path
+        self._values = 0
         self.called: set[str] = set()  # paths of modules that are kept whole
         self._blocks: dict[str, int] = {}
-        entering = route.arriving if inputs is None else inputs
-        leaving = route.leaving if outputs is None else outputs
+        self._modes = len(routes)
+        entering = [route.arriving for route in routes] if inputs is None else inputs
+        leaving = [route.leaving for route in routes] if outputs is None else outputs
+        of_inputs = [self._slot(values) for values in zip_longest(*entering)]
         guards = [] if sizes is None else [(described(each, sizes.places.get), text_of(each)) for each in sizes.guards]
         self._fields = {
-            "inputs": [None if value is None else self._number(value) for value in entering],
-            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in inputs or ()],
+            "inputs": of_inputs,
+            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in (inputs[0] if inputs else ())],
             "guards": [(self._number_of(guard), text) for guard, text in guards],
-            "tensors": [(value.tensor, self._number(value)) for value in route.owned],
-            "pops": [(name, self._number(value)) for name, value in route.pops],
-            "peeks": [(name, self._number(value)) for name, value in route.peeks],
-            "calls": [self._call(operation) for operation in route.operations],
-            "stashes": [(name, self._argument(value)) for name, value in route.stashes],
-            "outputs": [self._argument(value) for value in leaving],
+            "tensors": self._named([{value.tensor: value for value in route.owned} for route in routes], self._slot),
+            "pops": self._named([dict(route.pops) for route in routes], self._slot),
+            "peeks": self._named([dict(route.peeks) for route in routes], self._slot),
+            "calls": [call for number, route in enumerate(routes) for call in self._calls(route, number)],
+            "stashes": self._named([dict(route.stashes) for route in routes], self._choice),
+            "outputs": [self._choice(values) for values in zip_longest(*leaving)],
         }
 
     def __str__(self) -> str:
         fields = {name: field for name, field in self._fields.items() if field}
-        return json.dumps({"values": len(self._numbers), "places": list(self.places), **fields})
+        return json.dumps({"values": self._values, "places": [""] * (self._modes - 1), **fields})
+
+    @staticmethod
+    def _named(modes: Sequence[Mapping[str, Value]], function: Callable[[Sequence[Any]], Any]) -> list[Any]:
+        """Returns a tuple of each name that a mode has, and what a function returns for its values in each mode."""
+        return [(name, function([each.get(name) for each in modes])) for name in dict.fromkeys(chain(*modes))]
+
+    def _slot(self, values: Sequence[Value | None]) -> int | None:
+        """Returns the number of a value that enters, which stands for another one in each mode."""
+        given = [value for value in values if value is not None]
+        for value in given:
+            self._numbers[value] = self._values
+        self._values += bool(given)
+        return self._values - 1 if given else None
+
+    def _choice(self, values: Sequence[Any]) -> Any:
+        """Returns an argument that is another one in each mode."""
+        arguments = [self._argument(value) for value in values]
+        if len(arguments) == 1 or arguments[0] == arguments[1]:
+            return arguments[0]
+        return {"place": 0, "training": arguments[0], "evaluation": arguments[1]}
+
+    def _calls(self, route: Route, number: int) -> Iterator[dict[str, Any]]:
+        for operation in route.operations:
+            yield self._call(operation) | ({} if self._modes == 1 else {"mode": [0, number == 0]})
 
     def _call(self, operation: Operation) -> dict[str, Any]:
         call: dict[str, Any] = {}
         args, function = operation.args, operation.function
-        if function is check_modes:
-            call["python"] = "gpipe:check_modes"
-        elif operation.schema is None:
+        if operation.schema is None:
             call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
         elif operation.schema.name == OPERATOR:
             call["python"] = _RUN_WHOLE
-            path = path_of(args[2].training if isinstance(args[2], Choice) else args[2])
-            self._place(path)
+            path = path_of(args[2])
             self.called.add(path)
             args = (path, args[2], args[0], args[1])
         else:
@@ -82,11 +112,7 @@ class Description:
             raise ValueError(f"cannot convert the model: it calls {call['python']} with arguments by name")
         if operation.kwargs:
             call["kwargs"] = {name: self._argument(arg) for name, arg in operation.kwargs.items()}
-        if function is not check_modes:
-            call["result"] = self._number(operation.result)
-        if operation.result.mode is not None:
-            path, training = operation.result.mode
-            call["mode"] = [self._place(path), training]
+        call["result"] = self._number(operation.result)
         if operation.contexts:
             blocks = ((self._blocks.setdefault(key, len(self._blocks)), settings) for key, settings in operation.contexts)
             call["within"] = [{"block": block, **settings} for block, settings in blocks]
@@ -95,7 +121,9 @@ class Description:
         return call
 
     def _number(self, value: Value) -> int:
-        return self._numbers.setdefault(value, len(self._numbers))
+        if value not in self._numbers:
+            self._slot([value])
+        return self._numbers[value]
 
     def _number_of(self, described: Any) -> Any:
         if isinstance(described, Size):
@@ -103,13 +131,7 @@ class Description:
             return size if described.divisor == 1 else ["//", size, described.divisor]
         return list(map(self._number_of, described)) if isinstance(described, list) else described
 
-    def _place(self, path: str) -> int:
-        return self.places.setdefault(path, len(self.places))
-
     def _argument(self, arg: Any) -> Any:
-        if isinstance(arg, Choice):
-            modes = {"training": self._argument(arg.training), "evaluation": self._argument(arg.evaluation)}
-            return {"place": self._place(arg.path), **modes}
         if isinstance(arg, Value):
             return {"value": self._number(arg)}
         if isinstance(arg, Number):
@@ -145,7 +167,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
         called: the paths of the modules that it calls.
         description: what the layer computes, for ``gpipe::Graph``.
         input: of the first layer: an object of the input's structure.
-        output: of the last layer: objects of the output's structure, in training and in evaluation mode.
+        output: of the last layer: objects of the output's structure in each mode.
     """
 
     def __init__(
@@ -154,8 +176,8 @@ class ExportedLayer(ConvertedLayer, Skippable):
         super().__init__(model, called)
         self.name, self._input, self._output = name, input, output
         self.describe(description)
-        for path in [*self._graph.places, *([] if output is None else [""])]:  # whose modes a recompute needs
-            self.child(path)
+        if self._graph.places or output is not None:
+            self.child("")  # whose mode a recompute needs
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
@@ -164,11 +186,6 @@ class ExportedLayer(ConvertedLayer, Skippable):
         self._graph = graph = _C.Graph(description, lambda *call: layer._call_python(*call))
         self.stashable_names, self.poppable_names = frozenset(graph.stashes), frozenset(graph.pops)
         self.peekable_names = frozenset(graph.peeks)
-
-    @property
-    def _places(self) -> list[nn.Module]:
-        """The modules whose modes count."""
-        return list(map(self.child, self._graph.places))
 
     @property
     def python_functions(self) -> list[str]:
@@ -191,7 +208,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
             outputs = graph.run(
                 inputs,
                 [getattr(self.child(path), name) for path, _, name in owned],
-                [module.training for module in self._places],
+                [self.model.training for _ in graph.places],
                 *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
             )
         except Exception:
@@ -219,7 +236,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
 
     def unflattened(self, outputs: Sequence[Tensor | None], training: bool) -> Any:
         """Returns the last layer's output with the structure that the model returns in a mode."""
-        spec = tree_structure(self._output[0 if training else 1])
+        spec = tree_structure(self._output[0 if training else -1])
         return tree_unflatten(outputs[: spec.num_leaves], spec)
 
     def _call_python(self, name: str, *args: Any) -> Any:

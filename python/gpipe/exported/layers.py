@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from gpipe.exported.blocks import OPERATOR, changed_by
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Number, Operation, Value, inputs_of
+from gpipe.exported.graph import Call, Graph, Number, Operation, Value, inputs_of
 from gpipe.exported.sizes import Size, described
 
 
 @dataclass(eq=False)
 class Route:
-    """A layer with what it gets and gives away."""
+    """A layer in one mode, with what it gets and gives away."""
 
     name: str
     operations: list[Operation] = field(default_factory=list)
@@ -27,12 +28,59 @@ class Route:
     leaving: list[Value] = field(default_factory=list)  # the activation that leaves
     pops: list[tuple[str, Value]] = field(default_factory=list)
     peeks: list[tuple[str, Value]] = field(default_factory=list)
-    stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
+    stashes: list[tuple[str, Value]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
 
 
-def divide(graph: Graph) -> list[Route]:
-    """Returns the layers of a model. A layer begins where another module begins to compute: one without submodules, or one
+def divide(graphs: Sequence[Graph]) -> list[list[Route]]:
+    """Returns the layers of a model in each mode, of which it has a graph, as many in all. Layers of the same name are one. A
+    layer that a mode lacks does nothing in it."""
+    modes = _aligned([_layers_of(graph) for graph in graphs])
+    modes = _keep_together(graphs, modes)
+    owners: dict[str, int] = {}
+    for index, same in enumerate(zip(*modes)):
+        for value in inputs_of([(each.args, each.kwargs) for layer in same for each in layer.operations]):
+            if value.tensor:
+                owners.setdefault(value.tensor, index)
+    for graph, layers in zip(graphs, modes):
+        Routes(graph, layers, owners)
+    _level(modes)
+    return modes
+
+
+def _aligned(modes: list[list[Route]]) -> list[list[Route]]:
+    """Returns the layers of each mode, with empty ones for those that only the other mode has."""
+    if len(modes) == 1:
+        return modes
+    names = [[layer.name for layer in layers] for layers in modes]
+    taken = set(names[0])
+    found: list[tuple[Route, Route]] = []
+    for tag, begin, end, other_begin, other_end in SequenceMatcher(None, names[0], names[1], autojunk=False).get_opcodes():
+        ours, theirs = modes[0][begin:end], modes[1][other_begin:other_end]
+        if tag == "equal":
+            found += zip(ours, theirs)
+            continue
+        for layer in theirs:
+            layer.name = _unique(layer.name, taken)
+        found += [(layer, Route(layer.name)) for layer in ours]
+        found += [(Route(layer.name), layer) for layer in theirs]
+    return [list(layers) for layers in zip(*found)]
+
+
+def _level(modes: list[list[Route]]) -> None:
+    """Makes activations hold as many tensors in each mode. The others become skips."""
+    for givers, takers in itertools.pairwise(zip(*modes)):
+        few = min(len(giver.leaving) for giver in givers)
+        for giver, taker in zip(givers, takers):
+            for number, (sent, value) in enumerate(zip(giver.leaving[few:], taker.arriving[few:]), 1):
+                name = f"{giver.name} -> {taker.name}" + (f" ({number})" if number > 1 else "")
+                giver.stashes.append((name, sent))
+                taker.pops.append((name, value))
+            del giver.leaving[few:], taker.arriving[few:]
+
+
+def _layers_of(graph: Graph) -> list[Route]:
+    """Returns the layers of a graph. A layer begins where another module begins to compute: one without submodules, or one
     that uses parameters of its own. Operators between two such modules belong to the layer before them. A layer has the name
     of its module, followed by a number if an earlier one has it too."""
     paths = {operation.call.path for operation in graph.operations}
@@ -54,7 +102,7 @@ def divide(graph: Graph) -> list[Route]:
         layers[-1].operations.append(operation)
     if layers and not layers[0].name:
         layers[0].name = _unique("model", taken)
-    return _keep_together(graph, layers)
+    return layers
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -67,30 +115,31 @@ def _unique(name: str, taken: set[str]) -> str:
     return found
 
 
-def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
+def _keep_together(graphs: Sequence[Graph], modes: list[list[Route]]) -> list[list[Route]]:
     """Joins layers that must be in one stage: those between the first and last use of a buffer that an operation changes,
     as other stages would not see the change; those between the first and the last use of a number that is computed, as
     numbers do not leave a layer; and those within a ``torch.vmap``, which changes what operators on its thread do."""
-    memory = owners_of_memory(graph)
-    uses: dict[Value, list[int]] = {}
-    together: set[Value] = set()
+    uses: dict[Value | str, list[int]] = {}  # of tensors by name, in all modes
+    together: set[Value | str] = set()
     begun: list[int] = []
     spans: list[tuple[int, int]] = []
-    for index, layer in enumerate(layers):
-        for operation in layer.operations:
-            for value in operation.inputs():
-                uses.setdefault(memory.get(value, value), []).append(index)
-            together.update(memory[value] for value in _changed_by(operation) if value in memory)
-            name = getattr(operation.function, "__name__", "")
-            if name == "_vmap_increment_nesting":
-                begun.append(index)
-            elif name == "_vmap_decrement_nesting":
-                spans.append((begun.pop(), index))
-            if operation.result.is_number:
-                together.add(operation.result)
-                uses.setdefault(operation.result, []).append(index)
-    spans += [(uses[value][0], uses[value][-1]) for value in together]
-    return _joined(layers, [span for span in spans if span[0] < span[1]])
+    for graph, layers in zip(graphs, modes):
+        memory = owners_of_memory(graph)
+        for index, layer in enumerate(layers):
+            for operation in layer.operations:
+                for value in operation.inputs():
+                    uses.setdefault(memory.get(value, value).tensor or value, []).append(index)
+                together.update(memory[value].tensor for value in _changed_by(operation) if value in memory)
+                name = getattr(operation.function, "__name__", "")
+                if name == "_vmap_increment_nesting":
+                    begun.append(index)
+                elif name == "_vmap_decrement_nesting":
+                    spans.append((begun.pop(), index))
+                if operation.result.is_number:
+                    together.add(operation.result)
+                    uses.setdefault(operation.result, []).append(index)
+    spans += [(min(uses[value]), max(uses[value])) for value in together]
+    return [_joined(layers, [span for span in spans if span[0] < span[1]]) for layers in modes]
 
 
 def owners_of_memory(graph: Graph) -> dict[Value, Value]:
@@ -115,9 +164,7 @@ def _viewed_by(operation: Operation) -> Iterable[Value]:
 def _changed_by(operation: Operation) -> Iterator[Value]:
     """Yields the values that an operation writes to."""
     if operation.schema is not None and operation.schema.name == OPERATOR:
-        call = operation.args[2]
-        for text in (call.training, call.evaluation) if isinstance(call, Choice) else (call,):
-            yield from (operation.args[0][number] for number in changed_by(text))
+        yield from (operation.args[0][number] for number in changed_by(operation.args[2]))
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.
@@ -151,17 +198,18 @@ def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
 
 class Routes:
     """Routes each value from the layer that computes it to the layers that use it: as part of the activation if only the
-    next layer does, else as a skip. A value that one mode computes is always a skip, which is ``None`` in the other mode. Of
-    a buffer, a copy leaves.
+    next layer does, else as a skip. Of a buffer, a copy leaves.
 
-    The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer has anyway, else off one without elements.
+    The first layer has the inputs, and the last layer uses the outputs. ``owners`` tells which layer a parameter or buffer
+    belongs to; else it is the first one that uses it. Sizes are read off tensors that a layer has anyway, else off one without
+    elements.
     """
 
-    def __init__(self, graph: Graph, layers: list[Route]) -> None:
+    def __init__(self, graph: Graph, layers: list[Route], owners: Mapping[str, int]) -> None:
         self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
         self._source = dict.fromkeys(filter(None, graph.inputs), 0)  # the layer that has a value first
+        self._source |= {value: owners[name] for name, value in graph.tensors.items() if name in owners}
         self._owners = owners_of_memory(graph)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
@@ -189,11 +237,11 @@ class Routes:
         ``needed``, those that the layer gets from others."""
         known: dict[Any, Any] = {}  # descriptions of numbers, by expression
         for value in needed:
-            _add_sizes(known, value, None)
+            _add_sizes(known, value)
         for operation in list(self.routes[index].operations):
             near: dict[Any, Any] = {}
             for value in operation.inputs():
-                _add_sizes(near, value, operation.result.mode)
+                _add_sizes(near, value)
 
             def find(expression: Any, near: dict[Any, Any] = near, known: dict[Any, Any] = known) -> Any:
                 if expression.is_Symbol and expression not in near and expression not in known:
@@ -212,7 +260,7 @@ class Routes:
                 changed = next(operation.inputs())  # whose sizes are others from now on
                 changed.shape = tuple(size if isinstance(size, int) else None for size in changed.shape)
                 known = {number: size for number, size in known.items() if size.value is not changed}
-            _add_sizes(known, operation.result, None)
+            _add_sizes(known, operation.result)
 
     def _shape_of(self, input: Value) -> Value:
         """Returns a tensor of the shape (0, *sizes of an input), which the first layer makes."""
@@ -233,6 +281,8 @@ class Routes:
         skips: Counter[tuple[int, int]] = Counter()  # by their first and last layers
         for value, layers in takers.items():
             owner, giver = self._owners.get(value), self._source[value]
+            if value.tensor and value not in self.routes[giver].owned:
+                self.routes[giver].owned.append(value)
             is_buffer = owner is not None and not owner.is_parameter
             sent = self._copied(value, giver) if is_buffer else value
             # A layer that changes the value sends it on.
@@ -243,31 +293,30 @@ class Routes:
 
     def _send(self, sent: Value, value: Value, giver: int, takers: list[int], skips: Counter[tuple[int, int]]) -> None:
         *others, last = takers
-        if last == giver + 1 and value.mode is None:
+        if last == giver + 1:
             self.routes[giver].leaving.append(sent)
             self.routes[last].arriving.append(value)
             return
         skips[giver, last] += 1
         name = f"{self.routes[giver].name} -> {self.routes[last].name}"
         name += f" ({skips[giver, last]})" if skips[giver, last] > 1 else ""
-        self.routes[giver].stashes.append((name, sent if value.mode is None else value.mode.only(sent)))
+        self.routes[giver].stashes.append((name, sent))
         for taker in others:
             self.routes[taker].peeks.append((name, value))
         self.routes[last].pops.append((name, value))
 
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
-        copy = Value(value.example, value.shape, mode=value.mode)
+        copy = Value(value.example, value.shape)
         self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, Call("", "")))
         return copy
 
 
-def _add_sizes(known: dict[Any, Any], value: Value, mode: Mode | None) -> None:
-    """Adds the sizes of a value that exists in a mode."""
-    if value.mode in (None, mode):
-        for dimension, size in enumerate(value.shape):
-            if size is not None and not isinstance(size, int):
-                factor, symbol = size.as_coeff_Mul()
-                known[size] = Size(value, dimension)
-                if symbol.is_Symbol and factor != 1:
-                    known.setdefault(symbol, Size(value, dimension, int(factor)))
+def _add_sizes(known: dict[Any, Any], value: Value) -> None:
+    """Adds the sizes of a value."""
+    for dimension, size in enumerate(value.shape):
+        if size is not None and not isinstance(size, int):
+            factor, symbol = size.as_coeff_Mul()
+            known[size] = Size(value, dimension)
+            if symbol.is_Symbol and factor != 1:
+                known.setdefault(symbol, Size(value, dimension, int(factor)))

@@ -42,9 +42,7 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             if first_names.get(id(tensor), name) != name and name not in tensors and any(tensor is each for _, each in of_layer):
                 listed.append([name, "parameter" if tensor.requires_grad else "frozen", first_names[id(tensor)]])
                 tensors[name] = tensor
-        places = [(name.removeprefix("model."), each) for name, each in layer.named_children() if name != "model"]
-        frozen = [path for path, each in places if layer.model.training and not each.training]
-        layers.append({"name": key, "tensors": listed, "evaluation": frozen, "graph": json.loads(layer.description)})
+        layers.append({"name": key, "tensors": listed, "evaluation": [], "graph": json.loads(layer.description)})
     _refuse_views(tensors)
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
 

@@ -62,7 +62,7 @@ class Sizes:
             self.guards[expression] = self.guards.get(expression, True) and is_of_torch
 
     def merge(self, other: Sizes, same: Mapping[Any, Any]) -> None:
-        """Adds the sizes of the same model in another mode. ``same`` has the inputs of this mode by those of the other."""
+        """Adds what another mode requires of the same sizes. ``same`` has the inputs of this mode by those of the other."""
         for symbol, size in other.places.items():
             self.places.setdefault(symbol, size._replace(value=same[size.value]))
         for guard in other.guards.items():
@@ -73,18 +73,14 @@ class Sizes:
         for guard in self._environment.guards if self._environment else ():
             self._require(self._environment.replace(guard.expr).xreplace(self._names), _is_of_operator(guard))
 
-    def guards_of_one(self) -> Iterator[tuple[Any, list[bool]]]:
-        """Yields the symbol of each size, and whether each guard is about it only and excludes 1 because torch does: the shapes
-        that an export computes are strict, and tell strides of one sample from those of more."""
-
-        def may_break(symbol: Any, guard: Any, is_of_torch: bool) -> bool:
+    def excluding_one(self, symbol: Any) -> Iterator[bool]:
+        """Yields whether each guard is about a size only and excludes 1 because torch does: the shapes that an export computes
+        are strict, and tell strides of one sample from those of more."""
+        for guard, is_of_torch in self.guards.items():
             try:
-                return is_of_torch and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
+                yield is_of_torch and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
             except (AssertionError, ZeroDivisionError):  # functions of torch take no negative numbers
-                return True
-
-        for symbol in (symbol for symbol, size in self.places.items() if size.divisor == 1):
-            yield symbol, [may_break(symbol, *guard) for guard in self.guards.items()]
+                yield True
 
     def knows(self, number: Any) -> bool:
         """Returns whether a symbolic number depends on these sizes only."""
