@@ -68,7 +68,7 @@ mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
        "  if (state_now_) StageState::end_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe/autograd/cell.cpp "if (stores_copies_) return;" "if (stage_.index >= 0) return;"
        InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_hash({own_[i]}) != samples_[i];"
+mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_of(own_[i]) != samples_[i];"
        "false;" Recompute.*)
 mutant(recomputes_after_other_changes gpipe/autograd/stage_state.cpp "if (forward.changes != changes_) {" "if (false) {"
        Recompute.*)
@@ -108,7 +108,7 @@ mutant(borrows_once_per_layer balance/stage_cost.cpp "std::exchange(last, stage)
 mutant(shares_the_scope_of_the_loss gpipe/autograd/cell.cpp "start(static_cast<int>(stage_.layers.size()));"
        "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
 mutant(runs_the_loss_in_both_passes gpipe/autograd/cell.cpp
-       "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {" "if (loss_.layer) {" Step.*)
+       "if (loss_.layer && !is_checkpointing()) {" "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe/autograd/cell.cpp
        "check_inputs(have_changed(in), \"during its recompute\")" "" Step.*)
 mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
