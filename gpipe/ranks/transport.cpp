@@ -13,7 +13,7 @@
 namespace gpipe {
 namespace {
 
-constexpr std::int64_t kMostDimensions = 64;
+constexpr std::size_t kMostDimensions = 64;
 constexpr std::int64_t kAlignment = 64;  // see lead_of()
 
 // Numbers of memory count up in each rank. The rank's number goes above them, so that they stay distinct.
@@ -38,21 +38,16 @@ at::Tensor described(const at::Tensor& tensor) {
 void add_layout(const at::Tensor& tensor, ByteWriter& layout) {
   layout.add(tensor.defined());
   if (!tensor.defined()) return;
-  layout.add(tensor.scalar_type(), !tensor.is_cpu(), tensor.dim());
-  for (const auto size : tensor.sizes()) layout.add(size);
-  for (const auto stride : tensor.strides()) layout.add(stride);
-  layout.add(lead_of(tensor));
+  layout.add(tensor.scalar_type(), !tensor.is_cpu(), tensor.sizes().vec(), tensor.strides().vec(), lead_of(tensor));
 }
 
 at::Tensor make_tensor(ByteReader& layout) {
   constexpr auto kLastType = static_cast<std::int64_t>(at::ScalarType::Undefined) - 1;
   const at::TensorOptions options(static_cast<at::ScalarType>(layout.count(kLastType)));
   const auto on_device = layout.get<bool>();
-  std::vector<std::int64_t> sizes(layout.count(kMostDimensions));
-  std::vector<std::int64_t> strides(sizes.size());
-  for (auto* list : {&sizes, &strides}) {
-    for (auto& each : *list) each = layout.get<std::int64_t>();
-  }
+  const auto sizes = layout.get<std::vector<std::int64_t>>();
+  const auto strides = layout.get<std::vector<std::int64_t>>();
+  if (sizes.size() != strides.size() || sizes.size() > kMostDimensions) ByteReader::refuse();
   const auto lead = static_cast<std::size_t>(layout.count(kAlignment - 1));
   return on_device ? at::empty_strided(sizes, strides, options.device(c10::kMeta))
                    : empty_at(sizes, strides, options, lead);
