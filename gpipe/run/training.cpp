@@ -163,6 +163,17 @@ std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, c
   return all;
 }
 
+// Gives each gradient the strides with which PyTorch takes it as a `.grad` without a copy: memory may run out in one,
+// when other parameters have their gradients.
+void fit(std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& sources) {
+  using namespace torch::autograd::utils;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const bool is_plain = gradients[i].defined() && has_plain_memory(gradients[i]) && has_plain_memory(sources[i]);
+    if (!is_plain || obeys_layout_contract(gradients[i], sources[i])) continue;
+    gradients[i] = clone_obey_contract(gradients[i], sources[i]);
+  }
+}
+
 // Attaches outputs to the sources.
 void attach(const std::vector<at::Tensor>& outputs, const std::vector<bool>& wanted, const Pipeline& pipeline,
             const Value& input, const std::vector<at::Tensor>& sources, BackwardFunction backward) {
@@ -316,6 +327,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     auto gradients = gradients_of_sources(std::move(results.gradients), sizes, devices_of(input), pipeline_->team());
     const auto sources = sources_of(*mini_batch, *pipeline_, input);
     if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {
+      if (unit) fit(gradients, sources);
       if (unit) *unit = at::ones_like(results.loss);
       attach({results.loss}, {true}, *pipeline_, input, sources,
              hand_out(std::move(gradients), pipeline_, std::move(unit)));

@@ -22,6 +22,10 @@
 // autograd::grad() does not name gradients that are lost. Test: Gradients.*.
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+// The strides with which an accumulator takes a gradient as it is.
+// Test: Fault.LeavesNothingBehindOfAStepThatRunsOutOfMemory.
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
 // The classes of generated nodes and the tensors that they saved, of which a split backward makes I and W. Torch has no
 // gradient of an operator by argument. Test: SplitBackward.LeavesLargeProductsAndConvolutionsToW.
 #include <torch/csrc/autograd/functions/tensor.h>

@@ -113,6 +113,8 @@ class Trainee {
     model_ = Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
                         Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
                         nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
+    auto& weight = model_->ptr<nn::LinearImpl>(0)->weight;
+    weight.set_data(weight.detach().t());  // PyTorch copies its gradients to these strides
     auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
     pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}).schedule(schedule));
     x_ = torch::randn({8, 6}).requires_grad_();
