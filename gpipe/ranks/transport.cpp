@@ -221,13 +221,13 @@ RemoteTransport::RemoteTransport(Team& team, const Program& program, Part part, 
   }
 }
 
-void RemoteTransport::put(int edge, const Action& action, Item item) {
+void RemoteTransport::put(int edge, const Action& action, Parcel parcel) {
   const auto& placement = program_.layout().placement;
   const auto& ends = program_.edges()[edge];
   const int to = placement[action.kind == Kind::F ? ends.to : ends.from];
-  item.parcel.wants_gradient.resize(item.parcel.tensors.size());  // a parcel of gradients has only its tensors
-  item.parcel.alias_groups.resize(item.parcel.tensors.size());
-  slots_.put(edge, action, std::move(item));
+  parcel.wants_gradient.resize(parcel.tensors.size());  // a parcel of gradients has only its tensors
+  parcel.alias_groups.resize(parcel.tensors.size());
+  slots_.put(edge, action, {std::move(parcel)});
   const auto edges = edges_of_message(program_, action, to);
   if (edge != edges.back()) return;
   std::vector<Parcel> parcels;
@@ -246,7 +246,7 @@ void RemoteTransport::put(int edge, const Action& action, Item item) {
   team_.send(from, to, action, std::move(message));
 }
 
-Transport::Item RemoteTransport::take(int edge, const Action& action) {
+Slots::Item RemoteTransport::take(int edge, const Action& action) {
   const auto& placement = program_.layout().placement;
   const auto& ends = program_.edges()[edge];
   const int from = placement[action.kind == Kind::F ? ends.from : ends.to];

@@ -60,7 +60,7 @@ std::vector<Parcel> Edges::receive(const Action& action) {
   std::vector<Parcel> parcels;
   if (forward && action.stage == 0) parcels.push_back(inputs_.receive(action.micro_batch));
   for (const int edge : program_.wiring().takes(action)) {
-    auto [parcel, ready] = transport(edge).take(edge, action);
+    auto [parcel, ready] = is_remote(edge) ? remote_.take(edge, action) : local_.take(edge, action);
     const auto& [from, to, name] = program_.edges()[edge];
     if (forward && parcel.changed()) {
       throw_error("", name, " was changed in place on its way from stage ", from, " to stage ", to,
@@ -89,10 +89,13 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
     const auto& link = forward ? ends.link : ends.back_link;
     if (is_remote(edges[k])) {
       copy_to_device(parcel.tensors, ready, receiver, link);
-    } else if (receiver.is_cpu() && !ready.empty()) {
+      remote_.put(edges[k], action, std::move(parcel));
+      continue;
+    }
+    if (receiver.is_cpu() && !ready.empty()) {
       ready = start_copies(parcel.tensors, ready, receiver, link);  // while the receiver computes
     }
-    transport(edges[k]).put(edges[k], action, {std::move(parcel), std::move(ready)});
+    local_.put(edges[k], action, {std::move(parcel), std::move(ready)});
   }
 }
 

@@ -116,8 +116,8 @@ mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<doubl
 mutant(forgets_the_range_of_targets gpipe/run/loss_check.cpp "later.high > high + slack" "false" Step.*)
 mutant(accepts_a_part_that_is_nan gpipe/run/loss_check.cpp "!std::isfinite(square_of_all)" "!std::isfinite(off)" Step.*)
 mutant(ignores_the_scale gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Generated*)
-mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "transport(edge).take(edge, action)"
-       "transport(edge).take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
+mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.take(edge, action)"
+       "local_.take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
        "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
