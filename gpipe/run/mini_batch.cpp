@@ -9,8 +9,8 @@
 #include <numeric>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/base/hash.h"
 #include "gpipe/options.h"
 #include "gpipe/tensors/errors.h"
 

@@ -3,7 +3,7 @@
 // The internals of torch that the C++ sources rest on, because no public interface does what these do. Each entry says
 // why, and names the test that fails first when a version of torch moves it. tests/layers.py refuses such an include
 // elsewhere, except in public headers: gpipe/random_scope.h holds a guard of dispatch keys. Those of Gloo are in
-// ranks/gloo_types.h, Python's in docs/design.md.
+// ranks/gloo.cpp, Python's in docs/design.md.
 // clang-format off
 
 // Nodes of our own, at cuts, ends and around the pipeline. torch::autograd::Function saves and copies per call, and
