@@ -66,7 +66,6 @@ struct Measurement {
   Row row;
   std::string unit;
   std::vector<double> values;  ///< one per repeat; not empty
-};                             ///< of the simulated program, in the same unit
 };
 
 /// Prints one line with a JSON object: the row, "value" (the median), "unit", "min", "max", "repeats".
