@@ -199,21 +199,22 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
       }
     }
   }
+  for (const auto* leaf : leaves) check_leaf(leaf->variable);
+}
+
+void ParameterSinks::check_leaf(const at::Tensor& tensor) {
   absl::erase_if(stage_.leaves, [](const auto& leaf) { return leaf.second.expired(); });
-  for (const auto* leaf : leaves) {
-    const auto& tensor = leaf->variable;
-    for (const auto& layer : stage_.layers) {
-      const auto of_layer = layer->parameters();
-      if (index_of(tensor, of_layer) == of_layer.size()) continue;
-      refuse_argument("layer '", layer->name(),
-                      "' made a parameter in a forward; run the model once before the pipeline is made");
-    }
-    const WeakTensor weak(tensor.getIntrusivePtr());
-    if (stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) continue;
-    refuse_argument("a layer uses a tensor of shape ", c10::str(tensor.sizes()),
-                    " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
-                    "pass it through the model, or detach it");
+  for (const auto& layer : stage_.layers) {
+    const auto of_layer = layer->parameters();
+    if (index_of(tensor, of_layer) == of_layer.size()) continue;
+    refuse_argument("layer '", layer->name(),
+                    "' made a parameter in a forward; run the model once before the pipeline is made");
   }
+  const WeakTensor weak(tensor.getIntrusivePtr());
+  if (stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) return;
+  refuse_argument("a layer uses a tensor of shape ", c10::str(tensor.sizes()),
+                  " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
+                  "pass it through the model, or detach it");
 }
 
 }  // namespace gpipe

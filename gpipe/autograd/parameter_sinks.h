@@ -58,6 +58,7 @@ class ParameterSinks {
 
  private:
   void add_sink(const at::Tensor& parameter, bool of_its_own);
+  void check_leaf(const at::Tensor& tensor);
   torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
 
   Stage& stage_;
