@@ -56,7 +56,6 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
 
 // Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
 void MiniBatch::begin(Call& call) {
-  call.take_turn();
   for (auto& stage : pipeline_->stages()) {
     sinks_.emplace_back(stage, grad_, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
@@ -92,7 +91,6 @@ Results MiniBatch::start(Call& call) {
 }
 
 BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients> gradients, bool retain_graph) try {
-  call.take_turn();
   for (int s = 0; s < pipeline_->count(); ++s) {
     if (program_->recomputes(s)) sinks_[s].check_unchanged();
   }
@@ -147,7 +145,6 @@ MiniBatch::Run::Run(MiniBatch& of, Part part)
 void MiniBatch::run_actions(Part part) {
   run_.emplace(*this, part);
   const absl::Cleanup end = [&] { run_.reset(); };
-  pipeline_->calls().set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   auto* timeline = recording_.timeline.get();
   const auto recorded = timeline ? timeline->spans.size() : 0;
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);

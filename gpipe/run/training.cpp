@@ -310,7 +310,6 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
                                          has_own ? 0 : options_.split_size(), least_samples());
     const auto completed = complete(options, loss, target, samples);
     const auto checkpoints = options.checkpoint().value_or(options_.checkpoint());
-    if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
     StepKey key{.call = StepKey::kStep,
