@@ -53,7 +53,7 @@ class Edges {
   const Program& program_;
   CallerInputs& inputs_;
   Slots local_;
-  RemoteTransport remote_;
+  std::optional<RemoteTransport> remote_;  // if there are other ranks
 };
 
 }  // namespace gpipe

@@ -131,7 +131,8 @@ mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp ".text() != entry.chec
 mutant(loads_before_it_checks gpipe/snapshot/snapshot.cpp "check_model(reader, own);" "" SnapshotRefusals.*)
 mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
 mutant(predicts_without_parameters balance/predict.cpp "stage.static_bytes(first, end) +" "" Plan.*)
-mutant(plans_beyond_the_memory balance/plan.cpp "plan.missing = std::max<std::int64_t>(0," "(void)std::max<std::int64_t>(0,"
+mutant(plans_beyond_the_memory balance/contender.cpp "plan.missing = std::max<std::int64_t>(0,"
+       "(void)std::max<std::int64_t>(0,"
        Plan.*)
 mutant(recomputes_without_a_price balance/segments.cpp "seconds - prices_[price] * static_cast<double>(bytes)" "seconds"
        Plan.*)
