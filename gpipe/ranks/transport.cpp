@@ -35,6 +35,12 @@ at::Tensor described(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
+// The elements that travel: without gaps or repeats by strides of 0, ordered by the sizes and strides.
+at::Tensor elements_of(const at::Tensor& tensor) {
+  const auto elements = without_repeats(tensor);
+  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
+}
+
 void add_layout(const at::Tensor& tensor, ByteWriter& layout) {
   layout.add(tensor.defined());
   if (!tensor.defined()) return;
@@ -126,11 +132,6 @@ std::vector<int> edges_of_message(const Program& program, const Action& action, 
 
 }  // namespace
 
-at::Tensor elements_of(const at::Tensor& tensor) {
-  const auto elements = without_repeats(tensor);
-  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
-}
-
 void Landing::add(const at::Tensor& tensor) {
   auto elements = without_repeats(tensor);
   const bool has_gaps = !elements.is_non_overlapping_and_dense();
@@ -186,7 +187,10 @@ std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec) {
   return parcels->take(codec);
 }
 
-std::vector<Message> messages_of(const Program& program, Part part) {
+// The messages of a part of a program in the order in which their actions end, if all actions take equally long. Workers
+// that send and receive in this order cannot deadlock: the first message that is still to come waits only for actions that
+// ended earlier.
+std::vector<RemoteTransport::Message> RemoteTransport::messages_of(const Program& program, Part part) {
   Schedule lists;
   for (int w = 0; w < program.workers(); ++w) {
     const auto actions = program.actions(w, part);

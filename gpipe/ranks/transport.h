@@ -13,7 +13,7 @@ namespace gpipe {
 class Team;
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
-/// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceLink.
+/// tensors that are not on the CPU it has only layouts: adds their elements to `on_device`, for a DeviceLink.
 /// REQUIRES: all tensors are on the CPU or `meta`, or `on_device` is not null. Errors: std::invalid_argument unless sizes
 /// and strides tell all about a tensor.
 Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const StructureCodec& codec,
@@ -25,9 +25,6 @@ std::unique_ptr<Incoming> allocate_parcels(const std::string& layout);
 /// Returns the parcels of a message from allocate_parcels(), with meta tensors in the place of tensors on devices.
 /// Errors: std::runtime_error for a message without parcels.
 std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec);
-
-/// Returns the elements that travel: without gaps or repeats by strides of 0, ordered by the sizes and strides.
-at::Tensor elements_of(const at::Tensor& tensor);
 
 /// Receives tensors, also ones whose memory has gaps.
 class Landing {
@@ -69,20 +66,8 @@ class Slots {
   std::vector<std::optional<Item>> items_;
 };
 
-/// What an action puts for one other worker. It travels as one message.
-struct Message {
-  Action action;
-  int from = 0;
-  int to = 0;
-};
-
-/// Returns the messages of a part of a program in the order in which their actions end, if all actions take equally
-/// long. Workers that send and receive in this order cannot deadlock: the first message that is still to come waits only
-/// for actions that ended earlier.
-std::vector<Message> messages_of(const Program& program, Part part);
-
-/// Takes parcels to and from other ranks. Between devices, each worker sends and receives in the order of
-/// messages_of(), because a device that runs few transfers at once could deadlock in another order.
+/// Takes parcels to and from other ranks. Between devices, each worker sends and receives in one order for all, because a
+/// device that runs few transfers at once could deadlock in another.
 ///
 /// Thread safety: an action's functions run on its worker's thread.
 class RemoteTransport {
@@ -98,6 +83,13 @@ class RemoteTransport {
   Slots::Item take(int edge, const Action& action);
 
  private:
+  /// What an action puts for one other worker. It travels as one message.
+  struct Message {
+    Action action;
+    int from = 0;
+    int to = 0;
+  };
+  static std::vector<Message> messages_of(const Program& program, Part part);
   void receive(int from, int to);
 
   Team& team_;

@@ -122,7 +122,8 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.t
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
        "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
 
-mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "if (unit) fit(gradients, sources);" "" Fault.*)
+mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "return clone_obey_contract(gradient, parameter);" "return gradient;"
+       Fault.*)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
