@@ -177,10 +177,6 @@ void print(const Measurement& measurement) {
   line["min"] = *low;
   line["max"] = *high;
   line["repeats"] = measurement.values.size();
-  if (measurement.bound) {
-    line["bound"] = *measurement.bound;
-    line["of_bound"] = value / *measurement.bound;
-  }
   std::cout << line << std::endl;
 }
 

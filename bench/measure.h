@@ -7,7 +7,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -66,12 +65,10 @@ struct Measurement {
   std::string bench;
   Row row;
   std::string unit;
-  std::vector<double> values;        ///< one per repeat; not empty
-  std::optional<double> bound = {};  ///< of the simulated program, in the same unit
+  std::vector<double> values;  ///< one per repeat; not empty
 };
 
-/// Prints one line with a JSON object: the row, "value" (the median), "unit", "min", "max", "repeats"; if there is a
-/// bound, "bound" and "of_bound" (value / bound).
+/// Prints one line with a JSON object: the row, "value" (the median), "unit", "min", "max", "repeats".
 void print(const Measurement& measurement);
 
 /// Prints the line of a run with steps_only: the row, and lists of values by name.

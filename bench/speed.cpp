@@ -1,10 +1,8 @@
-// Speed-up of a pipeline with one core per stage over the unpartitioned model on one core. Also prints the bound: the
-// speed-up of the simulated program, in which each action takes as long as while the other stages run and nothing else
-// takes time. With --steps-only, prints the time of each step and the peak bytes of one.
+// Speed-up of a pipeline with one core per stage over the unpartitioned model on one core. With --steps-only, prints the
+// time of each step and the peak bytes of one.
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -14,9 +12,7 @@
 #include "bench/measure.h"
 #include "bench/program.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/simulator.h"
 #include "gpipe/tensors/byte_counter.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe::bench {
 namespace {
@@ -49,18 +45,6 @@ double peak_bytes(GPipe& pipe, const torch::Tensor& input, const Row& row) {
   return live->peak();
 }
 
-// The time of each action while the other workers are busy: the median over the spans that overlapped their work most.
-// Edges cost nothing. REQUIRES: the timeline is of training steps.
-Costs costs_of(const Timeline& timeline, int stages) {
-  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
-  for (const auto& [action, spans] : most_overlapped(timeline)) {
-    std::vector<double> seconds;
-    for (const Span* span : spans) seconds.push_back(span->end - span->start);
-    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
-  }
-  return costs;
-}
-
 void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
   if (ranks && options.balance.empty()) throw std::invalid_argument("--over-ranks needs --balance");
   auto it = subject(row.model, row.chunks, torch::Device(options.device));
@@ -77,20 +61,9 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
     if (!ranks || ranks->rank() == 0) print_steps(row, {{"seconds", times[0]}, {"bytes", {bytes}}});
     return;
   }
-  // More micro-batches of the same size, so that the stages overlap.
-  const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
-  step(pipe, it.input, row.schedule);
-  auto of_observed = row;
-  if (row.schedule == kAnySchedule) of_observed.schedule = pipe->schedule();
-  auto observed = make_pipe(it, balance, of_observed);
-  step(observed, longer, row.schedule);
-  const auto timeline = std::make_shared<Timeline>();
-  observed->trace(timeline);
-  const auto times = interleave({[&] { step(it.model, it.input); }, [&] { step(pipe, it.input, row.schedule); },
-                                 [&] { step(observed, longer, row.schedule); }},
-                                options.repeats);
-  const auto simulated = simulate(*pipe->program(row.chunks), costs_of(*timeline, row.stages)).makespan;
-  print({"speed", row, "times the unpartitioned model", quotients(times[0], times[1]), median(times[0]) / simulated});
+  const auto times =
+      interleave({[&] { step(it.model, it.input); }, [&] { step(pipe, it.input, row.schedule); }}, options.repeats);
+  print({"speed", row, "times the unpartitioned model", quotients(times[0], times[1])});
 }
 
 }  // namespace
@@ -98,7 +71,7 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
 
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
-  CLI::App app("Speed of stages on one core each, relative to the unpartitioned model on one core, and its bound.");
+  CLI::App app("Speed of stages on one core each, relative to the unpartitioned model on one core.");
   Options options{.models = {"mlp", "unet", "resnet18", "resnet50"}, .chunks = {1, 2, 4, 8, 16}};
   add_flags(app, options);
   add_peer_flags(app, options);

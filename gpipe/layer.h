@@ -23,17 +23,16 @@ class GPIPE_API Layer {
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 
-  /// The buffers and modes that a module has at one time. A forward may replace buffers and make submodules.
+  /// The buffers and modes that a module has at one time. A forward may replace buffers.
   struct Buffers {
     std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
-    std::size_t modules = 0;               ///< the number of the module and its submodules
     /// Gives the module these buffers and modes again. Errors: std::runtime_error when a C++ module has replaced a
     /// buffer, which cannot be undone.
     std::function<void()> put_back = {};
   };
   virtual Buffers buffers() const;
 
-  /// The parameters that the module has now. A forward may make some.
+  /// The parameters that the module has now.
   virtual std::vector<at::Tensor> parameters() const { return module()->parameters(); }
 };
 

@@ -32,6 +32,13 @@ bool owns_memory(const at::Tensor& tensor) {
   return tensor.storage().use_count() == users && tensor.is_non_overlapping_and_dense();
 }
 
+// Root node of a cell's graph: the identity. Each leaving value has its own, so that the gradients of a value that leaves
+// twice sum in the order of leaving.
+struct Leave : torch::autograd::Node {
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "GPipeLeave"; }
+};
+
 }  // namespace
 
 at::Tensor unshared(at::Tensor tensor) {
@@ -80,8 +87,6 @@ variable_list GradientSink::apply(variable_list&& gradients) {
   for (std::size_t i = 0; i < gradients.size(); ++i) sums->add(indices[i], std::move(gradients[i]));
   return {};
 }
-
-variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();

@@ -63,13 +63,6 @@ struct GradientSink : torch::autograd::Node {
 /// The sinks of a cell's inputs, per parcel and tensor; null where no gradient flows.
 using EntrySinks = std::vector<std::vector<NodePtr<GradientSink>>>;
 
-/// Root node of a cell's graph: the identity. Each leaving value has its own, so that the gradients of a value that
-/// leaves twice sum in the order of leaving.
-struct Leave : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
-  std::string name() const override { return "GPipeLeave"; }
-};
-
 /// Where a backward begins: nodes' inputs, and a gradient for each.
 struct RootGradients {
   torch::autograd::edge_list edges;

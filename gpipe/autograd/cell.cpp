@@ -18,13 +18,6 @@ namespace {
 
 using torch::autograd::edge_list;
 
-bool has_new_modules(const Stage& stage, const StageState::Saved& saved) {
-  const auto count = [](const auto& layer) { return layer->buffers().modules; };
-  bool result = false;
-  stage.locked([&] { result = !std::ranges::equal(stage.layers, saved.layers, {}, count, &Layer::Buffers::modules); });
-  return result;
-}
-
 // Stages run concurrently, and a stand-in may be a copy. So no stage sees the writes of another.
 void check_tied(const Parcel& tied) {
   if (!tied.changed()) return;
@@ -117,10 +110,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
       value = stage_.layers[i]->forward(std::move(value));
     }
   }
-  if (is_checkpointing() && at::GradMode::is_enabled()) {
-    keeps_graph_ = sinks_.adopt_new() || has_new_modules(stage_, *state_at_forward_);
-  }
-  if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
+  if (loss_.layer && !is_checkpointing()) {
     start(static_cast<int>(stage_.layers.size()));
     const StageState::Scope once(stage_.state, StageState::Pass::kPlain, state_now_);
     std::vector<NodePtr<torch::autograd::Node>> ends;
@@ -228,7 +218,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recomp
   auto out = run_layers(in, /*graph=*/!known, StageState::Pass::kCheckpointing);
   if (known) set_wanted(out, needed);
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
-  if (!known && !keeps_graph_) {
+  if (!known) {
     needed.sources = std::move(sources);
     needed.wanted = sent_;
     drop_graph();
@@ -239,19 +229,13 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recomp
 }
 
 void Cell::recompute(bool retain_graph) {
-  if (keeps_graph_) return;
   check_inputs(have_changed(inputs_), "between its forward and its recompute");
   auto in = retain_graph ? inputs_ : std::move(inputs_);
   if (retain_graph && stores_copies_) in = with_copies(std::move(in), 1 + stage_.skips_in.size());
   state_now_ = stage_.state.save(stage_, sinks_.own());
   stage_.state.begin_recompute(stage_, *state_at_forward_, *state_now_);
   if (!retain_graph) state_at_forward_.reset();
-  const auto parameters = sinks_.all().size();
   const auto out = run_layers(in, /*graph=*/true, StageState::Pass::kRecomputing);
-  if (sinks_.all().size() != parameters) {
-    throw_error("a layer of stage ", stage_.index,
-                " made a parameter in a forward that is recomputed; repeat the call");
-  }
   StageState::put_back_modules(stage_, *state_now_);
   check_sent(sent_, out, stage_);
   check_inputs(have_changed(in), "during its recompute");
@@ -308,7 +292,6 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums) {
   split_.emplace(all_roots(), entry_sinks_);
   auto result = backward(gradients, /*retain_graph=*/false, sums);
-  keeps_graph_ = false;
   drop_graph();
   if (!split_->end_inputs()) split_.reset();
   versions_ = {sinks_.parameters().begin(), sinks_.parameters().end()};
@@ -337,7 +320,6 @@ void Cell::backward_weights(GradientSums& sums) {
 }
 
 void Cell::drop_graph() {
-  if (keeps_graph_) return;
   entry_sinks_.clear();
   roots_.clear();
 }

@@ -31,9 +31,7 @@ class Cell {
 
   /// R. Runs the layers with the inputs and state of F. The backward, or the cell's destructor, restores the present
   /// state. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses up the stored inputs.
-  /// If the layers made modules or parameters in F, keeps the graph of F and does nothing.
-  /// Errors: as forward(); std::runtime_error when the layers made parameters in an F without graph, or when an output
-  /// needs a gradient but was not sent so.
+  /// Errors: as forward(); std::runtime_error when an output needs a gradient but was not sent so.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
@@ -82,7 +80,6 @@ class Cell {
   std::optional<StageState::Saved> state_now_;         // between R and B or I
   CellMemo memo_;
   std::vector<std::vector<bool>> sent_;  // wants_gradient of the parcels that F returned
-  bool keeps_graph_ = false;             // the layers made modules or parameters in F
 
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
   EntrySinks entry_sinks_;

@@ -98,7 +98,6 @@ Layer::Buffers Layer::buffers() const {
   auto tensors = module()->buffers();
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
   for (const auto& each : module()->modules()) modes.emplace_back(each, each->is_training());
-  const auto count = modes.size();
   auto put_back = [this, tensors, modes = std::move(modes)] {
     for (const auto& [each, training] : modes) {
       if (each->is_training() != training) each->train(training);
@@ -107,7 +106,7 @@ Layer::Buffers Layer::buffers() const {
     throw_error("layer '", name(),
                 "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
   };
-  return {std::move(tensors), count, std::move(put_back)};
+  return {std::move(tensors), std::move(put_back)};
 }
 
 std::string registered_name(const std::string& layer) {

@@ -19,6 +19,19 @@ using torch::autograd::Node;
 // Whether this thread has made a node.
 bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
 
+// The bytes of a few elements, also the first and the last; none outside of the CPU.
+std::string sample_of(const at::Tensor& tensor) {
+  constexpr std::int64_t kElements = 8;
+  std::string bytes;
+  if (!tensor.is_cpu() || !has_plain_memory(tensor) || tensor.numel() == 0) return bytes;
+  const auto last = tensor.is_non_overlapping_and_dense() ? tensor.numel() - 1 : 0;
+  const auto size = tensor.element_size();
+  for (std::int64_t i = 0; i < kElements; ++i) {
+    bytes.append(static_cast<const char*>(tensor.const_data_ptr()) + i * last / (kElements - 1) * size, size);
+  }
+  return bytes;
+}
+
 [[noreturn]] void refuse_foreign(const Node& node) {
   refuse_argument(
       "a layer uses a tensor whose graph (", node.name(),
@@ -108,32 +121,16 @@ void ParameterSinks::run_backward(const RootGradients& roots, bool retain_graph,
   gpipe::run_backward(roots, retain_graph, take);
 }
 
-bool ParameterSinks::adopt_new() {
-  absl::flat_hash_set<const c10::TensorImpl*> known;
-  for (const auto& parameter : all_) known.insert(parameter.unsafeGetTensorImpl());
-  const auto before = all_.size();
-  for (const auto& layer : stage_.layers) {
-    for (const auto& parameter : layer->parameters()) {
-      if (!parameter.requires_grad() || !known.insert(parameter.unsafeGetTensorImpl()).second) continue;
-      all_.push_back(parameter);
-      own_.push_back(parameter);
-      has_sink_.push_back(true);
-      add_sink(parameter, /*of_its_own=*/true);  // the graphs of other cells may lead to the shared one
-    }
-  }
-  return all_.size() > before;
-}
-
 void ParameterSinks::note_values() {
   versions_ = {own_.begin(), own_.end()};
   samples_.clear();
-  for (const auto& parameter : own_) samples_.push_back(sample_hash({parameter}));
+  for (const auto& parameter : own_) samples_.push_back(sample_of(parameter));
 }
 
 void ParameterSinks::check_unchanged() const {
   bool has_changed = std::ranges::any_of(versions_, &VersionWatch::changed);
   for (std::size_t i = 0; i < samples_.size(); ++i) {
-    has_changed = has_changed || sample_hash({own_[i]}) != samples_[i];
+    has_changed = has_changed || sample_of(own_[i]) != samples_[i];
   }
   if (!has_changed) return;
   throw_error(
@@ -168,7 +165,6 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
-  bool has_looked = false;  // for parameters that the layers have made
   const auto visit = [&](Node* node) {
     if (seen.insert(node).second) pending.push_back(node);
   };
@@ -191,10 +187,8 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
         continue;
       }
       auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-      auto end = end_at(leaf);
-      if (!end.is_valid() && leaf != nullptr && !std::exchange(has_looked, true) && adopt_new()) end = end_at(leaf);
-      if (end.is_valid()) {
-        edge = end;
+      if (auto end = end_at(leaf); end.is_valid()) {
+        edge = std::move(end);
         // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);
@@ -205,15 +199,22 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
       }
     }
   }
+  for (const auto* leaf : leaves) check_leaf(leaf->variable);
+}
+
+void ParameterSinks::check_leaf(const at::Tensor& tensor) {
   absl::erase_if(stage_.leaves, [](const auto& leaf) { return leaf.second.expired(); });
-  for (const auto* leaf : leaves) {
-    const auto& tensor = leaf->variable;
-    const WeakTensor weak(tensor.getIntrusivePtr());
-    if (stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) continue;
-    refuse_argument("a layer uses a tensor of shape ", c10::str(tensor.sizes()),
-                    " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
-                    "pass it through the model, or detach it");
+  for (const auto& layer : stage_.layers) {
+    const auto of_layer = layer->parameters();
+    if (index_of(tensor, of_layer) == of_layer.size()) continue;
+    refuse_argument("layer '", layer->name(),
+                    "' made a parameter in a forward; run the model once before the pipeline is made");
   }
+  const WeakTensor weak(tensor.getIntrusivePtr());
+  if (stage_.leaves.emplace(tensor.unsafeGetTensorImpl(), weak).second) return;
+  refuse_argument("a layer uses a tensor of shape ", c10::str(tensor.sizes()),
+                  " that requires grad but is neither a parameter nor an input; register it with register_parameter, "
+                  "pass it through the model, or detach it");
 }
 
 }  // namespace gpipe

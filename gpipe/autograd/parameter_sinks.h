@@ -27,7 +27,8 @@ class ParameterSinks {
   /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead
   /// to inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that
   /// is not a parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A
-  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
+  /// layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf, unless it becomes a
+  /// parameter.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
 
   /// Runs the part of a redirected graph behind `roots`. Adds the gradients of parameters to `sums`, and those of the
@@ -35,9 +36,6 @@ class ParameterSinks {
   /// a reentrant checkpoint's, go there too.
   void run_backward(const RootGradients& roots, bool retain_graph, GradientSums& sums, const EntrySinks& entries,
                     std::vector<GradientSums>& entering);
-
-  /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
-  bool adopt_new();
 
   /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters.
   /// They become parameters() too. Call on the stage's worker, when the loss has been computed.
@@ -60,6 +58,7 @@ class ParameterSinks {
 
  private:
   void add_sink(const at::Tensor& parameter, bool of_its_own);
+  void check_leaf(const at::Tensor& tensor);
   torch::autograd::Edge end_of(const c10::TensorImpl* parameter) const;
 
   Stage& stage_;
@@ -69,10 +68,10 @@ class ParameterSinks {
   const std::vector<at::Tensor> borrowed_;
   const std::vector<at::Tensor> lent_;
   std::vector<VersionWatch> versions_;  // of own_, at note_values()
-  std::vector<std::uint64_t> samples_;
+  std::vector<std::string> samples_;
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
+  std::vector<NodePtr<GradientSink>> sinks_;                                  // the first serves small parameters
   absl::flat_hash_map<const c10::TensorImpl*, torch::autograd::Edge> edges_;  // by parameter
 };
 

@@ -25,6 +25,11 @@ class ByteWriter {
     bytes_ += text;
   }
   template <typename Item>
+  void append(const std::vector<Item>& items) {
+    append(items.size());
+    for (const auto& item : items) append(item);
+  }
+  template <typename Item>
   void append(const Item& item) {
     static_assert(std::is_trivially_copyable_v<Item>);
     const auto written = static_cast<Written<Item>>(item);
@@ -45,6 +50,10 @@ class ByteReader {
   Item get() {
     if constexpr (std::is_same_v<Item, std::string>) {
       return Item(take(get<std::size_t>()));
+    } else if constexpr (requires { typename Item::allocator_type; }) {
+      Item items(count(static_cast<std::int64_t>(left_.size())));
+      for (auto& item : items) item = get<typename Item::value_type>();
+      return items;
     } else {
       ByteWriter::Written<Item> written;
       std::memcpy(static_cast<void*>(&written), take(sizeof written).data(), sizeof written);
@@ -66,6 +75,16 @@ class ByteReader {
     return taken;
   }
   std::string_view left_;
+};
+
+/// A hash of numbers in order (FNV-1a), the same in all processes.
+class Hash {
+ public:
+  void add(std::int64_t number) { value_ = (value_ ^ static_cast<std::uint64_t>(number)) * 1099511628211u; }
+  std::uint64_t value() const { return value_; }
+
+ private:
+  std::uint64_t value_ = 14695981039346656037u;
 };
 
 /// The bytes of items, for a rank that runs the same version.

@@ -168,9 +168,9 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
   } else if (named("device")) {
     kind_ = Kind::kDevice;
   } else if (named("size")) {
-    kind_ = Kind::kNumber;
-    number_ = std::make_shared<const Number>(object["size"]);
+    read_number(object["size"]);
     type_ = type;
+    if (kind_ == Kind::kConstant) constant_ = typed(constant_, type);
   } else if (named("float")) {
     constant_ = typed(real_named(object["float"]), type);
   } else if (named("complex")) {
@@ -209,10 +209,10 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
       for (const auto& part : parts_) list.push_back(part.evaluate(frame));
       return list;
     }
-    case Kind::kNumber:
-      return typed(number_->evaluate(frame.values), type_);
+    default:
+      const auto number = evaluate_number(frame);
+      return type_ ? typed(number, type_) : number;
   }
-  return {};
 }
 
 bool Argument::is_none(const std::vector<bool>& training) const {
@@ -221,8 +221,7 @@ bool Argument::is_none(const std::vector<bool>& training) const {
 }
 
 void Argument::add_values(std::vector<std::size_t>& values) const {
-  if (kind_ == Kind::kValue) values.push_back(index_);
-  if (number_) number_->add_values(values);
+  if (kind_ == Kind::kValue || kind_ == Kind::kSize) values.push_back(index_);
   for (const auto& part : parts_) part.add_values(values);
 }
 

@@ -6,34 +6,10 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
 namespace gpipe {
-
-/// A number that depends on sizes of tensors, such as the number of samples. Immutable. Thread-safe.
-class Number {
- public:
-  /// See Graph for the description. Errors: std::invalid_argument for anything else.
-  explicit Number(const nlohmann::json& description);
-
-  /// An integer, a float or a boolean. Errors: c10::Error for a division by zero, for integers out of range, and for a
-  /// value that is not a tensor with the dimension.
-  c10::IValue evaluate(const std::vector<c10::IValue>& values) const;
-
-  /// Adds the numbers of the values whose sizes it uses.
-  void add_values(std::vector<std::size_t>& values) const;
-
- private:
-  enum class Kind { kConstant, kSize, kFunction, kRule, kAnd, kOr };
-
-  Kind kind_ = Kind::kConstant;
-  c10::IValue constant_;
-  std::size_t index_ = 0;  ///< of the value, function or rule
-  std::int64_t dimension_ = 0;
-  std::vector<Number> operands_;
-};
 
 /// What arguments are computed from while a graph runs.
 struct Frame {
@@ -52,6 +28,12 @@ class Argument {
   /// A constant.
   explicit Argument(c10::IValue constant) : constant_(std::move(constant)) {}
 
+  /// Reads an integer, a float or a boolean that depends on sizes of tensors; see Graph. Errors: std::invalid_argument for
+  /// anything else.
+  static Argument number(const nlohmann::json& description);
+
+  /// Errors of a number: c10::Error for a division by zero, for integers out of range, and for a size of a value that is
+  /// not a tensor with the dimension.
   c10::IValue evaluate(const Frame& frame) const;
 
   /// Whether it is null in these modes.
@@ -63,15 +45,18 @@ class Argument {
   std::size_t places() const;
 
  private:
-  enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kNumber };
+  enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kSize, kFunction, kRule, kAnd, kOr };
 
   Kind kind_ = Kind::kConstant;
   c10::IValue constant_;
-  std::size_t index_ = 0;        ///< of the value or place
-  std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode
-  std::shared_ptr<const Number> number_;
-  c10::TypePtr type_;  ///< of the value or number, or of a list's elements
+  std::size_t index_ = 0;        ///< of the value, place, function or rule
+  std::int64_t dimension_ = 0;   ///< of a size
+  std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode; operands
+  c10::TypePtr type_;            ///< of the value or number, or of a list's elements; null for an operand
 
+  Argument() = default;
+  void read_number(const nlohmann::json& description);
+  c10::IValue evaluate_number(const Frame& frame) const;
   void read_list(const nlohmann::json& list, const c10::TypePtr& type);
   void read_object(const nlohmann::json& object, const c10::TypePtr& type);
 };

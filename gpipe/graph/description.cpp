@@ -107,7 +107,7 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
     shape.emplace();
     for (const auto& size : each) shape->push_back(size.is_null() ? -1 : size.get<std::int64_t>());
   }
-  for (const auto& each : list("guards")) guards.push_back({Number(each.at(0)), each.at(1)});
+  for (const auto& each : list("guards")) guards.push_back({Argument::number(each.at(0)), each.at(1)});
   for (const auto& each : list("calls")) {
     auto& call = calls.emplace_back(read_call(each));
     if (!call.target && call.name != kItem) python_functions.push_back(call.name);
@@ -120,11 +120,8 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
   find_last_uses();
 }
 
-template <typename T>
-std::vector<std::size_t> Graph::Description::values_of(const T& from) const {
-  if constexpr (std::is_same_v<T, Argument>) {
-    if (from.places() > places.size()) refuse_argument("the model uses a place that it does not list");
-  }
+std::vector<std::size_t> Graph::Description::values_of(const Argument& from) const {
+  if (from.places() > places.size()) refuse_argument("the model uses a place that it does not list");
   std::vector<std::size_t> used;
   from.add_values(used);
   for (const auto value : used) {

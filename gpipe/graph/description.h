@@ -35,7 +35,7 @@ struct Graph::Description {
   };
 
   struct Guard {
-    Number holds;
+    Argument holds;
     std::string text;
   };
 
@@ -58,9 +58,8 @@ struct Graph::Description {
 
  private:
   void find_last_uses();
-  /// The numbers of the values that an argument or a number uses. Errors: std::invalid_argument for one out of range.
-  template <typename T>
-  std::vector<std::size_t> values_of(const T& from) const;
+  /// The numbers of the values that an argument uses. Errors: std::invalid_argument for one out of range.
+  std::vector<std::size_t> values_of(const Argument& from) const;
 };
 
 /// A function of Python that needs no Python.

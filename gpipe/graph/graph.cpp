@@ -209,7 +209,7 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
   }
   inputs.clear();
   for (const auto& guard : of.guards) {
-    if (!guard.holds.evaluate(frame.values).toBool()) {
+    if (!guard.holds.evaluate(frame).toBool()) {
       refuse_argument("the model was converted for inputs with ", guard.text, ", but a micro-batch has the shape ",
                       shapes_of(frame.values, of.inputs),
                       ": its code depends on that; give other sizes or another number of chunks, or keep the module "

@@ -1,8 +1,6 @@
 #include "gpipe/graph/graph_layer.h"
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_split.h"
@@ -20,9 +18,9 @@ std::pair<std::string, std::string> split_last(const std::string& name) {
 }  // namespace
 
 GraphLayer::GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source)
-    : GraphLayer(std::make_shared<const Graph>(graph), std::move(tensors), std::move(source)) {}
+    : GraphLayer(std::make_unique<const Graph>(graph), std::move(tensors), std::move(source)) {}
 
-GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source)
+GraphLayer::GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source)
     : Skippable({graph->stashes(), graph->pops(), graph->peeks()}),
       graph_(std::move(graph)),
       tensors_(std::move(tensors)),
@@ -38,36 +36,6 @@ GraphLayer::GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTens
     used_.push_back(found->tensor);
   }
   for (const auto& path : graph_->places()) places_.push_back(&place(path));
-}
-
-std::shared_ptr<torch::nn::Module> GraphLayer::clone(const std::optional<at::Device>& device) const {
-  const auto source = parse_json(source_);
-  std::set<std::string> own;
-  for (const auto& each : source["tensors"]) {
-    own.insert(each[0]);
-    if (!each[2].is_null() && !own.contains(each[2])) {
-      refuse_argument("cannot clone a layer whose '", each[0].get<std::string>(), "' is tied to '",
-                      each[2].get<std::string>(), "' of another layer; load the model again");
-    }
-  }
-  std::map<const at::TensorImpl*, at::Tensor> copies;
-  auto tensors = tensors_;
-  for (auto& [name, tensor, is_parameter] : tensors) {
-    auto& copy = copies[tensor.unsafeGetTensorImpl()];
-    if (!copy.defined()) {
-      copy = tensor.detach().to(device.value_or(tensor.device()), tensor.scalar_type(), /*non_blocking=*/false,
-                                /*copy=*/true);
-      copy.set_requires_grad(tensor.requires_grad());
-    }
-    tensor = copy;
-  }
-  auto layer = std::shared_ptr<GraphLayer>(new GraphLayer(graph_, std::move(tensors), source_));
-  static_cast<Skippable&>(*layer) = *this;
-  layer->train(is_training());
-  for (const auto& module : named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
-    layer->place(module.key()).train(module.value()->is_training());
-  }
-  return layer;
 }
 
 torch::nn::Module& GraphLayer::place(const std::string& path) {

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <optional>
-
 #include "gpipe/graph/graph.h"
 #include "gpipe/value.h"
 
@@ -19,9 +17,6 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   /// `source` is for source(). Errors: as Graph; std::invalid_argument for a missing tensor or a name that is taken.
   GraphLayer(const std::string& graph, std::vector<NamedTensor> tensors, std::string source);
 
-  /// Copies the tensors, with ties in this layer. Errors: std::invalid_argument for one tied to another layer's.
-  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& device = {}) const override;
-
   /// Takes and returns a tensor or a vector of them. The first layer takes the model's inputs without constants.
   Value forward(Value input);
 
@@ -35,9 +30,9 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   const std::string& source() const { return source_; }
 
  private:
-  GraphLayer(std::shared_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
+  GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
 
-  const std::shared_ptr<const Graph> graph_;
+  const std::unique_ptr<const Graph> graph_;
   const std::vector<NamedTensor> tensors_;
   const std::string source_;
   std::vector<at::Tensor> used_;            // in the order of the graph

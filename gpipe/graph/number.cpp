@@ -117,7 +117,13 @@ std::size_t find(const List& list, const nlohmann::json& name) {
 
 }  // namespace
 
-Number::Number(const nlohmann::json& description) {
+Argument Argument::number(const nlohmann::json& description) {
+  Argument made;
+  made.read_number(description);
+  return made;
+}
+
+void Argument::read_number(const nlohmann::json& description) {
   if (description.is_boolean()) {
     constant_ = description.get<bool>();
   } else if (description.is_number_float()) {
@@ -129,10 +135,10 @@ Number::Number(const nlohmann::json& description) {
     std::tie(index_, dimension_) = description["size"].get<std::pair<std::size_t, std::int64_t>>();
   } else if (description.is_array() && description.size() >= 2) {
     const auto& name = description.front();
-    for (auto each = description.begin() + 1; each != description.end(); ++each) operands_.emplace_back(*each);
+    for (auto each = description.begin() + 1; each != description.end(); ++each) parts_.push_back(number(*each));
     if (name == "and" || name == "or") {
       kind_ = name == "and" ? Kind::kAnd : Kind::kOr;
-    } else if (index_ = find(kFunctions, name); index_ < kFunctions.size() && operands_.size() == 1) {
+    } else if (index_ = find(kFunctions, name); index_ < kFunctions.size() && parts_.size() == 1) {
       kind_ = Kind::kFunction;
     } else if (index_ = find(kRules, name); index_ < kRules.size()) {
       kind_ = Kind::kRule;
@@ -144,32 +150,20 @@ Number::Number(const nlohmann::json& description) {
   }
 }
 
-c10::IValue Number::evaluate(const std::vector<c10::IValue>& values) const {
-  switch (kind_) {
-    case Kind::kConstant:
-      return constant_;
-    case Kind::kSize:
-      TORCH_CHECK_VALUE(values.at(index_).isTensor(), "a size is of a value that is not a tensor");
-      return values[index_].toTensor().size(dimension_);
-    case Kind::kFunction:
-      return combine(kFunctions[index_], operands_.front().evaluate(values));
-    case Kind::kAnd:
-    case Kind::kOr: {
-      const bool decides = kind_ == Kind::kOr;
-      const auto is_decided = [&](const Number& operand) { return (real(operand.evaluate(values)) != 0) == decides; };
-      return std::any_of(operands_.begin(), operands_.end(), is_decided) == decides;
-    }
-    case Kind::kRule:
-      break;
+c10::IValue Argument::evaluate_number(const Frame& frame) const {
+  if (kind_ == Kind::kSize) {
+    const auto& value = frame.values.at(index_);
+    TORCH_CHECK_VALUE(value.isTensor(), "a size is of a value that is not a tensor");
+    return value.toTensor().size(dimension_);
+  }
+  if (kind_ == Kind::kAnd || kind_ == Kind::kOr) {
+    const bool decides = kind_ == Kind::kOr;
+    const auto is_decided = [&](const Argument& operand) { return (real(operand.evaluate(frame)) != 0) == decides; };
+    return std::any_of(parts_.begin(), parts_.end(), is_decided) == decides;
   }
   std::vector<c10::IValue> operands;
-  for (const auto& operand : operands_) operands.push_back(operand.evaluate(values));
-  return combine(kRules[index_], operands);
-}
-
-void Number::add_values(std::vector<std::size_t>& values) const {
-  if (kind_ == Kind::kSize) values.push_back(index_);
-  for (const auto& operand : operands_) operand.add_values(values);
+  for (const auto& operand : parts_) operands.push_back(operand.evaluate(frame));
+  return kind_ == Kind::kFunction ? combine(kFunctions[index_], operands.front()) : combine(kRules[index_], operands);
 }
 
 }  // namespace gpipe

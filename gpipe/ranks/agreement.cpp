@@ -24,16 +24,9 @@ template <typename Proposal, typename Visit>
 void visit_members(Proposal& proposal, Visit visit) {
   auto& key = proposal.key;
   visit(key.call, key.name, key.number, key.retains_graph, key.measures, key.returns_output, key.sums_losses,
-        key.counts, key.scale, key.training, proposal.trained, proposal.trained_sizes, proposal.program,
-        proposal.number, proposal.weight, proposal.has_samples, proposal.has_loaded, proposal.failed_before);
-}
-
-// The same for the lists.
-template <typename Proposal, typename Visit>
-void visit_lists(Proposal& proposal, Visit visit) {
-  visit(proposal.key.checkpoints.modes);
-  visit(proposal.key.autocast);
-  visit(proposal.key.sizes);
+        key.counts, key.scale, key.training, key.checkpoints.modes, key.autocast, key.sizes, proposal.trained,
+        proposal.trained_sizes, proposal.program, proposal.number, proposal.weight, proposal.has_samples,
+        proposal.has_loaded, proposal.failed_before);
 }
 
 Proposal to_proposal(std::string_view message) {
@@ -41,12 +34,6 @@ Proposal to_proposal(std::string_view message) {
   ByteReader items(message.substr(1));
   Proposal proposal;
   visit_members(proposal, [&](auto&... members) { ((members = items.get<std::decay_t<decltype(members)>>()), ...); });
-  visit_lists(proposal, [&]<typename Item>(std::vector<Item>& list) {
-    list.clear();
-    for (auto left = items.count(static_cast<std::int64_t>(message.size())); left > 0; --left) {
-      list.push_back(items.get<Item>());
-    }
-  });
   if (!items.done() || proposal.key.call < 0 || proposal.key.call > StepKey::kBackward) ByteReader::refuse();
   return proposal;
 }
@@ -88,10 +75,6 @@ std::string to_string(const StepKey& key) {
 std::string encode(const Proposal& proposal) {
   ByteWriter items;
   visit_members(proposal, [&](const auto&... members) { items.add(members...); });
-  visit_lists(proposal, [&](const auto& list) {
-    items.add(list.size());
-    for (const auto& item : list) items.add(item);
-  });
   return kCall + items.take();
 }
 
@@ -142,8 +125,7 @@ std::string decide(const std::vector<std::string>& messages, const Mesh& mesh) {
     agreement.micro_batches[replica] = call.has_samples ? static_cast<int>(call.key.sizes.size()) : 0;
   }
   ByteWriter items;
-  items.add(agreement.largest, agreement.has_loaded);
-  for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
+  items.add(agreement.largest, agreement.has_loaded, agreement.weights, agreement.micro_batches);
   return kAgreed + items.take();
 }
 
@@ -151,18 +133,12 @@ std::optional<std::string> reason_for_leaving(const std::string& message) {
   return message.starts_with(kGone) ? std::optional(message.substr(1)) : std::nullopt;
 }
 
-Agreement decode_agreement(const std::string& decision, const Mesh& mesh) {
+Agreement decode_agreement(const std::string& decision) {
   if (decision.empty()) ByteReader::refuse();
   if (!decision.starts_with(kAgreed)) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
-  Agreement agreement;
-  agreement.largest = items.get<std::uint64_t>();
-  agreement.has_loaded = items.get<bool>();
-  for (int r = 0; r < mesh.replicas; ++r) {
-    agreement.weights.push_back(items.get<double>());
-    agreement.micro_batches.push_back(items.get<int>());
-  }
-  return agreement;
+  return {items.get<std::uint64_t>(), items.get<bool>(), items.get<std::vector<double>>(),
+          items.get<std::vector<int>>()};
 }
 
 }  // namespace gpipe

@@ -64,6 +64,6 @@ std::string decide(const std::vector<std::string>& messages, const Mesh& mesh);
 std::optional<std::string> reason_for_leaving(const std::string& message);
 
 /// Reads a decision. Errors: std::runtime_error unless all ranks agreed.
-Agreement decode_agreement(const std::string& decision, const Mesh& mesh);
+Agreement decode_agreement(const std::string& decision);
 
 }  // namespace gpipe

@@ -212,7 +212,7 @@ Agreement Team::agree(Proposal proposal) {
   if (job_->is_finished()) throw_error("this pipeline cannot be used any more: this rank has left the job");
   if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
-  return decode_agreement(decide_on_call(encode(proposal)), mesh_);
+  return decode_agreement(decide_on_call(encode(proposal)));
 }
 
 void Team::withdraw(const std::string& reason) noexcept {

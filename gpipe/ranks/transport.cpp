@@ -13,7 +13,7 @@
 namespace gpipe {
 namespace {
 
-constexpr std::int64_t kMostDimensions = 64;
+constexpr std::size_t kMostDimensions = 64;
 constexpr std::int64_t kAlignment = 64;  // see lead_of()
 
 // Numbers of memory count up in each rank. The rank's number goes above them, so that they stay distinct.
@@ -35,24 +35,25 @@ at::Tensor described(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
+// The elements that travel: without gaps or repeats by strides of 0, ordered by the sizes and strides.
+at::Tensor elements_of(const at::Tensor& tensor) {
+  const auto elements = without_repeats(tensor);
+  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
+}
+
 void add_layout(const at::Tensor& tensor, ByteWriter& layout) {
   layout.add(tensor.defined());
   if (!tensor.defined()) return;
-  layout.add(tensor.scalar_type(), !tensor.is_cpu(), tensor.dim());
-  for (const auto size : tensor.sizes()) layout.add(size);
-  for (const auto stride : tensor.strides()) layout.add(stride);
-  layout.add(lead_of(tensor));
+  layout.add(tensor.scalar_type(), !tensor.is_cpu(), tensor.sizes().vec(), tensor.strides().vec(), lead_of(tensor));
 }
 
 at::Tensor make_tensor(ByteReader& layout) {
   constexpr auto kLastType = static_cast<std::int64_t>(at::ScalarType::Undefined) - 1;
   const at::TensorOptions options(static_cast<at::ScalarType>(layout.count(kLastType)));
   const auto on_device = layout.get<bool>();
-  std::vector<std::int64_t> sizes(layout.count(kMostDimensions));
-  std::vector<std::int64_t> strides(sizes.size());
-  for (auto* list : {&sizes, &strides}) {
-    for (auto& each : *list) each = layout.get<std::int64_t>();
-  }
+  const auto sizes = layout.get<std::vector<std::int64_t>>();
+  const auto strides = layout.get<std::vector<std::int64_t>>();
+  if (sizes.size() != strides.size() || sizes.size() > kMostDimensions) ByteReader::refuse();
   const auto lead = static_cast<std::size_t>(layout.count(kAlignment - 1));
   return on_device ? at::empty_strided(sizes, strides, options.device(c10::kMeta))
                    : empty_at(sizes, strides, options, lead);
@@ -131,11 +132,6 @@ std::vector<int> edges_of_message(const Program& program, const Action& action, 
 
 }  // namespace
 
-at::Tensor elements_of(const at::Tensor& tensor) {
-  const auto elements = without_repeats(tensor);
-  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
-}
-
 void Landing::add(const at::Tensor& tensor) {
   auto elements = without_repeats(tensor);
   const bool has_gaps = !elements.is_non_overlapping_and_dense();
@@ -191,7 +187,10 @@ std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec) {
   return parcels->take(codec);
 }
 
-std::vector<Message> messages_of(const Program& program, Part part) {
+// The messages of a part of a program in the order in which their actions end, if all actions take equally long. Workers
+// that send and receive in this order cannot deadlock: the first message that is still to come waits only for actions that
+// ended earlier.
+std::vector<RemoteTransport::Message> RemoteTransport::messages_of(const Program& program, Part part) {
   Schedule lists;
   for (int w = 0; w < program.workers(); ++w) {
     const auto actions = program.actions(w, part);
@@ -226,13 +225,13 @@ RemoteTransport::RemoteTransport(Team& team, const Program& program, Part part, 
   }
 }
 
-void RemoteTransport::put(int edge, const Action& action, Item item) {
+void RemoteTransport::put(int edge, const Action& action, Parcel parcel) {
   const auto& placement = program_.layout().placement;
   const auto& ends = program_.edges()[edge];
   const int to = placement[action.kind == Kind::F ? ends.to : ends.from];
-  item.parcel.wants_gradient.resize(item.parcel.tensors.size());  // a parcel of gradients has only its tensors
-  item.parcel.alias_groups.resize(item.parcel.tensors.size());
-  slots_.put(edge, action, std::move(item));
+  parcel.wants_gradient.resize(parcel.tensors.size());  // a parcel of gradients has only its tensors
+  parcel.alias_groups.resize(parcel.tensors.size());
+  slots_.put(edge, action, {std::move(parcel)});
   const auto edges = edges_of_message(program_, action, to);
   if (edge != edges.back()) return;
   std::vector<Parcel> parcels;
@@ -251,7 +250,7 @@ void RemoteTransport::put(int edge, const Action& action, Item item) {
   team_.send(from, to, action, std::move(message));
 }
 
-Transport::Item RemoteTransport::take(int edge, const Action& action) {
+Slots::Item RemoteTransport::take(int edge, const Action& action) {
   const auto& placement = program_.layout().placement;
   const auto& ends = program_.edges()[edge];
   const int from = placement[action.kind == Kind::F ? ends.from : ends.to];

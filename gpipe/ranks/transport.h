@@ -13,7 +13,7 @@ namespace gpipe {
 class Team;
 
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, strides and addresses modulo 64 bytes. Of
-/// tensors that are not on the CPU it has only layouts: adds their elements_of() to `on_device`, for a DeviceLink.
+/// tensors that are not on the CPU it has only layouts: adds their elements to `on_device`, for a DeviceLink.
 /// REQUIRES: all tensors are on the CPU or `meta`, or `on_device` is not null. Errors: std::invalid_argument unless sizes
 /// and strides tell all about a tensor.
 Outgoing to_message(const std::vector<Parcel>& parcels, int rank, const StructureCodec& codec,
@@ -25,9 +25,6 @@ std::unique_ptr<Incoming> allocate_parcels(const std::string& layout);
 /// Returns the parcels of a message from allocate_parcels(), with meta tensors in the place of tensors on devices.
 /// Errors: std::runtime_error for a message without parcels.
 std::vector<Parcel> to_parcels(Received message, const StructureCodec& codec);
-
-/// Returns the elements that travel: without gaps or repeats by strides of 0, ordered by the sizes and strides.
-at::Tensor elements_of(const at::Tensor& tensor);
 
 /// Receives tensors, also ones whose memory has gaps.
 class Landing {
@@ -44,31 +41,20 @@ class Landing {
   std::vector<std::pair<at::Tensor, at::Tensor>> with_gaps_;  // to and from
 };
 
-/// Takes parcels from the actions that put them on edges to those that take them.
-///
-/// Thread safety: an action's functions run on its worker's thread.
-class Transport {
+/// Parcels by edge, direction and micro-batch, from the actions that put them to those that take them. It needs no lock,
+/// because the executor orders each put before its take.
+class Slots {
  public:
   /// A parcel, and when it can be used.
   struct Item {
     Parcel parcel;
     StreamEvents ready = {};
   };
-  virtual ~Transport() = default;
-  /// Takes what an action puts on an edge. Errors: ConnectionError.
-  virtual void put(int edge, const Action& action, Item item) = 0;
-  /// Returns what an action takes from an edge. Waits for another rank. Errors: ConnectionError.
-  virtual Item take(int edge, const Action& action) = 0;
-};
-
-/// Parcels by edge, direction and micro-batch. It needs no lock, because the executor orders each put before its take.
-class Slots : public Transport {
- public:
   explicit Slots(const Program& program)
       : micro_batches_(program.layout().micro_batches), items_(2 * program.edges().size() * micro_batches_) {}
 
-  void put(int edge, const Action& action, Item item) override { slot(edge, action) = std::move(item); }
-  Item take(int edge, const Action& action) override { return std::exchange(slot(edge, action), {}).value(); }
+  void put(int edge, const Action& action, Item item) { slot(edge, action) = std::move(item); }
+  Item take(int edge, const Action& action) { return std::exchange(slot(edge, action), {}).value(); }
   bool has(int edge, const Action& action) { return slot(edge, action).has_value(); }
 
  private:
@@ -80,32 +66,30 @@ class Slots : public Transport {
   std::vector<std::optional<Item>> items_;
 };
 
-/// What an action puts for one other worker. It travels as one message.
-struct Message {
-  Action action;
-  int from = 0;
-  int to = 0;
-};
-
-/// Returns the messages of a part of a program in the order in which their actions end, if all actions take equally
-/// long. Workers that send and receive in this order cannot deadlock: the first message that is still to come waits only
-/// for actions that ended earlier.
-std::vector<Message> messages_of(const Program& program, Part part);
-
-/// Takes parcels to and from other ranks. Between devices, each worker sends and receives in the order of
-/// messages_of(), because a device that runs few transfers at once could deadlock in another order.
-class RemoteTransport : public Transport {
+/// Takes parcels to and from other ranks. Between devices, each worker sends and receives in one order for all, because a
+/// device that runs few transfers at once could deadlock in another.
+///
+/// Thread safety: an action's functions run on its worker's thread.
+class RemoteTransport {
  public:
   /// Returns this rank's end of the wire between the devices of two workers; null if there is none.
   using FindLink = std::function<DeviceLink*(int from, int to)>;
   /// `counter`, which may be null, learns when memory sent to another rank is freed. The others must outlive this.
   RemoteTransport(Team& team, const Program& program, Part part, FindLink link, std::shared_ptr<ByteCounter> counter);
 
-  /// REQUIRES: the item can be used on the current stream. Sends the last one of a message.
-  void put(int edge, const Action& action, Item item) override;
-  Item take(int edge, const Action& action) override;
+  /// Takes what an action puts on an edge. REQUIRES: it can be used on the current stream. Errors: ConnectionError.
+  void put(int edge, const Action& action, Parcel parcel);
+  /// Returns what an action takes from an edge. Waits for the other rank. Errors: ConnectionError.
+  Slots::Item take(int edge, const Action& action);
 
  private:
+  /// What an action puts for one other worker. It travels as one message.
+  struct Message {
+    Action action;
+    int from = 0;
+    int to = 0;
+  };
+  static std::vector<Message> messages_of(const Program& program, Part part);
   void receive(int from, int to);
 
   Team& team_;

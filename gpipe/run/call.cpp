@@ -7,32 +7,17 @@
 
 namespace gpipe {
 
-Turn::Turn(Pipeline& pipeline) : pipeline_(pipeline) {
-  pipeline.executor().check_caller();
-  auto& calls = pipeline.calls();
-  if (calls.caller == std::this_thread::get_id()) return;
-  lock_.emplace(calls.turn);
-  calls.caller = std::this_thread::get_id();
-}
-
-Turn::~Turn() {
-  if (lock_) pipeline_.calls().caller = std::thread::id();
-}
-
-Call::~Call() {
-  if (has_turn_) pipeline_.calls().has_call = false;
-  for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
-}
-
-void Call::take_turn() {
-  if (has_turn_) return;
-  if (!turn_) turn_.emplace(pipeline_);
-  if (pipeline_.calls().has_call) {
+Call::Call(Pipeline& pipeline) : pipeline_(pipeline), turn_(pipeline) {
+  if (std::exchange(pipeline.calls().has_call, true)) {
     throw_error(
         "this pipeline was called within another call of it on the same thread, such as by a signal handler; make the "
         "call afterwards");
   }
-  pipeline_.calls().has_call = has_turn_ = true;
+}
+
+Call::~Call() {
+  pipeline_.calls().has_call = false;
+  for (std::size_t s = 0; s < before_.size(); ++s) pipeline_.stages()[s].state.call = nullptr;
 }
 
 void Call::save(const std::vector<ParameterSinks>& sinks) {
@@ -46,7 +31,6 @@ void Call::save(const std::vector<ParameterSinks>& sinks) {
 }
 
 Agreement Call::agree(Proposal proposal) {
-  take_turn();
   has_answered_ = true;
   key_ = proposal.key;
   return pipeline_.team().agree(std::move(proposal));
@@ -60,7 +44,6 @@ void Call::report() noexcept try {
   if (has_started_) {
     team.fail(absl::StrCat("rank ", team.rank(), " failed in ", to_string(key_), ": ", message));
   } else if (!has_answered_) {
-    take_turn();
     team.withdraw(message);
   }
 } catch (...) {  // the error that is being handled says more

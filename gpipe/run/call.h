@@ -11,13 +11,10 @@ namespace gpipe {
 /// constructor: as Executor::check_caller().
 class Turn {
  public:
-  explicit Turn(Pipeline& pipeline);
-  ~Turn();
-  Turn(const Turn&) = delete;
+  explicit Turn(Pipeline& pipeline) : lock_((pipeline.executor().check_caller(), pipeline.calls().turn)) {}
 
  private:
-  Pipeline& pipeline_;
-  std::optional<MutexLock> lock_;  // none for an inner one
+  const std::lock_guard<std::recursive_mutex> lock_;
 };
 
 /// One forward, step, backward or collective, as a transaction.
@@ -27,17 +24,16 @@ class Turn {
 /// Thread safety: used by the thread that made it.
 class Call {
  public:
-  explicit Call(Pipeline& pipeline) : pipeline_(pipeline) {}
+  /// Waits until no other call runs. Errors: std::runtime_error within another call of this thread, as of a signal handler
+  /// that runs while step() waits.
+  explicit Call(Pipeline& pipeline);
   ~Call();
 
-  /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time. Errors:
-  /// std::runtime_error within another call of this thread, as of a signal handler that runs while step() waits.
-  void take_turn();
-  /// Notes the state of the stages, and draws the seed. `sinks`: per stage. REQUIRES: take_turn().
+  /// Notes the state of the stages, and draws the seed. `sinks`: per stage.
   void save(const std::vector<ParameterSinks>& sinks);
   /// The seed that save() has drawn.
   std::uint64_t seed() const { return draw_->seed(); }
-  /// Takes the turn and agrees on the call with the other ranks. Errors: as Team::agree().
+  /// Agrees on the call with the other ranks. Errors: as Team::agree().
   Agreement agree(Proposal proposal);
   /// Marks the call as agreed: from now on an error of this rank fails the other ranks too.
   void start() { has_started_ = true; }
@@ -51,8 +47,7 @@ class Call {
 
   const ExitGuard exit_guard_;
   Pipeline& pipeline_;
-  std::optional<Turn> turn_;
-  bool has_turn_ = false;
+  const Turn turn_;
   std::vector<StageState::Saved> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call

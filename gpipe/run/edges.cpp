@@ -42,13 +42,11 @@ void BorrowedValues::receive(Parcel& lent, at::Tensor copy) {
 
 Edges::Edges(Pipeline& pipeline, const Program& program, Part part, std::shared_ptr<ByteCounter> counter,
              CallerInputs& inputs)
-    : pipeline_(pipeline),
-      program_(program),
-      inputs_(inputs),
-      local_(program),
-      remote_(
-          pipeline.team(), program, part, [&pipeline](int from, int to) { return pipeline.device_link(from, to); },
-          std::move(counter)) {}
+    : pipeline_(pipeline), program_(program), inputs_(inputs), local_(program) {
+  if (pipeline.team().size() == 1) return;
+  const auto link = [&pipeline](int from, int to) { return pipeline.device_link(from, to); };
+  remote_.emplace(pipeline.team(), program, part, link, std::move(counter));
+}
 
 bool Edges::is_remote(int edge) const {
   const auto& [from, to, name] = program_.edges()[edge];
@@ -60,7 +58,7 @@ std::vector<Parcel> Edges::receive(const Action& action) {
   std::vector<Parcel> parcels;
   if (forward && action.stage == 0) parcels.push_back(inputs_.receive(action.micro_batch));
   for (const int edge : program_.wiring().takes(action)) {
-    auto [parcel, ready] = transport(edge).take(edge, action);
+    auto [parcel, ready] = is_remote(edge) ? remote_->take(edge, action) : local_.take(edge, action);
     const auto& [from, to, name] = program_.edges()[edge];
     if (forward && parcel.changed()) {
       throw_error("", name, " was changed in place on its way from stage ", from, " to stage ", to,
@@ -89,10 +87,13 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
     const auto& link = forward ? ends.link : ends.back_link;
     if (is_remote(edges[k])) {
       copy_to_device(parcel.tensors, ready, receiver, link);
-    } else if (receiver.is_cpu() && !ready.empty()) {
+      remote_->put(edges[k], action, std::move(parcel));
+      continue;
+    }
+    if (receiver.is_cpu() && !ready.empty()) {
       ready = start_copies(parcel.tensors, ready, receiver, link);  // while the receiver computes
     }
-    transport(edges[k]).put(edges[k], action, {std::move(parcel), std::move(ready)});
+    local_.put(edges[k], action, {std::move(parcel), std::move(ready)});
   }
 }
 

@@ -23,8 +23,7 @@ class BorrowedValues {
   absl::flat_hash_map<const void*, StreamEvent> received_ ABSL_GUARDED_BY(mutex_);  // by copy: when it has its value
 };
 
-/// What the stages of one mini-batch exchange during one part of its program: parcels, and back their gradients. A
-/// transport carries what stays on this rank, another one what does not.
+/// What the stages of one mini-batch exchange during one part of its program: parcels, and back their gradients.
 ///
 /// Received tensors are on the device of the receiver's end (see Pipeline::ends). Copies run on the edge's copy
 /// streams, after the sender's work.
@@ -49,13 +48,12 @@ class Edges {
 
  private:
   bool is_remote(int edge) const;
-  Transport& transport(int edge) { return is_remote(edge) ? static_cast<Transport&>(remote_) : local_; }
 
   Pipeline& pipeline_;
   const Program& program_;
   CallerInputs& inputs_;
   Slots local_;
-  RemoteTransport remote_;
+  std::optional<RemoteTransport> remote_;  // if there are other ranks
 };
 
 }  // namespace gpipe

@@ -24,6 +24,15 @@ namespace {
 
 constexpr std::int64_t kSample = 8192;
 
+// Copies the tensors, because a loss function may change the output in place.
+Value clone_of(const Value& value) {
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) {
+    if (tensor.defined()) tensor = tensor.clone();
+  }
+  return {value.form(), std::move(tensors)};
+}
+
 double epsilon_of(at::ScalarType type) {
   return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, "epsilon_of",
                                          [] { return static_cast<double>(std::numeric_limits<scalar_t>::epsilon()); });
@@ -159,14 +168,6 @@ TargetMarks marks_of(const std::vector<Parcel>& targets, std::size_t k) {
 }
 
 }  // namespace
-
-Value clone_of(const Value& value) {
-  auto tensors = value.tensors();
-  for (auto& tensor : tensors) {
-    if (tensor.defined()) tensor = tensor.clone();
-  }
-  return {value.form(), std::move(tensors)};
-}
 
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options) {

@@ -16,9 +16,6 @@
 
 namespace gpipe {
 
-/// Copies the tensors, because a loss function may change the output in place.
-Value clone_of(const Value& value);
-
 /// What a loss may weight or ignore samples by: numbers in a tensor of a target.
 struct TargetMarks {
   /// Whether the micro-batches have unequal shares of zeros, of negative numbers, of NaN; and unequal means.

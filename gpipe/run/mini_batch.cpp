@@ -9,8 +9,8 @@
 #include <numeric>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/base/hash.h"
 #include "gpipe/options.h"
 #include "gpipe/tensors/errors.h"
 
@@ -56,7 +56,6 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
 
 // Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
 void MiniBatch::begin(Call& call) {
-  call.take_turn();
   for (auto& stage : pipeline_->stages()) {
     sinks_.emplace_back(stage, grad_, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
@@ -92,7 +91,6 @@ Results MiniBatch::start(Call& call) {
 }
 
 BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients> gradients, bool retain_graph) try {
-  call.take_turn();
   for (int s = 0; s < pipeline_->count(); ++s) {
     if (program_->recomputes(s)) sinks_[s].check_unchanged();
   }
@@ -147,7 +145,6 @@ MiniBatch::Run::Run(MiniBatch& of, Part part)
 void MiniBatch::run_actions(Part part) {
   run_.emplace(*this, part);
   const absl::Cleanup end = [&] { run_.reset(); };
-  pipeline_->calls().set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   auto* timeline = recording_.timeline.get();
   const auto recorded = timeline ? timeline->spans.size() : 0;
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
@@ -306,11 +303,7 @@ std::vector<Parcel> MiniBatch::forward(const Action& action, std::vector<Parcel>
                                 std::move(loss));
   std::optional<BatchStatistics::Scope> statistics;
   if (!statistics_.empty()) statistics.emplace(&statistics_[s]);
-  const auto parameters = sinks.all().size();
   auto out = cell->forward(std::move(in), grad_, /*recompute=*/program_->recomputes(s, action.micro_batch));
-  if (pipeline_->team().size() > 1 && sinks.all().size() != parameters) {
-    throw_error("a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
-  }
   if (!grad_) cell.reset();
   if (is_last && !loss_) outputs_.add(action.micro_batch, std::move(out.front()));
   if (is_last) out.erase(out.begin());

@@ -94,7 +94,7 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
     }
     make = make_schedule_;
   }
-  // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
+  // Not under the lock: a user's schedule function may ask for another program.
   Layout layout{pipeline.count(), micro_batches, pipeline.placement()};
   auto schedule = call == StepKey::kForward                ? fill(layout)
                   : call == StepKey::kForwardWithGradients ? fill_drain(layout, Checkpoint::kNever)

@@ -2,7 +2,7 @@
 
 #include <atomic>
 #include <map>
-#include <thread>
+#include <mutex>
 #include <tuple>
 
 #include "absl/base/thread_annotations.h"
@@ -28,11 +28,10 @@ class CallState {
  public:
   explicit CallState(ScheduleFunction make_schedule) : make_schedule_(std::move(make_schedule)) {}
 
-  Mutex turn;                                ///< for Turn
-  std::atomic<std::thread::id> caller = {};  ///< who has it
-  bool has_call = false;                     ///< whether a Call runs in this turn
-  bool buffers_differ = false;               ///< a call has trained since the replicas' buffers were made equal
-  std::atomic<bool> has_loaded = false;      ///< this rank, since the replicas' states were made equal
+  std::recursive_mutex turn;             ///< for Turn
+  bool has_call = false;                 ///< whether a Call runs in this turn
+  bool buffers_differ = false;           ///< a call has trained since the replicas' buffers were made equal
+  std::atomic<bool> has_loaded = false;  ///< this rank, since the replicas' states were made equal
 
   /// Returns the verified program of a forward or step of `pipeline`, whose state this is. That of a forward with
   /// gradients has its backward, as a second part. Caches the 16 last used ones. Errors: std::invalid_argument for a

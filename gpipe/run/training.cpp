@@ -147,9 +147,19 @@ std::vector<torch::Device> devices_of(const Value& value) {
   return devices;
 }
 
+// Gives a gradient the strides with which an accumulator takes it as it is. PyTorch would copy it, and may run out of
+// memory when other parameters have their gradients already.
+at::Tensor fit(at::Tensor gradient, const at::Tensor& parameter) {
+  using namespace torch::autograd::utils;
+  const bool is_plain = gradient.defined() && has_plain_memory(gradient) && has_plain_memory(parameter);
+  if (!is_plain || obeys_layout_contract(gradient, parameter)) return gradient;
+  return clone_obey_contract(gradient, parameter);
+}
+
 // Returns the gradients of sources_of(), in order. `devices`: the input's.
 std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, const Sizes& sizes,
-                                             const std::vector<torch::Device>& devices, const Team& team) {
+                                             const std::vector<torch::Device>& devices, const MiniBatch& mini_batch,
+                                             const Team& team) {
   std::vector<at::Tensor> all;
   for (std::size_t k = 0; k < devices.size(); ++k) {
     std::vector<at::Tensor> pieces;
@@ -158,7 +168,12 @@ std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, c
     if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
     all.push_back(unshared(std::move(gradient)));
   }
-  for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
+  for (std::size_t s = 0; s < result.parameters.size(); ++s) {
+    const auto& parameters = mini_batch.sinks(static_cast<int>(s)).parameters();
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      all.push_back(fit(std::move(result.parameters[s][p]), parameters[p]));
+    }
+  }
   if (team.size() > 1) all.emplace_back();
   return all;
 }
@@ -191,7 +206,7 @@ BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_
         for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
       }
       auto result = mini_batch->backward(call, std::move(of_parts), retain_graph);
-      return gradients_of_sources(std::move(result), sizes, devices, pipeline->team());
+      return gradients_of_sources(std::move(result), sizes, devices, *mini_batch, pipeline->team());
     });
     pipeline->team().watch_backward(pipeline);
     return all;
@@ -299,7 +314,6 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
                                          has_own ? 0 : options_.split_size(), least_samples());
     const auto completed = complete(options, loss, target, samples);
     const auto checkpoints = options.checkpoint().value_or(options_.checkpoint());
-    if (schedule() == kAnySchedule) call.take_turn();  // another call may choose one
     const bool measures = schedule() == kAnySchedule;
     StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
     StepKey key{.call = StepKey::kStep,
@@ -313,7 +327,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     auto [mini_batch, results] =
         start(call, pipeline_, input, {std::move(key), options_.deferred_batch_norm(), unit != nullptr}, &step_loss);
     if (measures) choose_schedule(*pipeline_, mini_batch->timeline(), sizes, checkpoints);
-    auto gradients = gradients_of_sources(std::move(results.gradients), sizes, devices_of(input), pipeline_->team());
+    auto gradients =
+        gradients_of_sources(std::move(results.gradients), sizes, devices_of(input), *mini_batch, pipeline_->team());
     const auto sources = sources_of(*mini_batch, *pipeline_, input);
     if (std::ranges::any_of(sources, &at::Tensor::requires_grad)) {
       if (unit) *unit = at::ones_like(results.loss);

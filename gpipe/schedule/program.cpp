@@ -7,8 +7,8 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/base/hash.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {

@@ -3,8 +3,6 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <atomic>
-#include <functional>
-#include <span>
 #include <unordered_set>
 
 #include "gpipe/base/checks.h"
@@ -12,44 +10,6 @@
 
 namespace gpipe {
 namespace {
-
-/// What a dimension adds to an element's place: k * stride, for 0 <= k <= most.
-struct Term {
-  std::int64_t stride;
-  std::int64_t most;
-  std::int64_t reach = 0;  // the largest sum of this term and those of smaller strides
-};
-
-/// Whether terms, sorted by falling strides, can sum to a number. Returns true if the search takes too long.
-bool can_sum(std::span<const Term> terms, std::int64_t sum, int& steps_left) {
-  if (sum == 0 || --steps_left < 0) return true;
-  if (sum < 0 || terms.empty() || sum > terms.front().reach) return false;
-  const auto& [stride, most, reach] = terms.front();
-  const auto rest = reach - stride * most;  // the most that smaller strides can add
-  const auto least = std::max<std::int64_t>(0, (sum - rest + stride - 1) / stride);
-  for (auto k = std::min(most, sum / stride); k >= least; --k) {
-    if (can_sum(terms.subspan(1), sum - k * stride, steps_left)) return true;
-  }
-  return false;
-}
-
-// Element i of `a` is element j of `b` if offset_b - offset_a = sum(i_d * stride_d) - sum(j_d * stride_d). Replacing
-// j_d by size_d - 1 - j_d makes all terms positive.
-bool share_an_element(const at::Tensor& a, const at::Tensor& b) {
-  std::vector<Term> terms;
-  for (const auto* tensor : {&a, &b}) {
-    for (std::int64_t d = 0; d < tensor->dim(); ++d) {
-      if (tensor->stride(d) > 0 && tensor->size(d) > 1) terms.push_back({tensor->stride(d), tensor->size(d) - 1});
-    }
-  }
-  std::ranges::sort(terms, std::greater(), &Term::stride);
-  std::int64_t reach = 0;
-  for (auto term = terms.rbegin(); term != terms.rend(); ++term) term->reach = reach += term->stride * term->most;
-  auto wanted = b.storage_offset() - a.storage_offset();
-  for (std::int64_t d = 0; d < b.dim(); ++d) wanted += b.stride(d) * (b.size(d) - 1);
-  int steps_left = 4096;
-  return can_sum(terms, wanted, steps_left);
-}
 
 std::uint64_t next_number() {
   static std::atomic<std::uint64_t> last{AliasGroup::kNone};
@@ -75,9 +35,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
   if (a.is_same(b)) return true;
   if (!a.has_storage() || !b.has_storage() || !a.is_alias_of(b)) return false;
-  const auto status = at::get_overlap_status(a, b);
-  if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
-  return a.element_size() != b.element_size() || share_an_element(a, b);
+  return at::get_overlap_status(a, b) != at::MemOverlapStatus::No;
 }
 
 std::vector<Parcel> with_copies(std::vector<Parcel> parcels, std::size_t count) {
@@ -102,7 +60,7 @@ void AliasCheck::check(int stage, const std::string& layer) const {
     if (group.shared_until < stage && std::ranges::count_if(entering_, shares) == 1) continue;
     throw_error("a tensor was changed in place by layer '", layer,
                 "', but another tensor that shares its memory enters stage ", stage,
-                " or a later one and would get a wrong gradient; change a clone instead");
+                " or a later one and may get a wrong gradient; change a clone instead");
   }
 }
 

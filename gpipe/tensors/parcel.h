@@ -101,8 +101,8 @@ std::vector<Parcel> with_copies(std::vector<Parcel> parcels, std::size_t count);
 
 using Gradients = std::vector<at::Tensor>;
 
-/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common
-/// views, such as slices of rows or columns. Returns true where an exact answer would take too long.
+/// Whether an in-place change of one tensor may change the other. Exact for tensors without gaps, such as slices of rows;
+/// true for others of one memory.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
 /// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell.

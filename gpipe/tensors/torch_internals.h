@@ -3,7 +3,7 @@
 // The internals of torch that the C++ sources rest on, because no public interface does what these do. Each entry says
 // why, and names the test that fails first when a version of torch moves it. tests/layers.py refuses such an include
 // elsewhere, except in public headers: gpipe/random_scope.h holds a guard of dispatch keys. Those of Gloo are in
-// ranks/gloo_types.h, Python's in docs/design.md.
+// ranks/gloo.cpp, Python's in docs/design.md.
 // clang-format off
 
 // Nodes of our own, at cuts, ends and around the pipeline. torch::autograd::Function saves and copies per call, and
@@ -21,6 +21,10 @@
 // The ends of a layer's graph, which ParameterSinks lead to sums: so a parameter's hooks run once per mini-batch.
 // autograd::grad() does not name gradients that are lost. Test: Gradients.*.
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+// The strides with which an accumulator takes a gradient as it is.
+// Test: Fault.LeavesNothingBehindOfAStepThatRunsOutOfMemory.
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 // The classes of generated nodes and the tensors that they saved, of which a split backward makes I and W. Torch has no
 // gradient of an operator by argument. Test: SplitBackward.LeavesLargeProductsAndConvolutionsToW.

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <map>
 
-#include "gpipe/base/hash.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/torch_internals.h"
 
@@ -23,18 +22,6 @@ StreamEvent record(c10::EventFlag flag, c10::Device device) {
   auto event = std::make_shared<c10::Event>(device.type(), flag);
   event->record(guard_of(device).getStream(device));
   return event;
-}
-
-constexpr std::int64_t kSamples = 8;  // per tensor
-
-// The place in memory of an element, counted in elements from the first.
-std::int64_t place_of(std::int64_t element, const at::Tensor& tensor) {
-  std::int64_t place = 0;
-  for (auto d = tensor.dim() - 1; d >= 0; --d) {
-    place += element % tensor.size(d) * tensor.stride(d);
-    element /= tensor.size(d);
-  }
-  return place;
 }
 
 }  // namespace
@@ -238,29 +225,6 @@ StreamEvents copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& r
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
   return copied;
-}
-
-std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors) {
-  Hash hash;
-  const auto add = [&](const void* data, std::size_t bytes) {
-    const auto* each = static_cast<const unsigned char*>(data);
-    for (std::size_t i = 0; i < bytes; ++i) hash.add(each[i]);
-  };
-  for (const auto& tensor : tensors) {
-    const std::int64_t type = tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1;
-    add(&type, sizeof type);
-    if (!tensor.defined()) continue;
-    if (!tensor.is_cpu() || !has_plain_memory(tensor)) return 0;
-    add(tensor.sizes().data(), tensor.sizes().size() * sizeof(std::int64_t));
-    const auto* first = static_cast<const char*>(tensor.const_data_ptr());
-    const auto bytes = static_cast<std::int64_t>(tensor.element_size());
-    const auto samples = std::min(kSamples, tensor.numel());
-    for (std::int64_t i = 0; i < samples; ++i) {
-      const auto element = samples == 1 ? 0 : i * (tensor.numel() - 1) / (samples - 1);
-      add(first + place_of(element, tensor) * bytes, bytes);
-    }
-  }
-  return std::max<std::uint64_t>(hash.value(), 1);
 }
 
 }  // namespace gpipe

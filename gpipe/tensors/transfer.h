@@ -5,7 +5,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -90,9 +89,5 @@ StreamEvents start_copies(std::span<at::Tensor> tensors, const StreamEvents& rea
 
 /// The same, for use on the device's current stream, or on the CPU by this thread.
 StreamEvents copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
-
-/// Returns a hash of the types, the sizes and a few elements of tensors, also the first and the last. Other values
-/// almost always have another hash. Returns 0 if a tensor's values are not in plain memory of the host.
-std::uint64_t sample_hash(const std::vector<at::Tensor>& tensors);
 
 }  // namespace gpipe

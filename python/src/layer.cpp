@@ -203,7 +203,6 @@ Layer::Buffers PythonLayer::buffers() const {
   const Section section;
   const auto places = this->places();
   Buffers buffers;
-  buffers.modules = places->size();
   std::vector<Reference> dicts;  // a copy of each place's dict; null for an empty one
   std::vector<PyObject*> modes;
   for (const auto& [module, dict, children, count, scripted] : *places) {

@@ -30,16 +30,13 @@ const std::vector<torch::Device> kTwoCpus(2, torch::kCPU);
 
 nn::Sequential four_layers() { return nn::Sequential(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh()); }
 
-/// Creates its buffer and its parameter in the first forward.
+/// Creates its buffer in the first forward.
 struct LazyImpl : nn::Module {
   torch::Tensor forward(torch::Tensor x) {
-    if (!mask.defined()) {
-      mask = register_buffer("mask", torch::ones({6}));
-      scale = register_parameter("scale", torch::ones({6}));
-    }
+    if (!mask.defined()) mask = register_buffer("mask", torch::ones({6}));
     return x * mask * scale;
   }
-  torch::Tensor mask, scale;
+  torch::Tensor mask, scale = register_parameter("scale", torch::ones({6}));
 };
 TORCH_MODULE(Lazy);
 

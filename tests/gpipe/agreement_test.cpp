@@ -10,7 +10,7 @@ constexpr Mesh kThree{.positions = 3, .replicas = 1};
 std::string told(const std::vector<Proposal>& calls, const Mesh& mesh = kThree) {
   std::vector<std::string> words;
   for (const auto& call : calls) words.push_back(encode(call));
-  return error_of([&] { decode_agreement(decide(words, mesh), mesh); });
+  return error_of([&] { decode_agreement(decide(words, mesh)); });
 }
 
 TEST(Agreement, NamesTheRankWhoseBackwardFailed) {
@@ -70,7 +70,7 @@ TEST(Agreement, RefusesOtherBytes) {
   }
   const auto decision = decide({right, right, right}, kThree);
   for (const auto& other : {std::string(), decision.substr(0, decision.size() - 1)}) {
-    EXPECT_THAT([&] { decode_agreement(other, kThree); }, throws<std::runtime_error>("malformed layout"));
+    EXPECT_THAT([&] { decode_agreement(other); }, throws<std::runtime_error>("malformed layout"));
   }
 }
 

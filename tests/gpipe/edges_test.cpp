@@ -160,33 +160,6 @@ TEST(TiedParameters, StayTiedInTheStateOfTheModelAtAnyBalance) {
   }
 }
 
-// The last stage borrows its second and third parameter once its first layer has made one.
-TEST(TiedParameters, AreTheSameWhenALayerMakesAParameterBeforeThem) {
-  struct MakerImpl : nn::Module {
-    Tensor forward(const Tensor& x) {
-      if (!scale.defined()) scale = register_parameter("scale", torch::full({6}, 2.0));
-      return x * scale;
-    }
-    Tensor scale;
-  };
-  const auto results = [](const Balance& balance) {
-    torch::manual_seed(1);
-    Linear first(6, 6);
-    GPipe pipe(Sequential(first, std::make_shared<MakerImpl>(), Sharer(first->weight, mix), Linear(6, 6),
-                          Sharer(first->bias, [](const Tensor& x, const Tensor& bias) { return x * bias; })),
-               balance, in_chunks(2));
-    std::vector<Tensor> all;
-    for (int i = 0; i < 2; ++i) {
-      all.push_back(pipe->forward(torch::ones({4, 6})));
-      all.back().square().sum().backward();
-    }
-    EXPECT_TRUE(pipe->ties_unchanged());
-    for (const auto& parameter : pipe->parameters()) all.push_back(parameter.grad());
-    return all;
-  };
-  expect_close(results({1, 4}), results({5}));
-}
-
 TEST(TiedParameters, MayNotBeTakenFromTheirLayer) {
   struct OuterImpl : nn::Module {
     explicit OuterImpl(Linear linear) : inner(register_module("inner", linear)) {}

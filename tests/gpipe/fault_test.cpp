@@ -104,15 +104,22 @@ class FaultyAllocator : public c10::Allocator {
 constexpr int kStages = 4;
 constexpr int kMicroBatches = 4;
 
+/// Its weight's gradient has other strides than the weight.
+struct TurnedImpl : nn::Module {
+  Tensor forward(const Tensor& x) { return x.matmul(weight.t().contiguous()); }
+  Tensor weight = register_parameter("weight", torch::rand({6, 6}));
+};
+TORCH_MODULE(Turned);
+
 /// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place
 /// layers, batch norm and dropout; each stage can throw.
 class Trainee {
  public:
   Trainee(Checkpoint checkpoint, bool deferred_batch_norm, const std::string& schedule = "gpipe") {
     torch::manual_seed(1);
-    model_ = Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
+    model_ = Sequential(Turned(), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
                         Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
-                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
+                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Turned());
     auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
     pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}).schedule(schedule));
     x_ = torch::randn({8, 6}).requires_grad_();

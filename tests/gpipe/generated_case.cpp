@@ -171,8 +171,7 @@ bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& p
       if (!peak || peak->live->peak == 0) continue;
       const int verified = peaks.graphs[stage];
       if ((is_exact && peak->live->peak != verified) || peak->live->now != 0) return false;
-      // A forward that made parameters keeps its graph.
-      if (spec.splits() && !spec.has(Unit::kGrows) && peak->live->peak > verified) return false;
+      if (spec.splits() && peak->live->peak > verified) return false;
     }
   }
   return true;

@@ -234,16 +234,6 @@ void tables(Builder& b) {
   });
 }
 
-/// Makes its parameter in its first forward.
-struct GrowingImpl : nn::Module {
-  Tensor forward(Tensor x) {
-    if (!scale.defined()) scale = register_parameter("scale", torch::rand({x.size(1)}));
-    return torch::dropout(x * scale, 0.5, is_training());
-  }
-  Tensor scale;
-};
-TORCH_MODULE(Growing);
-
 void own_thread(Builder& b) {
   auto linear = b.module(nn::Linear(b.width, b.width));
   b.add([linear](Tensor x) mutable {
@@ -394,7 +384,6 @@ std::vector<Unit> other_units() {
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
       {"tables", tables, Unit::kHost},
-      {"growing", [](Builder& b) { b.push(Growing()); }, Unit::kHost | Unit::kDrops | Unit::kGrows},
       {"own thread", own_thread, Unit::kHost},
       {"own generator", own_generator, Unit::kHost | Unit::kOnce},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},

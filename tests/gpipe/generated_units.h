@@ -58,7 +58,6 @@ struct Unit {
     kDouble = 4,   ///< needs double precision: PyTorch has another kernel for a forward without a graph
     kHost = 8,     ///< runs on the CPU only
     kOnce = 32,    ///< cannot be recomputed
-    kGrows = 64,   ///< makes a parameter in its first forward, whose graph stays: there is no recompute
     kDrops = 16,   ///< its output may not depend on its input, whose graph is freed then before a backward
   };
 

@@ -81,21 +81,5 @@ TEST(ModelFile, CallsOnlyOperatorsOfNamespacesThatTheProgramTrusts) {
   load();
 }
 
-TEST(ModelFile, ACloneHasItsOwnTensors) {
-  const TemporaryDirectory folder;
-  auto original = model(folder);
-  const auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(original->clone());
-  const auto& layer = *clone->ptr<GraphLayer>(0);
-  expect_equal(layer, *original->ptr<GraphLayer>(0));
-  const auto ones = Value(torch::ones({1, 2}));
-  const auto before = original->forward<Value>(ones).tensor();
-  torch::NoGradGuard no_grad;
-  layer.tensors()[0].tensor.zero_();
-  EXPECT_TRUE(torch::equal(original->forward<Value>(ones).tensor(), before));
-  EXPECT_TRUE(torch::equal(clone->forward<Value>(ones).tensor(), torch::full({1, 2}, 3.0)));
-  auto tied = model(folder, /*is_tied=*/true);
-  EXPECT_THAT([&] { tied->clone(); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'last.w' is tied to 'in.w'")));
-}
-
 }  // namespace
 }  // namespace gpipe

@@ -68,7 +68,7 @@ mutant(keeps_buffers_of_a_recompute gpipe/autograd/cell.cpp
        "  if (state_now_) StageState::end_backward(stage_, *state_now_);" "" Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe/autograd/cell.cpp "if (stores_copies_) return;" "if (stage_.index >= 0) return;"
        InPlace.*)
-mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_hash({own_[i]}) != samples_[i];"
+mutant(recomputes_with_changed_parameters gpipe/autograd/parameter_sinks.cpp "sample_of(own_[i]) != samples_[i];"
        "false;" Recompute.*)
 mutant(recomputes_after_other_changes gpipe/autograd/stage_state.cpp "if (forward.changes != changes_) {" "if (false) {"
        Recompute.*)
@@ -108,7 +108,7 @@ mutant(borrows_once_per_layer balance/stage_cost.cpp "std::exchange(last, stage)
 mutant(shares_the_scope_of_the_loss gpipe/autograd/cell.cpp "start(static_cast<int>(stage_.layers.size()));"
        "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
 mutant(runs_the_loss_in_both_passes gpipe/autograd/cell.cpp
-       "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {" "if (loss_.layer) {" Step.*)
+       "if (loss_.layer && !is_checkpointing()) {" "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe/autograd/cell.cpp
        "check_inputs(have_changed(in), \"during its recompute\")" "" Step.*)
 mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<double> weights(sizes.begin(), sizes.end());"
@@ -116,11 +116,14 @@ mutant(weights_micro_batches_equally gpipe/run/step_input.cpp "std::vector<doubl
 mutant(forgets_the_range_of_targets gpipe/run/loss_check.cpp "later.high > high + slack" "false" Step.*)
 mutant(accepts_a_part_that_is_nan gpipe/run/loss_check.cpp "!std::isfinite(square_of_all)" "!std::isfinite(off)" Step.*)
 mutant(ignores_the_scale gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Generated*)
-mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "transport(edge).take(edge, action)"
-       "transport(edge).take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
+mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.take(edge, action)"
+       "local_.take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
        "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
+
+mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "return clone_obey_contract(gradient, parameter);" "return gradient;"
+       Fault.*)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
@@ -129,7 +132,8 @@ mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp ".text() != entry.chec
 mutant(loads_before_it_checks gpipe/snapshot/snapshot.cpp "check_model(reader, own);" "" SnapshotRefusals.*)
 mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
 mutant(predicts_without_parameters balance/predict.cpp "stage.static_bytes(first, end) +" "" Plan.*)
-mutant(plans_beyond_the_memory balance/plan.cpp "plan.missing = std::max<std::int64_t>(0," "(void)std::max<std::int64_t>(0,"
+mutant(plans_beyond_the_memory balance/contender.cpp "plan.missing = std::max<std::int64_t>(0,"
+       "(void)std::max<std::int64_t>(0,"
        Plan.*)
 mutant(recomputes_without_a_price balance/segments.cpp "seconds - prices_[price] * static_cast<double>(bytes)" "seconds"
        Plan.*)
