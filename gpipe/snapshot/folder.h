@@ -59,7 +59,7 @@ void remove_leftovers(const std::filesystem::path& folder);
 /// the manifest is renamed, the folder has the snapshot before.
 void commit(const std::filesystem::path& folder, std::vector<nlohmann::json> parts);
 
-/// A snapshot, of which tensors are read one by one: a folder, or a file of an earlier version. Errors:
+/// A snapshot, of which tensors are read one by one. Errors:
 /// std::system_error with the path for one that is not there; std::runtime_error for one that is damaged, not a
 /// snapshot or of a newer version.
 class SnapshotReader {
@@ -93,8 +93,5 @@ class SnapshotReader {
 
 /// Returns a manifest with its checksum.
 nlohmann::json with_checksum(nlohmann::json manifest);
-
-/// Returns the manifest of a snapshot of the versions that were one file.
-nlohmann::json manifest_of_old(SafetensorsFile& file);
 
 }  // namespace gpipe

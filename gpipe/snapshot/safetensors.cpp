@@ -193,24 +193,9 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<std::istream> from, std::uint64
     if (!put_checksum(header, "header_crc32", kNoChecksum) || checksum_of(header).text() != expected) {
       refuse("the file is damaged: the checksum of its header does not match");
     }
-  } else if (!text("checksum").empty()) {
-    check_whole_file(std::move(header));
-  } else if (!text("model").empty() || !text("training").empty()) {
+  } else if (!text("model").empty()) {
     refuse("the file is damaged: it has no checksum");
   }
-}
-
-void SafetensorsFile::check_whole_file(std::string header) {
-  put_checksum(header, "checksum", kNoChecksum);
-  auto checksum = checksum_of(header);
-  std::string bytes(std::size_t{1} << 20, '\0');
-  for (auto left = size_ - begin_; left > 0;) {
-    bytes.resize(std::min<std::uint64_t>(left, bytes.size()));
-    if (!from_->read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) refuse("the file is truncated");
-    checksum.add(bytes.data(), bytes.size());
-    left -= bytes.size();
-  }
-  if (text("checksum") != checksum.text()) refuse("the file is damaged: its checksum does not match");
 }
 
 void SafetensorsFile::read_entries(const std::string& text_of_header) {
@@ -266,6 +251,12 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
+at::Tensor SafetensorsFile::without_data(const std::string& name) const {
+  const auto& entry = entries_.at(name);
+  const auto tensor = at::empty(entry.shape, at::device(at::kMeta).dtype(entry.type));
+  return entry.is_complex128 ? at::view_as_complex(tensor) : tensor;
+}
+
 at::Tensor SafetensorsFile::read(const std::string& name) {
   const auto& entry = entries_.at(name);
   auto tensor = at::empty(entry.shape, entry.type);
@@ -278,14 +269,6 @@ at::Tensor SafetensorsFile::read(const std::string& name) {
     refuse("the file is damaged: the checksum of '" + name + "' does not match");
   }
   return entry.is_complex128 ? at::view_as_complex(tensor) : tensor;
-}
-
-std::string SafetensorsFile::describe(const std::string& name) const {
-  const auto& entry = entries_.at(name);
-  std::ostringstream text;
-  text << (entry.is_complex128 ? at::kComplexDouble : entry.type)
-       << at::IntArrayRef(entry.shape.data(), entry.shape.size() - (entry.is_complex128 ? 1 : 0));
-  return text.str();
 }
 
 std::string SafetensorsFile::text(const std::string& key) const {
