@@ -19,8 +19,7 @@ namespace gpipe {
 /// The file is the size of a header (8 bytes, little endian), the header, and the tensors' bytes without gaps. The
 /// header is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library
 /// writes these texts: "tensor_crc32", the CRC-32 of each tensor's bytes; "header_crc32", the CRC-32 of the bytes before
-/// the tensors, with eight zeros in its place; "complex128", a list of the tensors of that type, which the format lacks and
-/// which are stored as pairs of float64; `model`.
+/// the tensors, with eight zeros in its place; `model`.
 struct Safetensors {
   std::map<std::string, at::Tensor> tensors;
   std::string model;  ///< of a model file, else empty
@@ -59,7 +58,6 @@ class SafetensorsFile {
     std::uint64_t begin;
     std::uint64_t end;
     std::string checksum;  ///< empty if the file has none
-    bool is_complex128 = false;
   };
   void read_entries(const std::string& header);
 

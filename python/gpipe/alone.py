@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
@@ -53,7 +54,8 @@ def profile_one_by_one(
                     pretend(layer, most=inf)
                     alone = _Alone(layer, value, skips, samples, device)
                     options: dict[str, Any] = {"device": device, "intraop_threads": threads, "param_scale": PARAM_SCALE}
-                    found = profile(nn.Sequential(alone), alone.sample(index > 0), seconds=seconds * ranks / len(layers), **options)
+                    options["seconds"] = seconds * ranks / len(layers)
+                    found = profile(nn.Sequential(OrderedDict({name: alone})), alone.sample(index > 0), **options)
                 mine.append(json.loads(found.to_json()))
             with unchanged(layer.modules()), mode(layer, True), torch.no_grad(), shapes_only(layer):
                 pretend(layer)
@@ -73,9 +75,9 @@ def profile_one_by_one(
     if not shares:
         return None
     whole: dict[str, Any] = shares[0][0] | {"layers": [], "blocks": [], "skips": [each for each in links.values() if each["readers"]]}
-    for index, name in enumerate(layers):
+    for index in range(len(layers)):
         lone = shares[index % ranks][index // ranks]
-        whole["layers"].append(lone["layers"][0] | {"name": name, "output": outputs[index], "shares_with": index})
+        whole["layers"].append(lone["layers"][0] | {"output": outputs[index], "shares_with": index})
         for block in lone["blocks"]:
             block |= {"layer": index, "reaches": block["reaches"] + index}
             if block["freed_by"] >= 0:
