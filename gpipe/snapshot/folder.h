@@ -23,7 +23,7 @@ class GPipeImpl;
 /// - "step", "plan", "extra", "scheduler", "scaler"
 ///
 /// A value is what Python saves or would save. What JSON lacks is an object with the kind under "$" and the content under
-/// "of": a "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/packing.py lists.
+/// "of": a "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/state.py lists.
 inline constexpr char kManifest[] = "snapshot.json";
 
 inline nlohmann::json tagged(const char* kind, nlohmann::json content) {

@@ -30,10 +30,8 @@ from torch.optim import Optimizer
 
 from gpipe import _C
 from gpipe.checks import check_is, check_whole
-from gpipe.optimizer_state import optimizer_from_json, optimizer_to_json, restore_texts
-from gpipe.own_state import OwnState
-from gpipe.packing import packed, unpacked
 from gpipe.planning import Plan
+from gpipe.state import OwnState, optimizer_from_json, optimizer_to_json, packed, restore_texts, unpacked
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
