@@ -66,7 +66,8 @@ def profile_one_by_one(
             for key in [each for each in left if each not in skips]:
                 skip = left[key]
                 bytes, trains = (0, False) if skip is None else (skip.nbytes, _differentiable(skip))
-                links[key] = {"name": key[1], "from": index, "readers": [], "bytes": bytes, "changed": False, "wants_gradient": trains}
+                link = {"name": key[1], "from": index, "readers": [], "bytes": bytes}
+                links[key] = link | {"changed": False, "wants_gradient": trains}
             skips = {key: each for key, each in (skips | left).items() if key not in alone.popped}
             outputs.append(sum(each.nbytes for each in take_apart(value)[0]))
         return json.dumps(mine).encode()
@@ -74,7 +75,8 @@ def profile_one_by_one(
     shares = [json.loads(each) for each in gather(measure)]
     if not shares:
         return None
-    whole: dict[str, Any] = shares[0][0] | {"layers": [], "blocks": [], "skips": [each for each in links.values() if each["readers"]]}
+    whole: dict[str, Any] = shares[0][0] | {"layers": [], "blocks": []}
+    whole["skips"] = [each for each in links.values() if each["readers"]]
     for index in range(len(layers)):
         lone = shares[index % ranks][index // ranks]
         whole["layers"].append(lone["layers"][0] | {"output": outputs[index], "shares_with": index})
@@ -112,8 +114,8 @@ def _count_once(whole: dict[str, Any], layers: list[nn.Module]) -> None:
                 for part, times in (("gradients", 1), ("optimizer", PARAM_SCALE - 2)) if tensor.requires_grad else ():
                     costs[part] -= int(times * tensor.nbytes)
                 for born in "BI" if tensor.requires_grad else "":  # its gradient until that of the first layer is added
-                    block = {"bytes": tensor.nbytes, "born": born, "layer": index, "until": "B", "freed_by": first, "reaches": index}
-                    whole["blocks"].append(block | {"readers": []})
+                    block = {"bytes": tensor.nbytes, "born": born, "layer": index, "until": "B", "freed_by": first}
+                    whole["blocks"].append(block | {"reaches": index, "readers": []})
         for buffer in layer.buffers():
             costs["shares_with"] = min(costs["shares_with"], owners.setdefault(buffer, index))
             costs["buffers"] -= buffer.nbytes if owners[buffer] < index else 0
@@ -198,8 +200,8 @@ class _Alone(nn.Module):
         given = iter(_Given.apply(torch.empty(0, requires_grad=True), *held) if held else ())
         for key, skip in zip(self.read, self._skips):
             _C.stash(self._native[key], next(given) if _differentiable(skip) else skip)
-        tensors = [next(parts) if self._is_batch(each) else next(given) if _differentiable(each) else each for each in self._tensors]
-        output = self.layer(self._structure.build(tensors))
+        sources = (parts if self._is_batch(each) else given if _differentiable(each) else iter([each]) for each in self._tensors)
+        output = self.layer(self._structure.build(map(next, sources)))
         return output, {key: _C.pop(self._native[key]) for key in self._left}
 
     def forward(self, batch: list[Tensor]) -> list[Tensor]:

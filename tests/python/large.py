@@ -100,7 +100,7 @@ def run(ranks, folder, width, balance, resumes, phases):
     with torch.device("meta"):
         model = make_model(width)
     options = {"chunks": CHUNKS, "schedule": "1f1b", "checkpoint": "never", "stages": None if balance else ranks.size}
-    options["memory"] = None if balance else int(1.2 * 4 * size_of(model) / ranks.size) + 40 * MIB
+    options["memory"] = None if balance else int(1.3 * 4 * size_of(model) / ranks.size) + 40 * MIB
     pipe = phases("made", lambda: gpipe.GPipe.from_module(model, batch(0)[0], balance=balance, group=ranks, seconds=0, **options))
     optimizer = torch.optim.Adam(pipe.parameters())
     if resumes:
