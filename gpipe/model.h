@@ -2,11 +2,13 @@
 
 #include <torch/nn/modules/container/sequential.h>
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include "gpipe/api.h"
+#include "gpipe/options.h"
 #include "gpipe/value.h"
 
 namespace gpipe {
@@ -34,6 +36,12 @@ namespace gpipe {
 /// Errors: std::runtime_error with the path and the reason for a file that is missing, damaged, not a model, of a newer
 /// version, or calls an operator of another namespace, or one that this torch lacks.
 GPIPE_API torch::nn::Sequential load_model(const std::filesystem::path& path,
+                                           const std::vector<std::string>& namespaces = {});
+
+/// Reads the tensors of this rank's layers only, for a pipeline with this balance and these options. Those of other
+/// ranks' layers are on the meta device. Errors: also those of the options.
+GPIPE_API torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::int64_t>& balance,
+                                           const GPipeOptions& options,
                                            const std::vector<std::string>& namespaces = {});
 
 /// Writes a model from load_model() with its present tensors, atomically; also a pipeline of its layers in one process.

@@ -31,7 +31,7 @@ class GPipeImpl;
 //   or the one before, whenever the process is killed. Files of the one before are then removed.
 //
 // A snapshot fits the model at any balance, number of ranks and in one process, and each rank reads only what it needs.
-// Python's gpipe.snapshot writes and reads the same. Snapshots of earlier versions, which are one file, can be loaded.
+// Python's gpipe.snapshot writes and reads the same.
 
 /// Where a training is, as far as only the program knows.
 struct Progress {

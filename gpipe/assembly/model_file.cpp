@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
+#include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/json.h"
 #include "gpipe/error_info.h"
@@ -18,24 +20,47 @@ constexpr std::int64_t kModelVersion = 1;
 
 std::string without_dot(const std::string& name) { return name.starts_with('.') ? name.substr(1) : name; }
 
-/// Takes the tensors of a layer from the file. `earlier` has the tensors of all layers so far.
-std::vector<GraphLayer::NamedTensor> tensors_of(const Json& layer, const std::map<std::string, at::Tensor>& file,
-                                                std::map<std::string, at::Tensor>& earlier) {
-  std::vector<GraphLayer::NamedTensor> tensors;
-  for (const auto& each : layer.at("tensors")) {
-    const auto name = each.at(0).get<std::string>();
-    const auto kind = each.at(1).get<std::string>();
-    if (kind != "parameter" && kind != "frozen" && kind != "buffer") refuse_argument("'", name, "' is a '", kind, "'");
-    const auto& source = each.at(2).is_null() ? file : earlier;
-    const auto found = source.find(each.at(2).is_null() ? name : each.at(2).get<std::string>());
-    if (found == source.end()) refuse_argument("the tensor of '", name, "' is missing");
-    auto tensor = found->second;
-    if (kind == "parameter") tensor.set_requires_grad(true);
-    earlier.emplace(name, tensor);
-    tensors.push_back({without_dot(name), std::move(tensor), kind != "buffer"});
+/// The tensors of a model file. Those of other ranks' layers only are on the meta device and are not read.
+class Tensors {
+ public:
+  /// `own` has the indices of this rank's layers, if it has not all.
+  Tensors(SafetensorsFile& file, const Json& layers, const std::set<std::size_t>* own) : file_(file) {
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      for (const auto& each : layers[i].at("tensors")) {
+        const auto name = each.at(0).get<std::string>();
+        const auto tied = each.at(2).is_null() ? sources_.end() : sources_.find(each.at(2).get<std::string>());
+        if (each.at(2).is_null() ? !file.contains(name) : tied == sources_.end()) {
+          refuse_argument("the tensor of '", name, "' is missing");
+        }
+        const auto source = tied == sources_.end() ? name : tied->second;
+        sources_.emplace(name, source);
+        if (own == nullptr || own->contains(i)) needed_.insert(source);
+      }
+    }
   }
-  return tensors;
-}
+
+  std::vector<GraphLayer::NamedTensor> of(const Json& layer) {
+    std::vector<GraphLayer::NamedTensor> tensors;
+    for (const auto& each : layer.at("tensors")) {
+      const auto name = each.at(0).get<std::string>();
+      const auto kind = each.at(1).get<std::string>();
+      if (kind != "parameter" && kind != "frozen" && kind != "buffer")
+        refuse_argument("'", name, "' is a '", kind, "'");
+      const auto source = each.at(2).is_null() ? name : sources_.at(each.at(2).get<std::string>());
+      auto& tensor = made_[source];
+      if (!tensor.defined()) tensor = needed_.contains(source) ? file_.read(source) : file_.without_data(source);
+      if (kind == "parameter") tensor.set_requires_grad(true);
+      tensors.push_back({without_dot(name), tensor, kind != "buffer"});
+    }
+    return tensors;
+  }
+
+ private:
+  SafetensorsFile& file_;
+  std::map<std::string, std::string> sources_;  // of each tensor, its name in the file
+  std::set<std::string> needed_;                // those that this rank's layers have
+  std::map<std::string, at::Tensor> made_;
+};
 
 /// Errors: std::invalid_argument for an operator that reads files, or that is of none of the namespaces.
 void check_operators(const Json& graph, const std::vector<std::string>& namespaces) {
@@ -52,38 +77,56 @@ void check_operators(const Json& graph, const std::vector<std::string>& namespac
   }
 }
 
-torch::nn::Sequential read_model(Safetensors file, const std::vector<std::string>& namespaces) {
-  if (file.model.empty()) refuse_argument("it is not a model; python -m gpipe export writes one");
-  auto model = parse_json(file.model);
+torch::nn::Sequential read_model(SafetensorsFile file, const std::vector<std::string>& namespaces,
+                                 const std::set<std::size_t>* own) {
+  if (file.text("model").empty()) refuse_argument("it is not a model; python -m gpipe export writes one");
+  auto model = parse_json(file.text("model"));
   const auto version = model.at("version").get<std::int64_t>();
   if (version != kModelVersion) {
     refuse_argument("it has version ", version, ", but this library reads version ", kModelVersion);
   }
   torch::nn::Sequential layers;
-  std::map<std::string, at::Tensor> earlier;
   const Namespace of_model;
   const auto count = model.at("layers").size();
   if (count == 0) refuse_argument("it has no layers");
+  Tensors tensors(file, model["layers"], own);
   for (auto& each : model["layers"]) {
     check_operators(each.at("graph"), namespaces);
     each["place"] = {layers->size(), count};
-    auto layer =
-        std::make_shared<GraphLayer>(each.at("graph").dump(), tensors_of(each, file.tensors, earlier), each.dump());
+    auto layer = std::make_shared<GraphLayer>(each.at("graph").dump(), tensors.of(each), each.dump());
     layer->isolate(of_model);
-    for (const auto& path : each.at("evaluation")) layer->place(path).train(false);
+    for (const auto& place : each.at("evaluation")) layer->place(place).train(false);
     layers->push_back(each.at("name").get<std::string>(), std::move(layer));
   }
   return layers;
 }
 
-}  // namespace
-
-torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::string>& namespaces) {
+torch::nn::Sequential load(const std::filesystem::path& path, const std::vector<std::string>& namespaces,
+                           const std::set<std::size_t>* own) {
   try {
-    return read_model(read_safetensors(path), namespaces);
+    return read_model(SafetensorsFile(path), namespaces, own);
   } catch (const std::exception&) {
     throw_error("cannot load the model '", path.string(), "': ", reason_of(message_of(std::current_exception())));
   }
+}
+
+}  // namespace
+
+torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::string>& namespaces) {
+  return load(path, namespaces, nullptr);
+}
+
+torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::int64_t>& balance,
+                                 const GPipeOptions& options, const std::vector<std::string>& namespaces) {
+  const auto workers = arrange_workers(options, balance.size());
+  std::set<std::size_t> own;
+  std::size_t layer = 0;
+  for (std::size_t s = 0; s < balance.size(); ++s) {
+    for (std::int64_t i = 0; i < balance[s]; ++i, ++layer) {
+      if (workers.is_here(workers.schedules.placement[s])) own.insert(layer);
+    }
+  }
+  return load(path, namespaces, &own);
 }
 
 void save_model(const std::filesystem::path& path, const torch::nn::Module& model) {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/snapshot/capture.h"
 
 namespace gpipe {
 namespace {
@@ -18,7 +19,7 @@ using nlohmann::json;
 namespace fs = std::filesystem;
 
 constexpr char kIndex[] = "model.safetensors.index.json";
-constexpr int kVersion = 3;  // version 2 was one file, version 1 a zip archive
+constexpr int kVersion = 1;
 
 void write_text(const fs::path& path, const std::string& text) {
   replace_file(path, [&](const ByteSink& sink) { sink(text.data(), text.size()); });
@@ -144,12 +145,6 @@ SnapshotReader::SnapshotReader(fs::path path) : path_(std::move(path)) {
 }
 
 void SnapshotReader::open() {
-  if (fs::exists(path_) && !fs::is_directory(path_)) {
-    auto file = std::make_shared<File>(File{path_, "", std::make_unique<SafetensorsFile>(path_)});
-    for (const auto& name : file->opened->names()) places_[name] = file;
-    manifest_ = manifest_of_old(*file->opened);
-    return;
-  }
   errno = 0;
   if (!std::ifstream(path_ / kManifest)) throw std::system_error(errno, std::generic_category());
   manifest_ = json_or_null(read_text(path_ / kManifest));
@@ -200,7 +195,7 @@ at::Tensor SnapshotReader::read(const std::string& name) {
 }
 
 std::string SnapshotReader::describe(const std::string& name) {
-  return from_file(name, [&](auto& file) { return file.describe(name); });
+  return from_file(name, [&](auto& file) { return description_of(file.without_data(name)); });
 }
 
 }  // namespace gpipe

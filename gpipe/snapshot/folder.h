@@ -23,7 +23,7 @@ class GPipeImpl;
 /// - "step", "plan", "extra", "scheduler", "scaler"
 ///
 /// A value is what Python saves or would save. What JSON lacks is an object with the kind under "$" and the content under
-/// "of": a "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/packing.py lists.
+/// "of": a "tensor" (its name in a file), "tuple", "dict" (pairs) and others that python/gpipe/state.py lists.
 inline constexpr char kManifest[] = "snapshot.json";
 
 inline nlohmann::json tagged(const char* kind, nlohmann::json content) {
@@ -59,7 +59,7 @@ void remove_leftovers(const std::filesystem::path& folder);
 /// the manifest is renamed, the folder has the snapshot before.
 void commit(const std::filesystem::path& folder, std::vector<nlohmann::json> parts);
 
-/// A snapshot, of which tensors are read one by one: a folder, or a file of an earlier version. Errors:
+/// A snapshot, of which tensors are read one by one. Errors:
 /// std::system_error with the path for one that is not there; std::runtime_error for one that is damaged, not a
 /// snapshot or of a newer version.
 class SnapshotReader {
@@ -93,8 +93,5 @@ class SnapshotReader {
 
 /// Returns a manifest with its checksum.
 nlohmann::json with_checksum(nlohmann::json manifest);
-
-/// Returns the manifest of a snapshot of the versions that were one file.
-nlohmann::json manifest_of_old(SafetensorsFile& file);
 
 }  // namespace gpipe

@@ -1,8 +1,6 @@
 #include "gpipe/snapshot/safetensors.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/view_as_complex.h>
-#include <ATen/ops/view_as_real.h>
 #include <zlib.h>
 
 #include <algorithm>
@@ -80,8 +78,7 @@ Checksum checksum_of(const std::string& header) {
 
 void check_storable(const std::string& name, const at::Tensor& tensor) {
   if (!tensor.defined()) refuse_argument("tensor '", name, "' is undefined and cannot be saved");
-  const bool has_type = tensor.scalar_type() == at::kComplexDouble ||
-                        std::ranges::any_of(kTypes, [&](auto& type) { return type.second == tensor.scalar_type(); });
+  const bool has_type = std::ranges::any_of(kTypes, [&](auto& type) { return type.second == tensor.scalar_type(); });
   if (tensor.layout() == at::kStrided && !tensor.is_meta() && has_type) return;
   std::ostringstream what;
   what << "tensor '" << name << "' of type " << tensor.scalar_type() << " and layout " << tensor.layout() << " on "
@@ -90,10 +87,7 @@ void check_storable(const std::string& name, const at::Tensor& tensor) {
 }
 
 /// Returns the tensor's values, dense on the CPU.
-at::Tensor stored(const at::Tensor& tensor) {
-  const auto values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous();
-  return values.scalar_type() == at::kComplexDouble ? at::view_as_real(values) : values;
-}
+at::Tensor stored(const at::Tensor& tensor) { return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous(); }
 
 /// Returns the number of bytes. Errors: std::runtime_error if it has more than 63 bits.
 std::uint64_t bytes_of(const std::string& name, at::ScalarType type, const std::vector<std::int64_t>& shape) {
@@ -113,14 +107,12 @@ std::uint64_t bytes_of(const std::string& name, at::ScalarType type, const std::
 
 std::string write_safetensors(const Safetensors& content, const ByteSink& sink) {
   json header = json::object();
-  json complex = json::array();
   json checksums = json::object();
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& [name, tensor] : content.tensors) {
     if (name == kMetadata) refuse("a tensor has the name '__metadata__', which the format keeps for texts; rename it");
     check_storable(name, tensor);
     tensors.emplace_back(name, tensor);
-    if (tensor.scalar_type() == at::kComplexDouble) complex.push_back(name);
   }
   // Large elements first: each tensor is then aligned in the file.
   std::ranges::stable_sort(tensors, std::greater(), [](const auto& each) { return each.second.element_size(); });
@@ -135,7 +127,6 @@ std::string write_safetensors(const Safetensors& content, const ByteSink& sink) 
   std::string text;
   try {
     header[kMetadata] = {{"format", "pt"}, {"header_crc32", kNoChecksum}, {"tensor_crc32", checksums.dump()}};
-    if (!complex.empty()) header[kMetadata]["complex128"] = complex.dump();
     if (!content.model.empty()) header[kMetadata]["model"] = content.model;
     text = header.dump();
   } catch (const json::type_error&) {
@@ -193,24 +184,9 @@ SafetensorsFile::SafetensorsFile(std::unique_ptr<std::istream> from, std::uint64
     if (!put_checksum(header, "header_crc32", kNoChecksum) || checksum_of(header).text() != expected) {
       refuse("the file is damaged: the checksum of its header does not match");
     }
-  } else if (!text("checksum").empty()) {
-    check_whole_file(std::move(header));
-  } else if (!text("model").empty() || !text("training").empty()) {
+  } else if (!text("model").empty()) {
     refuse("the file is damaged: it has no checksum");
   }
-}
-
-void SafetensorsFile::check_whole_file(std::string header) {
-  put_checksum(header, "checksum", kNoChecksum);
-  auto checksum = checksum_of(header);
-  std::string bytes(std::size_t{1} << 20, '\0');
-  for (auto left = size_ - begin_; left > 0;) {
-    bytes.resize(std::min<std::uint64_t>(left, bytes.size()));
-    if (!from_->read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) refuse("the file is truncated");
-    checksum.add(bytes.data(), bytes.size());
-    left -= bytes.size();
-  }
-  if (text("checksum") != checksum.text()) refuse("the file is damaged: its checksum does not match");
 }
 
 void SafetensorsFile::read_entries(const std::string& text_of_header) {
@@ -221,7 +197,6 @@ void SafetensorsFile::read_entries(const std::string& text_of_header) {
     if (value.is_string()) texts_[key] = value.get<std::string>();
   }
   const auto checksums = json_or_null(text("tensor_crc32"));
-  const auto complex = json_or_null(text("complex128"));
   for (const auto& [name, from] : header.items()) {
     if (name == kMetadata) continue;
     try {
@@ -237,11 +212,7 @@ void SafetensorsFile::read_entries(const std::string& text_of_header) {
       const auto offsets = from.at("data_offsets").get<std::array<std::uint64_t, 2>>();
       const auto checksum = checksums.is_object() ? checksums.at(name).get<std::string>() : "";
       const auto shape = from.at("shape").get<std::vector<std::int64_t>>();
-      auto& entry = entries_[name] = {type->second, shape, offsets[0], offsets[1], checksum};
-      entry.is_complex128 = complex.is_array() && std::ranges::find(complex, json(name)) != complex.end();
-      if (entry.is_complex128 && (entry.type != at::kDouble || entry.shape.empty() || entry.shape.back() != 2)) {
-        refuse("'" + name + "' is not stored as complex128");
-      }
+      entries_[name] = {type->second, shape, offsets[0], offsets[1], checksum};
     } catch (const json::exception&) {
       refuse("'" + name + "' is not described as a tensor");
     }
@@ -266,6 +237,11 @@ std::vector<std::string> SafetensorsFile::names() const {
   return names;
 }
 
+at::Tensor SafetensorsFile::without_data(const std::string& name) const {
+  const auto& entry = entries_.at(name);
+  return at::empty(entry.shape, at::device(at::kMeta).dtype(entry.type));
+}
+
 at::Tensor SafetensorsFile::read(const std::string& name) {
   const auto& entry = entries_.at(name);
   auto tensor = at::empty(entry.shape, entry.type);
@@ -277,15 +253,7 @@ at::Tensor SafetensorsFile::read(const std::string& name) {
   if (!entry.checksum.empty() && Checksum().add(tensor.data_ptr(), tensor.nbytes()).text() != entry.checksum) {
     refuse("the file is damaged: the checksum of '" + name + "' does not match");
   }
-  return entry.is_complex128 ? at::view_as_complex(tensor) : tensor;
-}
-
-std::string SafetensorsFile::describe(const std::string& name) const {
-  const auto& entry = entries_.at(name);
-  std::ostringstream text;
-  text << (entry.is_complex128 ? at::kComplexDouble : entry.type)
-       << at::IntArrayRef(entry.shape.data(), entry.shape.size() - (entry.is_complex128 ? 1 : 0));
-  return text.str();
+  return tensor;
 }
 
 std::string SafetensorsFile::text(const std::string& key) const {

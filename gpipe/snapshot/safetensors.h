@@ -19,8 +19,7 @@ namespace gpipe {
 /// The file is the size of a header (8 bytes, little endian), the header, and the tensors' bytes without gaps. The
 /// header is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library
 /// writes these texts: "tensor_crc32", the CRC-32 of each tensor's bytes; "header_crc32", the CRC-32 of the bytes before
-/// the tensors, with eight zeros in its place; "complex128", a list of the tensors of that type, which the format lacks and
-/// which are stored as pairs of float64; `model`. Earlier versions wrote "checksum", of the whole file.
+/// the tensors, with eight zeros in its place; `model`.
 struct Safetensors {
   std::map<std::string, at::Tensor> tensors;
   std::string model;  ///< of a model file, else empty
@@ -44,10 +43,11 @@ class SafetensorsFile {
   SafetensorsFile(std::unique_ptr<std::istream> from, std::uint64_t size);
 
   std::vector<std::string> names() const;
+  bool contains(const std::string& name) const { return entries_.contains(name); }
   /// Returns a tensor of names(). Allocates no more than its part of the file.
   at::Tensor read(const std::string& name);
-  /// Returns its type and shape, such as "Float[3, 4]".
-  std::string describe(const std::string& name) const;
+  /// Returns a tensor of its type and shape on the meta device. Reads nothing.
+  at::Tensor without_data(const std::string& name) const;
   /// Returns a text under "__metadata__", or an empty one.
   std::string text(const std::string& key) const;
 
@@ -58,10 +58,8 @@ class SafetensorsFile {
     std::uint64_t begin;
     std::uint64_t end;
     std::string checksum;  ///< empty if the file has none
-    bool is_complex128 = false;
   };
   void read_entries(const std::string& header);
-  void check_whole_file(std::string header);
 
   std::unique_ptr<std::istream> from_;
   const std::uint64_t size_;

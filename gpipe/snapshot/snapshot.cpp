@@ -24,6 +24,7 @@ void check_writable(const std::string& name, const at::Tensor& tensor) {
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     refuse_argument("cannot restore '", name, "' of this model: some of its elements share memory; clone it first");
   }
+  if (tensor.is_meta()) refuse_argument("cannot restore '", name, "' of this model: it is on the meta device");
   if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
     refuse_argument("cannot restore '", name, "' of this model: it was made in inference mode; clone it first");
   }
@@ -105,7 +106,6 @@ std::string description_of(const at::Tensor& tensor) {
   std::ostringstream text;
   text << tensor.scalar_type() << tensor.sizes();
   if (tensor.layout() != at::kStrided) text << ' ' << tensor.layout();
-  if (tensor.is_meta()) text << " without data";
   if (tensor.is_quantized()) text << ' ' << c10::toString(tensor.qscheme());
   return text.str();
 }

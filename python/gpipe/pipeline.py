@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -24,13 +23,12 @@ from gpipe.checks import BalanceError, Checkpoints
 from gpipe.core import StagedModel
 from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
 from gpipe.exported.exporter import mode
-from gpipe.exported.pretended import is_on_meta
 from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
 from gpipe.losses import check_scale, checked, explained, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.planning import Plan, choose_plan, read_plan
-from gpipe.ranks import Ranks, on_rank_0, ranks_of
+from gpipe.ranks import Ranks, ranks_of
 from gpipe.report import Report
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
@@ -192,13 +190,13 @@ class GPipe(StagedModel):
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, unless it is a ``nn.Sequential`` that
         the constructor takes, with enough layers. Measures the layers for about ``seconds``, and chooses the fastest cut,
         schedule, placement, number of micro-batches and checkpoint mode that fit the devices' memory, except what is given.
-        Measures nothing if all but the placement is given. Over ranks, rank 0 chooses.
+        Measures nothing if all but the placement is given. Over ranks, rank 0 measures and chooses.
 
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images)
             pipe = gpipe.GPipe.from_module(torchvision.models.resnet50(), images, memory="300MiB")
 
         The number of micro-batches changes the results of batch norm. For a model that has it, the default is two per
-        worker. A model on the ``meta`` device is not measured: its stages have about equally many parameters.
+        worker. Layers of a model on the ``meta`` device are measured one at a time, each rank a share of them, with random values.
 
         Args:
             args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
@@ -230,13 +228,11 @@ class GPipe(StagedModel):
             if any(each is not None for each in (stages, placement, memory, *chosen.values())):
                 raise ValueError("a plan says how the pipeline runs; leave out stages, balance, chunks and the like")
             chosen = read_plan(plan)
-        elif None in chosen.values() and is_on_meta(module):
-            chosen = _unmeasured(model, placed, stages, ranks, chosen) | {"placement": placement or "looped"}
         elif None in chosen.values():
             options: dict[str, Any] = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
             options |= chosen | {"seconds": seconds}
             batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
-            chosen = json.loads(on_rank_0(ranks, lambda: json.dumps(choose_plan(model, batch, **options))))
+            chosen = choose_plan(model, batch, **options)
         else:
             chosen["placement"] = "looped" if placement is None else placement
         chosen |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
@@ -494,19 +490,6 @@ class GPipe(StagedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_timeline": None}
-
-
-def _unmeasured(
-    model: nn.Sequential, devices: list[torch.device] | None, stages: int | None, ranks: Ranks | None, plan: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns a plan in which stages have about equally many parameters."""
-    processes = 1 if ranks is None else ranks.size // ranks.replicas
-    workers = processes * len(devices) if devices else processes if processes > 1 else torch.cuda.device_count() or 2
-    count = min(len(plan["balance"] or ()) or stages or workers, len(model))
-    sizes = [sum(each.numel() for each in layer.parameters()) + 1 for layer in layers_in(model).values()]
-    balance = _C.best_partition(sizes, count)
-    default = {"balance": balance, "chunks": 4 * workers, "checkpoint": "except_last", "schedule": "1f1b"}
-    return {name: default[name] if given is None else given for name, given in plan.items()}
 
 
 def _as_layers(

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -11,10 +11,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe import _C
-from gpipe.balance import plan
+from gpipe.alone import profile_one_by_one
+from gpipe.balance import Profile, plan
 from gpipe.checks import Checkpoints, Memory, arrange_workers
-from gpipe.ranks import Ranks
-from gpipe.structure import take_apart
+from gpipe.core import StagedModel
+from gpipe.exported.pretended import is_on_meta
+from gpipe.ranks import Ranks, on_rank_0
+from gpipe.structure import first_micro_batch, take_apart
+from gpipe.team import Team
+from gpipe.weights import Values
 
 
 class Plan(TypedDict):
@@ -54,7 +59,8 @@ def choose_plan(
     seconds: float,
 ) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
-    results do not depend on it, as they do with batch norm. Raises RuntimeError if nothing fits the devices' memory."""
+    results do not depend on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on
+    the ``meta`` device each measures a share. Raises RuntimeError if nothing fits the devices' memory."""
     wanted = len(balance) if balance is not None else stages
     if wanted is not None:
         _C.check_stages(wanted, len(model))
@@ -70,37 +76,70 @@ def choose_plan(
     if chunks is None and samples == 1:
         warnings.warn(
             "the plan is for a mini-batch of 1 sample, so for one micro-batch; give a mini-batch of the size you train with",
-            stacklevel=6,
+            stacklevel=4,
         )
     if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
-    limits = memory
-    if limits is None and all(each.type == "cuda" for each in devices):
-        limits = [_free(each, model) for each in devices] * processes
-    found = plan(
-        model,
-        batch,
-        placed,
-        memory=limits,
-        stages=wanted,
-        balance=balance,
-        chunks=chunks or sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)}),
-        checkpoint=checkpoint,
-        schedule="auto" if schedule is None else schedule,
-        placement=placement,
-        seconds=seconds,
-        hosts=processes,
-        pilots=3 if processes == 1 else 0,
-    )
-    best, whole = found.best, found.unpartitioned
-    faster = 0 if whole is None or not whole.fits else best.seconds / whole.seconds
-    if wanted is None and memory is None and faster > 1.03:
-        warnings.warn(
-            f"plain PyTorch on one device, on a CPU with all threads, is predicted to be {faster:.2f} times as fast as the "
-            "pipeline; train the module without one unless you are short of memory",
-            stacklevel=6,
+    counts = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
+    profiles = _profiles_of_shares(model, batch, counts, placed, ranks, seconds) if is_on_meta(model) else None
+
+    def best() -> str:
+        limits = memory
+        if limits is None and all(each.type == "cuda" for each in devices):
+            limits = [_free(each, model) for each in devices] * processes
+        found = plan(
+            model if profiles is None else profiles,
+            batch if profiles is None else samples,
+            placed,
+            memory=limits,
+            stages=wanted,
+            balance=balance,
+            chunks=counts,
+            checkpoint=checkpoint,
+            schedule="auto" if schedule is None else schedule,
+            placement=placement,
+            seconds=seconds,
+            hosts=processes,
+            pilots=3 if processes == 1 else 0,
         )
-    return best.arguments
+        whole = found.unpartitioned
+        faster = 0 if whole is None or not whole.fits else found.best.seconds / whole.seconds
+        if wanted is None and memory is None and faster > 1.03:
+            warnings.warn(
+                f"plain PyTorch on one device, on a CPU with all threads, is predicted to be {faster:.2f} times as fast as the "
+                "pipeline; train the module without one unless you are short of memory",
+                stacklevel=6,
+            )
+        return json.dumps(found.best.arguments)
+
+    arguments: dict[str, Any] = json.loads(on_rank_0(ranks, best))
+    return arguments
+
+
+def _profiles_of_shares(
+    model: nn.Sequential, batch: Any, counts: list[int], devices: list[torch.device], ranks: Ranks | None, seconds: float
+) -> list[Profile]:
+    """Returns on rank 0 the profiles of a model on the ``meta`` device for numbers of micro-batches."""
+    threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else 0
+    options: dict[str, Any] = {"device": devices[0], "threads": threads, "seconds": seconds / len(counts)}
+    team = None
+    if ranks is not None:
+        size = ranks.size // ranks.replicas
+        layers, values = nn.Sequential(*(nn.Identity() for _ in range(size))), Values()
+        workers = arrange_workers(devices[:1], size, "gpipe", "looped", ranks._core)
+        team = Team(StagedModel(layers, [1] * size, workers, "gpipe", False, False, ranks, values))
+        options |= {"rank": ranks.rank, "ranks": ranks.size}
+
+    def gather(work: Callable[[], bytes]) -> list[bytes]:
+        if team is None:
+            return [work()]
+        with team.refusing():
+            share = work()
+        return team.gather(share, "profiles of layers")
+
+    samples = [first_micro_batch(batch, count)[0] for count in counts]
+    found = [profile_one_by_one(model, sample, gather=gather, **options) for sample in samples]
+    return [each for each in found if each is not None]
 
 
 def _free(device: torch.device, model: nn.Module) -> int:

@@ -8,7 +8,7 @@
 Each rank writes its tensors to two safetensors files, under the names of the unpartitioned model, with Hugging Face's
 index of them: ``from_pretrained`` opens the folder. A snapshot fits the model at any balance and number of ranks, each
 of which reads only what it needs. ``snapshot.json`` is renamed last, so the folder has the newest snapshot or the one
-before, whenever a process is killed. C++ reads and writes the same. Files of earlier versions can be loaded.
+before, whenever a process is killed. C++ reads and writes the same.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ from torch.optim import Optimizer
 
 from gpipe import _C
 from gpipe.checks import check_is, check_whole
-from gpipe.optimizer_state import optimizer_from_json, optimizer_to_json, restore_texts
-from gpipe.own_state import OwnState
-from gpipe.packing import packed, unpacked
 from gpipe.planning import Plan
+from gpipe.state import OwnState, optimizer_from_json, optimizer_to_json, packed, restore_texts, unpacked
 
 if TYPE_CHECKING:
     from gpipe.pipeline import GPipe
@@ -48,8 +46,7 @@ class Snapshot:
     Attributes:
         step: the number that :func:`save` got.
         plan: the pipeline's :attr:`gpipe.GPipe.plan`; empty for another model.
-        extra: what :func:`save` got. Of a file of an earlier version, a dict of ``epoch``, ``position``, ``options``
-            and ``history``.
+        extra: what :func:`save` got.
     """
 
     step: int

@@ -13,7 +13,7 @@ torch::nn::Sequential model(const TemporaryDirectory& folder, bool is_tied = fal
   Safetensors file;
   file.tensors = {{"in.w", torch::ones({2, 2})},
                   {"in.frozen", torch::full({2}, 3.0)},
-                  {"in.phase", torch::complex(torch::zeros({2}, at::kDouble), torch::ones({2}, at::kDouble))},
+                  {"in.phase", torch::complex(torch::zeros({2}), torch::ones({2}))},
                   {".in.step", torch::arange(2)}};
   file.model = R"({"version": 1, "layers": [{"name": "a", "evaluation": ["drop"],
     "tensors": [["in.w", "parameter", null], ["in.frozen", "frozen", null], ["in.phase", "buffer", null],

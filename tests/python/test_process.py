@@ -243,3 +243,9 @@ def test_pipelines_on_devices_that_check_the_order_of_streams():
     device = built("accelerator/libchecked_device.so")
     done = subprocess.run([sys.executable, program, device], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_processes_train_a_model_in_their_share_of_its_memory(tmp_path):
+    options = {"cwd": Path(__file__).parent, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+    done = subprocess.run([sys.executable, "large.py", "60"], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr

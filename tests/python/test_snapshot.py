@@ -8,11 +8,9 @@ import random
 import zlib
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy
 import pytest
-import safetensors.torch
 import torch
 from torch import nn, optim
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
@@ -311,12 +309,8 @@ def test_errors_of_files_are_those_of_python(tmp_path):
         snapshot.load(tmp_path)
     with pytest.raises(NotADirectoryError):
         snapshot.save(tmp_path / "s/snapshot.json", pipe)
-    (tmp_path / "text").write_text("no snapshot")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        snapshot.load(tmp_path / "text")
-    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="the file has only weights"):
-        snapshot.load(tmp_path / "weights")
+    with pytest.raises(NotADirectoryError):
+        snapshot.load(tmp_path / "s/snapshot.json")
     with pytest.raises(TypeError, match="load.folder, pipe, optimizer=optimizer"):
         snapshot.load(tmp_path / "s", optimizer=optimizer)
     before = states(pipe, optimizer)
@@ -340,28 +334,3 @@ def test_hugging_face_opens_the_weights(tmp_path):
     opened, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     assert same(dict(opened.state_dict()), dict(model.state_dict()))
     assert not report["missing_keys"] and not report["unexpected_keys"]
-
-
-def test_a_file_of_version_2_is_loaded():
-    path = Path(__file__).parents[1] / "snapshot/version_2.snapshot"
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **snapshot.load(path).plan)
-    first, second = pipe
-    groups = [{"params": [second.weight]}, {"params": [second.bias, *first.parameters()], "lr": 3}]
-    optimizer = AdamW(groups, amsgrad=True)
-    scheduler = lr_scheduler.MultiStepLR(optimizer, [5])
-    saved = snapshot.load(path, pipe, optimizer=optimizer, scheduler=scheduler)
-    options = saved.extra["options"]
-    assert (saved.step, saved.extra["epoch"], saved.extra["position"], options["data"]) == (0, 7, {"batch": 3}, "a folder/ä")
-    assert saved.extra["history"] == {"loss": [0.1, 1e-300]}
-    assert type(scheduler.milestones) is Counter and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    x = torch.rand(4, 2)
-    assert x[0].tolist() == pytest.approx([0.1759101748, 0.2698335647])
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = pipe(x).square().sum()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        scheduler.step()
-    assert losses == pytest.approx([15.4208564758, 15.1101379394], rel=1e-5)

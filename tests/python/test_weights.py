@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gpipe
+from gpipe.alone import profile_one_by_one
+from gpipe.balance import profile
 from helpers import named_gradients, results_of
 from small_models import Net
 from test_ranks import make_model
@@ -91,7 +94,7 @@ def trained(make, native, path=None):
         model = make()
     init = getattr(model, "_init_weights", None) if path else None
     options = {"balance": None if path else trained.balance, "stages": 2 if path else None, "devices": ["cpu", "cpu"]}
-    options |= {"chunks": 2, "schedule": "1f1b", "checkpoint": "never", "native": native, "weights": path, "init": init}
+    options |= {"chunks": 2, "schedule": "1f1b", "checkpoint": "never", "native": native, "weights": path, "init": init, "seconds": 0}
     pipe = gpipe.GPipe.from_module(model, ids().to("meta") if native and path else ids(), **options)
     trained.balance = pipe.balance
     torch.manual_seed(1)
@@ -182,6 +185,46 @@ def test_tensors_that_nothing_gives_a_value_are_named(native):
 def fill(module):
     for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         nn.init.normal_(each) if each.is_floating_point() else each.zero_()
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", ["tied", "gpt2"])
+def test_layers_that_are_measured_one_at_a_time_have_the_sizes_of_the_whole_model(name, native):
+    profiles = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = MODELS[name]()
+        layers = gpipe.to_sequential(model, ids(), native=native)
+        if device == "cpu":
+            profiles.append(profile(layers, ids(), seconds=0, repeats=1, param_scale=4))
+        else:
+            before = torch.get_rng_state()
+            profiles.append(profile_one_by_one(layers, ids(), device=torch.device("cpu"), threads=1, seconds=0))
+            assert all(each.is_meta for each in model.parameters()) and torch.equal(torch.get_rng_state(), before)
+    sizes = [[(each.parameters, each.gradients, each.optimizer, each.buffers, each.output) for each in of.layers] for of in profiles]
+    assert sizes[0] == sizes[1]
+    skips = [[(each.from_layer, each.reader_layers, each.bytes) for each in of.skips] for of in profiles]
+    assert sorted(skips[0]) == sorted(skips[1])
+    assert [(each.layers, each.bytes) for each in profiles[0].ties] == [(each.layers, each.bytes) for each in profiles[1].ties]
+    for cut in ([2, len(sizes[0]) - 2], [len(sizes[0]) - 1, 1]):
+        whole, lone = (gpipe.balance.predict(each, cut, 4, "never").bytes for each in profiles)
+        assert all(counted <= bound for counted, bound in zip(whole, lone, strict=True)) and sum(lone) < 1.1 * sum(whole)
+
+
+def plan_over_ranks(ranks):
+    measured = []
+    with torch.device("meta"):
+        model = Decoder(tied=False)
+    with patch("gpipe.alone.profile", lambda *given, **options: measured.append(given) or profile(*given, **options)):
+        pipe = gpipe.GPipe.from_module(model, ids().to("meta"), chunks=2, group=ranks, init=fill, seconds=0)
+    return pipe.plan, len(measured), float(pipe.step(ids(), ids(), loss))
+
+
+def test_ranks_measure_a_share_of_the_layers_each():
+    (plan, measured, result), *others = results_of(3, plan_over_ranks)
+    assert [each[0] for each in others] == [plan, plan] and sum(plan["balance"]) == 6 and len(plan["balance"]) % 3 == 0
+    assert [measured, *(each[1] for each in others)] == [2, 2, 2]
+    assert math.isfinite(result)
 
 
 def over_ranks(ranks, file, balance):

@@ -35,10 +35,10 @@ std::map<std::string, at::Tensor> sample_tensors() {
       {"empty", torch::empty({0, 3})},
       {"gradients", torch::randn({2}, torch::requires_grad())},
       {"not numbers", torch::tensor({std::nan("3"), -0.0, HUGE_VAL}, torch::kFloat64)},
-      {"conjugate", torch::randn({3}, torch::kComplexDouble).conj()},
+      {"conjugate", torch::randn({3}, torch::kComplexFloat).conj()},
       {"imaginary", torch::imag(torch::randn({3}, torch::kComplexFloat).conj())}};
   for (const auto type : {torch::kBool, torch::kUInt8, torch::kInt64, torch::kHalf, torch::kBFloat16, torch::kDouble,
-                          torch::kFloat8_e5m2, torch::kComplexFloat, torch::kComplexDouble}) {
+                          torch::kFloat8_e5m2, torch::kComplexFloat}) {
     tensors[torch::toString(type)] = base.to(type);
   }
   tensors["the same"] = tensors["Double"];
@@ -53,7 +53,10 @@ TEST(Safetensors, RoundTripOfTensorsOfEveryTypeAndLayout) {
   ASSERT_EQ(read.size(), tensors.size());
   for (const auto& [name, tensor] : tensors) EXPECT_TRUE(same_bits(read.at(name), tensor)) << name;
   EXPECT_FALSE(read.at("gradients").requires_grad());
-  EXPECT_EQ(SafetensorsFile(folder / "tensors").describe("conjugate"), "ComplexDouble[3]");
+  for (SafetensorsFile file(folder / "tensors"); const auto& [name, tensor] : tensors) {
+    const auto like = file.without_data(name);
+    EXPECT_TRUE(like.is_meta() && like.dtype() == tensor.dtype() && like.sizes() == tensor.sizes()) << name;
+  }
 
   write_safetensors(folder / "view", {.tensors = {{"small view", torch::zeros({1000000})[0]}}, .model = ""});
   EXPECT_LT(std::filesystem::file_size(folder / "view"), 10000);
@@ -72,14 +75,12 @@ TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
 
 TEST_F(SnapshotDamage, FlippedBitsAreRefused) {
   write_safetensors(path_, {.tensors = {{"a", torch::randn({40})}, {"b", torch::arange(9)}}, .model = "{}"});
-  for (const auto& whole :
-       {bytes_of(path_), bytes_of(std::filesystem::path(__FILE__).parent_path() / "version_2.snapshot")}) {
-    EXPECT_EQ(refusal_of(whole), "");
-    for (std::size_t at = 0; at < whole.size(); at += whole.size() < 2000 ? 1 : 23) {
-      auto damaged = whole;
-      damaged[at] = static_cast<char>(damaged[at] ^ 1 << at % 8);
-      ASSERT_NE(refusal_of(damaged), "") << "byte " << at << " of " << whole.size();
-    }
+  const auto whole = bytes_of(path_);
+  EXPECT_EQ(refusal_of(whole), "");
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    auto damaged = whole;
+    damaged[at] = static_cast<char>(damaged[at] ^ 1 << at % 8);
+    ASSERT_NE(refusal_of(damaged), "") << "byte " << at << " of " << whole.size();
   }
 }
 
@@ -89,12 +90,11 @@ TEST_F(SnapshotDamage, OtherFilesAreRefused) {
   EXPECT_THAT(of_snapshot(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
   EXPECT_THAT(refusal_of(""), HasSubstr("truncated"));
   EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("not a safetensors file"));
-  EXPECT_THAT(of_snapshot(), HasSubstr("not a safetensors file"));
+  EXPECT_THAT(of_snapshot(), HasSubstr("Not a directory"));
   EXPECT_THAT(error_of([&] { read_weights(path_.parent_path()); }), HasSubstr("No such file"));
   torch::save(torch::ones({3}), path_.string());
   EXPECT_THAT(refusal(), HasSubstr("not a safetensors file"));
   write_safetensors(path_, {.tensors = {{"a", torch::ones({3})}}, .model = ""});
-  EXPECT_THAT(of_snapshot(), HasSubstr("not a snapshot: the file has only weights"));
   EXPECT_TRUE(torch::equal(read_weights(path_)["a"], torch::ones({3})));
 }
 
@@ -109,7 +109,7 @@ TEST_F(SnapshotDamage, DeepJsonIsRefused) {
     const auto deep = std::string(levels, '[') + std::string(levels, ']');
     EXPECT_THAT(refusal_of(file_of("{\"a\": " + deep + "}", "")), HasSubstr("not a safetensors file"));
     std::filesystem::create_directory(folder_ / "s");
-    write_bytes(folder_ / "s" / kManifest, R"({"version": 3, "extra": )" + deep + "}");
+    write_bytes(folder_ / "s" / kManifest, R"({"version": 1, "extra": )" + deep + "}");
     EXPECT_THAT(error_of([&] { read_progress(folder_ / "s"); }), HasSubstr("JSON object of at most 100 levels"));
   }
 }
@@ -140,21 +140,19 @@ TEST_F(SnapshotDamage, TensorsMustFillTheFile) {
   EXPECT_THAT(read(entry("F31", "[2]", "[0,8]"), "12345678"), HasSubstr("unknown type \"F31\""));
   EXPECT_THAT(read(R"("a":3)", ""), HasSubstr("'a' is not described as a tensor"));
   EXPECT_THAT(read(entry("U8", "[4]", "[0,4]") + "," + entry("U8", "[4]", "[4,8]"), "12345678"), HasSubstr("'a'"));
-  EXPECT_THAT(read(R"("__metadata__":{"complex128":"[\"a\"]"},)" + entry("F32", "[2]", "[0,8]"), "12345678"),
-              HasSubstr("'a' is not stored as complex128"));
 }
 
 TEST_F(SnapshotDamage, AManifestOfAnotherContentIsRefused) {
   const auto refused = [&](const char* key, const nlohmann::json& value) {
     std::filesystem::create_directory(folder_ / "s");
-    nlohmann::json manifest = {{"version", 3}, {"files", nlohmann::json::object()}};
+    nlohmann::json manifest = {{"version", 1}, {"files", nlohmann::json::object()}};
     manifest[key] = value;
     write_bytes(folder_ / "s" / kManifest, with_checksum(manifest).dump());
     return error_of([&] { read_progress(folder_ / "s"); });
   };
-  EXPECT_EQ(refused("version", 3), "");
-  EXPECT_THAT(refused("version", 4), AllOf(HasSubstr("has version 4"), HasSubstr("newer")));
-  EXPECT_THAT(refused("version", "3"), HasSubstr("not a snapshot"));
+  EXPECT_EQ(refused("version", 1), "");
+  EXPECT_THAT(refused("version", 2), AllOf(HasSubstr("has version 2"), HasSubstr("newer")));
+  EXPECT_THAT(refused("version", "1"), HasSubstr("not a snapshot"));
   EXPECT_THAT(refused("files", {{"model-1", {{"size", 1}, {"crc32", "0"}, {"tensors", {"a"}}}}}),
               HasSubstr("model-1 is missing"));
   EXPECT_THAT(refused("files", {{"model-1", 3}}), HasSubstr("not a snapshot"));
@@ -177,6 +175,7 @@ TEST_F(SnapshotDamage, UnreadableValuesAreNotWritten) {
       {{{"a", {}}}, "'a' is undefined"},
       {{{"a", ones.to_sparse()}}, "layout Sparse"},
       {{{"a", ones.to(torch::kMeta)}}, "on meta"},
+      {{{"a", ones.to(torch::kComplexDouble)}}, "type ComplexDouble"},
       {{{"a", torch::quantize_per_tensor(ones, 0.1, 0, torch::kQInt8)}}, "type QInt8"},
       {{{"__metadata__", ones}}, "'__metadata__', which the format keeps"},
       {{{"\xff", ones}}, "not UTF-8"}};

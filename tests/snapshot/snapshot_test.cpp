@@ -83,25 +83,6 @@ TEST(Snapshot, ContinuedTrainingEqualsUninterruptedTraining) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "latest"), {}), 4);
 }
 
-TEST(Snapshot, OfAnEarlierVersionIsLoaded) {
-  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
-  auto parameters = model->named_parameters();
-  const auto group = [&](const std::vector<std::string>& names) {
-    std::vector<torch::Tensor> tensors;
-    for (const auto& name : names) tensors.push_back(parameters[name]);
-    return optim::OptimizerParamGroup(std::move(tensors));
-  };
-  optim::AdamW optimizer({group({"1.weight"}), group({"0.bias", "0.weight", "1.bias"})}, optim::AdamWOptions(0.5));
-  const auto path = std::filesystem::path(__FILE__).parent_path() / "version_2.snapshot";
-  const auto progress = load_snapshot(path, *model, &optimizer);
-  EXPECT_THAT(progress.extra, HasSubstr(R"("epoch":7,"history":{"loss":[0.1,1e-300]})"));
-  EXPECT_NEAR(torch::rand({4, 2})[0][0].item<double>(), 0.1759101748, 1e-6);
-  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-5);
-  EXPECT_TRUE(static_cast<optim::AdamWOptions&>(optimizer.param_groups()[1].options()).amsgrad());
-  const auto& state = *optimizer.state().at(parameters["0.bias"].unsafeGetTensorImpl());
-  EXPECT_EQ(static_cast<const optim::AdamWParamState&>(state).step(), 2);
-}
-
 /// Loads a snapshot of sample_model() into `model`, after `change` has changed its text. Returns the error of a load,
 /// which has changed nothing.
 std::string refused(torch::nn::Sequential model, const std::function<void(nlohmann::json&)>& change,

@@ -20,12 +20,13 @@ def is_on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def pretend(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Gives a model's parameters and buffers of floating point a dtype; without one, those on the ``meta`` device the CPU."""
+def pretend(module: nn.Module, dtype: torch.dtype | None = None, most: float = 1 << 16) -> None:
+    """Gives a model's parameters and buffers of floating point a dtype; without one, those on the ``meta`` device the CPU, and
+    those of at most ``most`` elements values and memory."""
     made: dict[int, Tensor] = {}
 
     def other(tensor: Tensor) -> Tensor:
-        if dtype is None and tensor.numel() <= _FEW:
+        if dtype is None and tensor.numel() <= most:
             found = real_like(tensor.detach())
         else:
             one = torch.zeros((), dtype=dtype or tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
@@ -39,9 +40,6 @@ def pretend(module: nn.Module, dtype: torch.dtype | None = None) -> None:
                     if id(tensor) not in made:
                         made[id(tensor)] = other(tensor)
                     tensors[name] = made[id(tensor)]
-
-
-_FEW = 1 << 16  # elements
 
 
 def _tables(module: nn.Module) -> Any:

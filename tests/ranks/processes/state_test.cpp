@@ -2,7 +2,12 @@
 // make.
 
 #include <algorithm>
+#include <fstream>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "gpipe/model.h"
+#include "gpipe/snapshot/safetensors.h"
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"
 
@@ -162,6 +167,51 @@ RANKS_TEST(RanksSnapshot, RanksThatSaveDifferentStatesAreTold, 2) {
   EXPECT_EQ(load_snapshot(path, *pipe).step, 1);
   save_snapshot(path, *pipe, rank == 1 ? &good : nullptr, {.step = 3 + rank});
   EXPECT_EQ(read_progress(path).step, 3);
+}
+
+RANKS_TEST(RanksModelFile, ARankReadsTheTensorsOfItsOwnLayersOnly, 2) {
+  Safetensors file;
+  file.tensors = {{"in.w", torch::tensor({1.0, 2.0}, torch::kDouble)},
+                  {"in.b", torch::tensor({3.0, 4.0}, torch::kDouble)},
+                  {"mid.w", torch::tensor({0.25, 0.5}, torch::kDouble)}};
+  const auto layer = [](const char* name, const char* tensors, const char* calls, int output) {
+    return absl::StrFormat(R"({"name": "%s", "evaluation": [], "tensors": [%s], "graph": {"values": 5, "inputs": [0],
+      "tensors": [["%s.w", 1]], "calls": [%s], "outputs": [{"value": %d}]}})",
+                           name, tensors, name, calls, output);
+  };
+  const auto* times = R"({"operator": "aten::mul.Tensor", "args": [{"value": 0}, {"value": 1}], "result": 2})";
+  file.model = absl::StrCat(R"({"version": 1, "layers": [)",
+                            layer("in", R"(["in.w", "parameter", null], ["in.b", "parameter", null])", times, 2), ",",
+                            layer("mid", R"(["mid.w", "parameter", null])", times, 2), ",",
+                            layer("out", R"(["out.w", "parameter", "in.w"])", times, 2), "]}");
+  const auto path = job_folder() / "model", damaged = job_folder() / "damaged";
+  if (ranks->rank() == 0) {
+    write_safetensors(path, file);
+    std::stringstream bytes;
+    bytes << std::ifstream(path, std::ios::binary).rdbuf();
+    auto changed = bytes.str();
+    const double of_mid = 0.25;
+    changed[changed.find(std::string(reinterpret_cast<const char*>(&of_mid), sizeof of_mid))] ^= 1;
+    std::ofstream(damaged, std::ios::binary) << changed;
+  }
+  ranks->share("");
+  const auto options = GPipeOptions().chunks(2).ranks(ranks);
+  const auto model = load_model(path, {1, 2}, options);
+  const auto is_real = [&](const char* name) { return !model->named_parameters()[name].is_meta(); };
+  EXPECT_TRUE(is_real("in.in.w") && is_real("out.out.w"));  // both ranks have it
+  EXPECT_EQ(is_real("in.in.b"), ranks->rank() == 0);
+  EXPECT_EQ(is_real("mid.mid.w"), ranks->rank() == 1);
+  const auto step = [](GPipe pipe) {
+    const auto x = torch::arange(8, torch::kDouble).view({4, 2});
+    pipe->step(x, x, tensor_loss(nn::MSELoss()));
+    auto gradients = gradients_of(pipe);
+    gradients.erase("out.out.w");  // its owner's has the sum
+    return gradients;
+  };
+  expect_part_of(step(GPipe(model, Balance{1, 2}, options)),
+                 step(GPipe(load_model(path), Balance{1, 2}, GPipeOptions().chunks(2))));
+  const auto error = message_from([&] { load_model(damaged, {1, 2}, options); });
+  EXPECT_THAT(error, HasSubstr(ranks->rank() == 0 ? "nothing" : "the checksum of 'mid.w' does not match"));
 }
 
 // Layers that factories make.
