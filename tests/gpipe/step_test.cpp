@@ -49,10 +49,6 @@ GPipeOptions fitting_options(const std::string& schedule) {
   return options(schedule).stages_per_worker(schedule.starts_with("interleaved") ? 2 : 1);
 }
 
-TEST_F(Step, MeansOverSamplesAsTheBareModel) {
-  expect_step_of(torch::mse_loss(model->forward(x), y), [&] { return pipe->step(x, y, kMse); });
-}
-
 TEST_F(Step, WeighsMicroBatchesByTheirCount) {
   const auto classes = torch::tensor({0, -100, -100, -100, 4, 2, 1});  // the second micro-batch counts nothing
   const auto step = [&](const Tensor& target, CountFunction count) {

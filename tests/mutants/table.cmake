@@ -2,7 +2,7 @@
 
 # The torch-free core.
 mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!put_[micro_batch] && !cancelled_" "false"
-       GeneratedPrograms.*)
+       GeneratedJobs.*)
 mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
 mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)

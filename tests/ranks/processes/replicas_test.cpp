@@ -257,7 +257,7 @@ TEST(RanksReplicas, NameTheOneThatDoesNotSum) {
   };
   const std::vector<Case> cases = {
       {[] { raise(SIGKILL); }, seconds(600), "rank 1 was lost"},
-      {[] { raise(SIGSTOP); }, seconds(2), "rank 0 did not get the gradients of rank 1"},
+      {[] { raise(SIGSTOP); }, seconds(1), "rank 0 did not get the gradients of rank 1"},
       {[] { throw std::runtime_error("out of ideas"); }, seconds(600), "rank 1 failed in 0B0", 2}};
   for (const auto& test : cases) {
     const auto body = [&](const std::shared_ptr<Ranks>& ranks) {
