@@ -120,7 +120,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "transpor
        "transport(edge).take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
-       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
+       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.OfAStepLeavesEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find(only, key.name) != only.end()" "true"
