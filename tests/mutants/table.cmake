@@ -8,7 +8,7 @@ mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_
 mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" ExecutorFailure.*)
 mutant(connections_write_parts_twice gpipe/ranks/connections.cpp "next.offset -= next.parts[next.part++].size();"
-       "next.offset = 0, ++next.part;" Connections.*)
+       "next.offset = 0, ++next.part;" GeneratedJobs.*)
 mutant(connections_keep_what_an_ended_pipeline_gets gpipe/ranks/connections.cpp "|| ended_.contains(frame.pipeline)" ""
        Connections.*)
 mutant(connections_cut_messages_off gpipe/ranks/connections.cpp "outbox.push_back(std::move(dropped.front()));" ""
