@@ -11,7 +11,6 @@ together two 2 --chunks 2 --schedule 1f1b
 same one two
 cmp one/epoch_002.png two/epoch_002.png
 [[ $(grep -c '^epoch 1/2' two.log) == 1 ]] || fail "progress is printed twice"
-says two '^stage 1: .* on worker 1, another rank$'
 
 
 # The mini-batch of a run with one pipeline has as many micro-batches as those of all replicas together.
