@@ -60,11 +60,8 @@ void expect_equal_replicas(const std::shared_ptr<Ranks>& ranks, GPipe& pipe) {
 }
 
 void expect_near(const Tensor& actual, const Tensor& expected, const std::string& what) {
-  ASSERT_EQ(actual.defined(), expected.defined()) << what;
-  if (!actual.defined()) return;
-  EXPECT_TRUE(torch::allclose(actual.to(torch::kDouble), expected.to(torch::kDouble), 1e-10, 1e-12)) << what << "\n"
-                                                                                                     << actual << "\n"
-                                                                                                     << expected;
+  SCOPED_TRACE(what);
+  expect_close({actual}, {expected}, 1e-10, 1e-12);
 }
 
 void expect_near(const GPipe& over, const GPipe& alone, bool with_buffers) {
