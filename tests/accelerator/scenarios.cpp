@@ -208,6 +208,10 @@ std::vector<Scenario> make_scenarios() {
     }
     it.pipe->train();
   });
+  add("side_streams", [](Subject& it) {
+    const SideStreams streams;
+    for (int i = 0; i < 2; ++i) train(it, it.x * 2);
+  });
   add("backward_on_another_stream", [](Subject& it) {
     it.adam.zero_grad();
     auto loss = it.pipe->forward(it.x * 2).square().mean();
