@@ -86,6 +86,7 @@ TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
     faults->arm(FaultPlan::kForward, [calls = 0]() mutable {
       if (++calls == 2) throw std::runtime_error("the layer fails");
     });
+    pipe->team().largest(0);  // all ranks have ended the first call
     held() = true;
     pipe->forward(torch::ones({4, 4}));
   });
@@ -100,6 +101,7 @@ TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
   const auto errors = run_ranks(2, patient_ranks().timeout(std::chrono::seconds(1)), &wires, [](const auto& ranks) {
     auto pipe = pipe_on_devices(ranks, two_layers());
     pipe->forward(torch::ones({4, 4}));
+    pipe->team().largest(0);  // all ranks have ended the first call
     held() = true;
     pipe->forward(torch::ones({4, 4}));
   });
