@@ -5,11 +5,10 @@
 
 Follows PyTorch's tutorial "Single-Machine Model Parallel Best Practices", whose figures are drawn too: one-hot targets over
 1000 classes, mean squared error, SGD, nothing recomputed. The variants take turns. Needs torchvision and matplotlib.
-Writes README.md with the table, runs.csv, and model_parallel.png, pipeline.png and split_sizes.png.
+Writes README.md with the table, and model_parallel.png, pipeline.png and split_sizes.png.
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import time
@@ -117,21 +116,16 @@ def measure(steps: dict[str, Step], args: argparse.Namespace) -> dict[str, list[
     images = torch.randn(args.batch_size, 3, args.image, args.image)
     targets = one_hot(torch.randint(CLASSES, (args.batch_size,)), CLASSES).float()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    with (args.output / "runs.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["variant", "run", "seconds"])
-        for run in range(args.runs + 1):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                for _ in range(args.batches if run else 1):
-                    step(images, targets)
-                for device in {device for device in args.devices if device.startswith("cuda")}:
-                    torch.cuda.synchronize(device)
-                passed = time.perf_counter() - start
-                if run:
-                    seconds[name].append(passed)
-                    table.writerow([name, run, f"{passed:.6f}"])
-            print(f"run {run} of {args.runs}", flush=True)
+    for run in range(args.runs + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(args.batches if run else 1):
+                step(images, targets)
+            for device in {device for device in args.devices if device.startswith("cuda")}:
+                torch.cuda.synchronize(device)
+            if run:
+                seconds[name].append(time.perf_counter() - start)
+        print(f"run {run} of {args.runs}", flush=True)
     return seconds
 
 

@@ -1,5 +1,5 @@
-"""Times steps, and counts the bytes of one, of torchgpipe 0.0.7 or of this project's Python package, which have the
-same interface, or of the plain model. Prints a JSON line.
+"""Times steps of torchgpipe 0.0.7 or of this project's Python package, which have the same interface, or of the plain model.
+Prints a JSON line.
 
 A step is a forward and a backward from the sum of the output. With a schedule, it is a call of step() with the sum of the
 output as the loss, which only this project has.
@@ -8,20 +8,13 @@ torchgpipe is used as published, without changes for torch 2.11. It runs all CPU
 backwards on the calling thread.
 """
 
-import ctypes
-import gc
 import importlib
-import itertools
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import models
 import steps
@@ -74,34 +67,6 @@ def step_of(pipe: Any, x: Tensor, schedule: str | None = None) -> Callable[[], N
     return step
 
 
-def counted_threads() -> None:
-    """Makes the running profiler count the allocations of threads that start later.
-
-    PyTorch counts memory on threads that take over the profiler's state. Threads that Python starts do not, and the
-    function for it is available in C++ only.
-    """
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    join = library["_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"]
-
-    def at_start(*_: object) -> None:
-        sys.setprofile(None)
-        join()
-
-    threading.setprofile(at_start)
-
-
-def peak_bytes(step: Callable[[], None]) -> int:
-    """Peak bytes of all threads during the step, above those before it."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        counted_threads()
-        step()
-        threading.setprofile(None)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events))
-
-
 def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
     parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
@@ -145,8 +110,7 @@ def main() -> None:
         step()
         pipe.trace(None)
         figures["idle"] = timeline.bubble()  # of the workers' time
-    steps.clear_gradients(pipe)
-    steps.report(args, name, **figures, bytes=peak_bytes(step))
+    steps.report(args, name, **figures)
 
 
 if __name__ == "__main__":

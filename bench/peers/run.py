@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
@@ -45,10 +44,7 @@ class Bench(NamedTuple):
 BENCHES = {
     "overhead": Bench("us_per_cell", "us/cell", "us/cell", 1, "0"),
     "speed": Bench("seconds", "s", "ms", 1e3, "0,1"),
-    "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
-    # Replicas over processes: a step, and what it sends over the loopback device.
-    "replicas": Bench("seconds", "s", "ms", 1e3, "0,1"),
-    "sent": Bench("", "bytes", "MiB", 2**-20, "0,1"),
+    "replicas": Bench("seconds", "s", "ms", 1e3, "0,1"),  # over processes
 }
 
 SCHEDULES = ["1f1b", "auto"]  # only this project has "auto"
@@ -80,12 +76,9 @@ def rows(short: bool) -> list[Row]:
     ]
     for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
         every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
-    modes = ["never", "except_last", "always"]
-    for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
-        every.append(Row("memory", model, CUTS[model], 8, checkpoint))
-    for bench, model in itertools.product(["replicas", "sent"], ["mlp", "unet", "resnet50"]):
-        every.append(Row(bench, model, [sum(CUTS[model])], 2, "never", replicas=2))
-        every += [Row(bench, model, CUTS[model], 8, "never", replicas=replicas) for replicas in (1, 2)]
+    for model in ["mlp", "unet", "resnet50"]:
+        every.append(Row("replicas", model, [sum(CUTS[model])], 2, "never", replicas=2))
+        every += [Row("replicas", model, CUTS[model], 8, "never", replicas=replicas) for replicas in (1, 2)]
     return every
 
 
@@ -100,7 +93,7 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
     program = ours / "bench" / ("overhead" if row.bench == "overhead" else "speed")
     distributed_steps = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
-    if row.bench in ("replicas", "sent"):
+    if row.bench == "replicas":
         schedule = "1f1b" if len(row.balance) > 1 else "gpipe"
         flags = ["--schedule", schedule, "--replicas", row.replicas]
         job = [*over_ranks(row.replicas * len(row.balance), program), *subject, *settings, *flags]
@@ -109,14 +102,13 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     if program.exists():
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         own["gpipe"] = [program, "--steps-only", *sizes, *settings]
-        if row.bench != "memory":
-            own["gpipe ranks"] = [*over_ranks(len(row.balance), program), *sizes, *settings]
+        own["gpipe ranks"] = [*over_ranks(len(row.balance), program), *sizes, *settings]
     in_python = [sys.executable, HERE / "pipe_steps.py", *subject, *settings]
     own["gpipe python"] = [*in_python, "--library", "gpipe"]
     commands = {**own, "torchgpipe": [*in_python, "--library", "torchgpipe"]}
     for schedule, (name, command) in itertools.product(SCHEDULES, own.items()):
         commands[f"{name} {schedule}"] = [*command, "--schedule", schedule]
-    if row.checkpoint == "never" and row.bench != "memory":
+    if row.checkpoint == "never":
         for schedule in ("gpipe", "1f1b"):
             commands[f"distributed {schedule}"] = [*distributed_steps, "--schedule", schedule]
     if row.bench == "speed" and row.checkpoint == "never":
@@ -147,25 +139,13 @@ def figure(bench: Bench, command: list[object]) -> float:
     return statistics.median(value) if isinstance(value, list) else value
 
 
-def sent_bytes(row: Row, name: str, ours: Path) -> float:
-    """Returns the bytes that a step sends: a quarter of what five steps send more than one."""
-
-    def sent(steps: int) -> int:
-        before = int(LOOPBACK.read_text())
-        output_of(contestants(row, ours, steps)[name], BENCHES[row.bench].cores)
-        return int(LOOPBACK.read_text()) - before
-
-    return (sent(5) - sent(1)) / 4
-
-
 def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
     commands = {name: command for name, command in contestants(row, ours, steps).items() if name in names}
     values: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
             print(f"{row.bench} {row.model} {row.chunks} {row.checkpoint} {name}", file=sys.stderr)
-            sends = row.bench == "sent"
-            values[name].append(sent_bytes(row, name, ours) if sends else figure(BENCHES[row.bench], command))
+            values[name].append(figure(BENCHES[row.bench], command))
     return values
 
 

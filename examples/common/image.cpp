@@ -71,7 +71,7 @@ class File {
     Magick::Image header;
     header.ping(blob());
     orientation_ = kind_ == "TIFF" ? header.orientation() : exif_orientation(bytes_);
-    size_ = whole_size(header);
+    size_ = {static_cast<int>(header.columns()), static_cast<int>(header.rows())};
     const auto pixels = static_cast<std::uint64_t>(size_.width) * static_cast<std::uint64_t>(size_.height);
     if (size_.width <= kLargestSide && size_.height <= kLargestSide && pixels <= kMostPixels) return;
     throw std::runtime_error(examples::to_string(size_) + " pixels are too many; at most " +
@@ -94,7 +94,6 @@ class File {
     auto pixels = at::empty({height, width, 3}, at::kShort);
     image.write(0, 0, image.columns(), image.rows(), "RGB", Magick::ShortPixel, pixels.mutable_data_ptr());
     auto values = pixels.permute({2, 0, 1}).to(at::kInt).bitwise_and(0xffff);
-    if (kind_ == "GIF") values = on_canvas(values, image.page());
     if (orientation_ > 4) values = values.transpose(1, 2);
     if ((orientation_ & 2) != 0) values = values.flip(2);
     if (((orientation_ - 1) & 2) != 0) values = values.flip(1);
@@ -103,24 +102,6 @@ class File {
 
  private:
   Magick::Blob blob() const { return {bytes_.data(), bytes_.size()}; }
-
-  Size whole_size(const Magick::Image& header) const {
-    const auto page = header.page();
-    const bool has_canvas = kind_ == "GIF" && page.width() > 0;
-    return {static_cast<int>(has_canvas ? page.width() : header.columns()),
-            static_cast<int>(has_canvas ? page.height() : header.rows())};
-  }
-
-  // A frame of a GIF can be a part of the image.
-  at::Tensor on_canvas(const at::Tensor& frame, const Magick::Geometry& page) const {
-    auto canvas = at::zeros({3, size_.height, size_.width}, at::kInt);
-    const auto left = static_cast<std::int64_t>(page.xOff()), top = static_cast<std::int64_t>(page.yOff());
-    const auto width = std::min<std::int64_t>(frame.size(2), size_.width - left);
-    const auto height = std::min<std::int64_t>(frame.size(1), size_.height - top);
-    if (width < 1 || height < 1) return canvas;
-    canvas.narrow(1, top, height).narrow(2, left, width).copy_(frame.narrow(1, 0, height).narrow(2, 0, width));
-    return canvas;
-  }
 
   const std::string bytes_;
   std::string kind_;

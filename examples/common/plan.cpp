@@ -50,16 +50,6 @@ Profile measure(const torch::nn::Sequential& model, const PipelineOptions& optio
   return profile(model, torch::full(shape, 0.5, device), measuring);
 }
 
-void print_stages(const GPipe& pipe) {
-  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
-    const int worker = pipe->placement()[s];
-    const bool here = pipe->is_here(static_cast<int>(s));
-    std::cout << "stage " << s << ": " << pipe->balance()[s] << " layers on worker " << worker << ", "
-              << (here ? pipe->devices()[worker].str() : "another rank") << "\n";
-  }
-  std::cout << std::flush;
-}
-
 }  // namespace
 
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
@@ -104,8 +94,7 @@ Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions&
   const GPipe pipe(model, balance, made);
   if (!is_first(options.ranks)) return {pipe};
   std::cout << "plan: balance " << balance_to_text(balance) << ", " << run.chunks << " micro-batches, checkpoint "
-            << to_string(options.checkpoint) << ", schedule " << options.schedule << "\n";
-  print_stages(pipe);
+            << to_string(options.checkpoint) << ", schedule " << options.schedule << std::endl;
   if (sizes.front() < 2 || options.schedule == kAnySchedule) return {pipe};
   run.copies = copies_between(pipe->devices());
   const auto prediction = predict(profile, balance, run);
@@ -121,9 +110,7 @@ GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& 
   if (balance.empty()) {
     balance = balance_by_time(measure(model, options, options.batch_size, image_shape), options.stages, RunOptions());
   }
-  GPipe pipe(model, balance, pipe_options(options));
-  print_stages(pipe);
-  return pipe;
+  return GPipe(model, balance, pipe_options(options));
 }
 
 }  // namespace gpipe::examples

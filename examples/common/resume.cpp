@@ -33,11 +33,7 @@ bool resumes_in_place(const TrainingOptions& options) {
 
 void check_identity(const Identity& identity, const nlohmann::json& saved, const fs::path& path) {
   for (const auto& [flag, value] : identity) {
-    if (saved["options"].contains(flag)) continue;
-    throw std::runtime_error(path.string() + " is not a snapshot of this program: it does not store " + flag);
-  }
-  for (const auto& [flag, value] : identity) {
-    const std::string was = saved["options"][flag];
+    const auto was = saved["options"].value(flag, "none");
     if (was == value || flag == "--epochs") continue;
     throw std::runtime_error(path.string() + " was made with " + flag + " " + was + ", not " + value +
                              "; give the same value, or train without --resume");

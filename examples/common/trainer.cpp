@@ -124,22 +124,21 @@ class Trainer {
         identity_(std::move(identity)),
         columns_(std::move(columns)),
         optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options.learning_rate)),
-        writes_(is_first(options.ranks)) {
-    for (const auto& column : columns_) history_[column];
-  }
+        writes_(is_first(options.ranks)),
+        history_(absl::StrJoin(columns_, ",") + "\n") {}
 
   void resume(const nlohmann::json& saved) {
     load_snapshot(options_.resume, *pipe_, &optimizer_);
     epoch_ = saved.at("epoch");
     batch_ = saved.at("position").at("batch");
     seen_ = saved.at("position").at("images");
-    history_ = saved.at("history").get<decltype(history_)>();
-    loss_sum_ = history_.extract("loss_sum").mapped().front();
+    loss_sum_ = saved.at("position").at("loss_sum");
+    history_ = saved.at("history");
+    best_ = saved.at("best").get<decltype(best_)>();
   }
 
   // Returns the signal that ended it early, or 0.
   int run() {
-    check_mini_batches();
     if (writes_) write_history();  // a run that was killed may have written more than its snapshot has
     const auto replicas = options_.replicas == 1 ? "" : absl::StrCat(" on each of ", options_.replicas, " replicas");
     std::cout << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size
@@ -158,10 +157,8 @@ class Trainer {
       std::cout << "stopped; to continue, give the same flags and --resume " << latest << std::endl;
       return signal_;
     }
-    const auto& scores = history_.at(columns_[2]);
-    const auto best = std::max_element(scores.begin(), scores.end());
-    std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], *best,
-                                 best - scores.begin() + 1, options_.output.string())
+    std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], best_.first,
+                                 best_.second, options_.output.string())
               << kHistoryFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot << std::endl;
     return 0;
   }
@@ -171,18 +168,6 @@ class Trainer {
   bool stops() {
     if (signal_ == 0) signal_ = static_cast<int>(pipe_->team().largest(static_cast<std::uint64_t>(received)));
     return signal_ != 0;
-  }
-
-  // Checks that the schedule fits the whole mini-batches and the last one of an epoch, and each replica's part.
-  void check_mini_batches() {
-    const auto last = task_.training_images() % options_.batch_size;
-    for (const auto images : {options_.batch_size, last > 0 ? last : options_.batch_size}) {
-      for (int replica = 0; replica < options_.replicas; ++replica) {
-        const auto part = options_.ranks ? options_.ranks->part(images, replica) : std::pair(std::int64_t{0}, images);
-        const auto chunks = micro_batch_sizes(part.second - part.first, options_.chunks, /*split_size=*/0).size();
-        pipe_->program(static_cast<int>(chunks));
-      }
-    }
   }
 
   // Trains an epoch from batch_ on. Returns false if a signal ended it.
@@ -235,7 +220,7 @@ class Trainer {
     auto values = task_.validate(pipe_, picture);
     values.insert(values.begin(), {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)});
     values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
-    for (std::size_t i = 0; i < columns_.size(); ++i) history_[columns_[i]].push_back(values[i]);
+    absl::StrAppend(&history_, absl::StrJoin(values, ","), "\n");
     epoch_ = epoch;
     batch_ = 0;
     seen_ = 0;
@@ -243,8 +228,10 @@ class Trainer {
 
     // the latest snapshot is written last: a run that is killed before this repeats the epoch and all its files.
     if (writes_) write_history();
-    const auto& scores = history_.at(columns_[2]);
-    if (std::max_element(scores.begin(), scores.end()) == scores.end() - 1) save(kBestSnapshot);
+    if (values[2] > best_.first) {
+      best_ = {values[2], epoch};
+      save(kBestSnapshot);
+    }
     save(kLatestSnapshot);
 
     std::cout << "epoch " << epoch << "/" << options_.epochs << ":";
@@ -255,22 +242,14 @@ class Trainer {
   }
 
   void write_history() const {
-    std::string csv = absl::StrJoin(columns_, ",") + "\n";
-    for (std::size_t epoch = 0; epoch < static_cast<std::size_t>(epoch_); ++epoch) {
-      const auto add = [&](std::string* line, const auto& column) {
-        absl::StrAppend(line, history_.at(column)[epoch]);
-      };
-      absl::StrAppend(&csv, absl::StrJoin(columns_, ",", add), "\n");
-    }
     const auto path = options_.output / kHistoryFile, temporary = options_.output / "history.csv.tmp";
-    write_file(temporary, csv);
+    write_file(temporary, history_);
     fs::rename(temporary, path);  // the path always names a complete file
   }
 
   void save(const std::string& name) {
-    nlohmann::json extra = {{"epoch", epoch_}, {"options", identity_}, {"history", history_}};
-    extra["position"] = {{"batch", batch_}, {"images", seen_}};
-    extra["history"]["loss_sum"] = {loss_sum_};
+    nlohmann::json extra = {{"epoch", epoch_}, {"options", identity_}, {"history", history_}, {"best", best_}};
+    extra["position"] = {{"batch", batch_}, {"images", seen_}, {"loss_sum", loss_sum_}};
     save_snapshot(options_.output / name, *pipe_, &optimizer_, {.extra = extra.dump()});
   }
 
@@ -289,11 +268,12 @@ class Trainer {
   double images_per_second_ = 0;
 
   // The position of the training, which snapshots store.
-  int epoch_ = 0;           // completed epochs
-  std::int64_t batch_ = 0;  // completed mini-batches of the current epoch
-  std::int64_t seen_ = 0;   // images in them
-  double loss_sum_ = 0;     // over those images
-  std::map<std::string, std::vector<double>> history_;
+  int epoch_ = 0;                          // completed epochs
+  std::int64_t batch_ = 0;                 // completed mini-batches of the current epoch
+  std::int64_t seen_ = 0;                  // images in them
+  double loss_sum_ = 0;                    // over those images
+  std::string history_;                    // the text of history.csv
+  std::pair<double, int> best_ = {-1, 0};  // the highest first score, which is not negative, and its epoch
 };
 
 // Joins the processes that torchrun has started together with this one.

@@ -1,58 +1,140 @@
-// Writes the masks that a trained U-Net predicts for images, as a pipeline.
+// Writes the masks that a trained U-Net predicts, as a pipeline, and scores them if the true masks are known.
+
+#include <torch/nn/functional/upsampling.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <functional>
 #include <iostream>
 #include <map>
 #include <stdexcept>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "examples/common/files.h"
 #include "examples/common/image.h"
+#include "examples/common/plan.h"
+#include "examples/common/resume.h"
 #include "examples/unet/data.h"
-#include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe::examples::unet {
 namespace {
 
 namespace fs = std::filesystem;
 
-struct Options : PredictorOptions {
+struct Options : PipelineOptions {
+  fs::path model;
   std::vector<fs::path> input;
+  fs::path data;
+  std::string part = "all";
+  std::optional<double> scale = {};
+  fs::path output = "out/predict";
   bool overlay = false;
 };
 
 void add_options(CLI::App& app, Options& options) {
-  options.output = "out/predict";
-  add_predictor_options(app, options, "folder for the masks, NAME_mask.png");
-  app.add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF, TIFF)")
-      ->required()
+  options.batch_size = 4;
+  options.stages = 1;  // measuring takes longer than predicting a few images
+  add_pipeline_options(app, options);
+  app.add_option("-m,--model", options.model, "snapshot of a training")->required()->always_capture_default(false);
+  auto* images = app.add_option_group("images");
+  images->add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF, TIFF)")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
+  images
+      ->add_option("--data", options.data,
+                   "folder with imgs/NAME.jpg and masks/NAME_mask.png; also writes scores.csv, with Dice and IoU")
+      ->always_capture_default(false);
+  images->require_option(1);
+  app.add_option("--part", options.part,
+                 "which images of --data: all, or those that the training used for training or for validation")
+      ->check(CLI::IsMember({"all", "training", "validation"}));
+  app.add_option("-s,--scale", options.scale,
+                 "size of the network's input, relative to the files; by default as in training")
+      ->check(in_range(0.001, 1));
+  app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png");
   app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask tinted");
 }
 
 // Refuses images of the same name, because their masks would be the same file.
-std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
-  std::vector<fs::path> images;
+std::vector<Sample> list_inputs(const std::vector<fs::path>& inputs) {
+  std::map<std::string, fs::path> by_name;
+  const auto add = [&](const fs::path& image) {
+    const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
+    if (is_new) return;
+    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string());
+  };
   for (const auto& input : inputs) {
     if (!fs::is_directory(input)) {
-      images.push_back(input);
+      add(input);
       continue;
     }
-    const auto before = images.size();
+    const auto before = by_name.size();
     for (const auto& entry : fs::directory_iterator(input)) {
-      if (is_named_as_image(entry.path())) images.push_back(entry.path());
+      if (is_named_as_image(entry.path())) add(entry.path());
     }
-    if (images.size() == before) throw std::runtime_error(input.string() + ": no image, such as .jpg");
-    std::sort(images.begin() + static_cast<std::ptrdiff_t>(before), images.end());
+    if (by_name.size() == before) throw std::runtime_error(input.string() + ": no image, such as .jpg");
   }
-  std::map<std::string, fs::path> by_name;
-  for (const auto& image : images) {
-    const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
-    if (is_new) continue;
-    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string());
+  std::vector<Sample> samples;
+  for (const auto& [name, path] : by_name) samples.push_back({path});
+  return samples;
+}
+
+std::vector<Sample> choose_samples(const Options& options, Identity flags) {
+  if (options.data.empty()) return list_inputs(options.input);
+  auto samples = list_samples(options.data);
+  if (options.part == "all") return samples;
+  const auto parts = split(samples, std::stod(flags["--validation"]), std::stoull(flags["--seed"]));
+  if (flags["images"] == absl::StrCat(parts.training.size())) {
+    return options.part == "training" ? parts.training : parts.validation;
   }
-  return images;
+  throw std::runtime_error(options.data.string() + " is not the data of " + options.model.string() +
+                           ", which was trained on " + flags["images"] + " images; give --part all");
+}
+
+// Calls `use` for each sample with its number and its classes' probabilities, [1, classes, height, width], in the image's
+// size.
+void predict_all(const Options& options, const Identity& flags, const std::vector<Sample>& samples,
+                 const std::function<void(std::size_t, const torch::Tensor&)>& use) {
+  namespace F = torch::nn::functional;
+  std::vector<Size> sizes;
+  for (const auto& sample : samples) sizes.push_back(image_size(sample.image));
+  ModelOptions model_options;
+  double scale = 1;
+  try {
+    model_options = from_flags(flags);
+    scale = options.scale.value_or(std::stod(flags.at("--scale")));
+  } catch (const std::logic_error& error) {
+    throw std::runtime_error(options.model.string() + " is not a snapshot of unet_train: " + error.what());
+  }
+  auto model = make_model(model_options);
+  load_snapshot(options.model, *model);
+  model->eval();
+  const Size first_size = scaled(sizes.at(0), scale);
+  auto fitting = options;
+  fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(samples.size()));
+  auto pipe = plan_inference(model, fitting, {3, first_size.height, first_size.width});
+  pipe->eval();
+  fs::create_directories(options.output);
+
+  const torch::NoGradGuard no_grad;
+  for (std::size_t begin = 0, end = 0; begin < samples.size(); begin = end) {
+    // Consecutive images of the same size share batches.
+    const Size size = scaled(sizes[begin], scale);
+    std::vector<Sample> of_size;
+    for (; end < samples.size() && scaled(sizes[end], scale) == size; ++end) of_size.push_back({samples[end].image});
+    const auto batches = load(of_size, size, {.batch_size = options.batch_size});
+    for (std::size_t image = begin; const auto batch = batches();) {
+      const auto probabilities = to_probabilities(pipe->forward(batch->input)).cpu();
+      for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
+        const std::vector<std::int64_t> whole = {sizes[image].height, sizes[image].width};
+        use(image, F::interpolate(probabilities.narrow(0, i, 1),
+                                  F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
+      }
+    }
+  }
 }
 
 // Tints the image where the labels are not 0.
@@ -61,19 +143,50 @@ torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, i
   return torch::where(labels > 0, image * 0.5 + tint * 0.5, image.to(torch::kFloat)).round().to(torch::kByte);
 }
 
+// Prints the scores of each image, of their mean and of all pixels, and writes them. `pairs` has those of each image.
+void score(const Options& options, const std::vector<Sample>& samples, const std::vector<torch::Tensor>& pairs) {
+  const auto classes = static_cast<int>(pairs.at(0).size(0));
+  std::string csv = "image,dice,iou";
+  for (int k = 1; classes > 2 && k < classes; ++k) absl::StrAppend(&csv, ",dice_", k, ",iou_", k);
+  csv += "\n";
+  // With two classes, the mean over the classes is the only class.
+  const auto add_row = [&](const std::string& name, const std::vector<Score>& scores) {
+    csv += name;
+    for (std::size_t k = 0; k < (classes == 2 ? 1 : scores.size()); ++k) {
+      absl::StrAppendFormat(&csv, ",%.6f,%.6f", scores[k].dice, scores[k].iou);
+    }
+    csv += "\n";
+    std::cout << absl::StrFormat("%-24s dice %.4f, IoU %.4f\n", name, scores[0].dice, scores[0].iou);
+  };
+  std::vector<Score> means(static_cast<std::size_t>(classes));
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    const auto scores = to_scores(pairs[i]);
+    for (std::size_t k = 0; k < scores.size(); ++k) {
+      means[k].dice += scores[k].dice / static_cast<double>(samples.size());
+      means[k].iou += scores[k].iou / static_cast<double>(samples.size());
+    }
+    add_row(samples[i].image.stem().string(), scores);
+  }
+  add_row("(mean of images)", means);
+  add_row("(all pixels)", to_scores(torch::stack(pairs).sum(0)));
+  write_file(options.output / "scores.csv", csv);
+}
+
 int predict(const Options& options) {
-  const auto images = list_images(options.input);
-  predict_images(options, images, [&](std::size_t number, const torch::Tensor& probabilities) {
-    const auto& image = images[number];
+  const auto flags = read_saved(options.model)["options"].get<Identity>();
+  const auto samples = choose_samples(options, flags);
+  std::vector<torch::Tensor> pairs;  // of each image with a true mask
+  predict_all(options, flags, samples, [&](std::size_t number, const torch::Tensor& probabilities) {
+    const auto& [image, mask] = samples[number];
     const auto classes = static_cast<int>(probabilities.size(1));
-    const auto path = [&](const std::string& ending) {
-      return options.output / (image.stem().string() + ending + ".png");
-    };
+    const auto path = [&, stem = image.stem().string()](const char* end) { return options.output / (stem + end); };
     const auto labels = to_labels(probabilities)[0][0];
-    write_png(path("_mask"), paint_labels(labels, classes));
-    if (options.overlay) write_png(path("_overlay"), overlay(read_image(image), labels, classes));
+    if (!mask.empty()) pairs.push_back(count_pairs(labels, read_labels(mask, classes), classes));
+    write_png(path("_mask.png"), paint_labels(labels, classes));
+    if (options.overlay) write_png(path("_overlay.png"), overlay(read_image(image), labels, classes));
   });
-  std::cout << "wrote " << images.size() << " masks to " << options.output.string() << "/" << std::endl;
+  if (!pairs.empty()) score(options, samples, pairs);
+  std::cout << "wrote " << samples.size() << " masks to " << options.output.string() << "/" << std::endl;
   return 0;
 }
 
@@ -81,7 +194,7 @@ int predict(const Options& options) {
 }  // namespace gpipe::examples::unet
 
 int main(int argc, char** argv) {
-  CLI::App app("Predicts masks of images with a trained U-Net, as a pipeline over several devices.");
+  CLI::App app("Predicts masks of images with a trained U-Net, as a pipeline, and scores them with --data.");
   gpipe::examples::unet::Options options;
   gpipe::examples::unet::add_options(app, options);
   return gpipe::examples::run_program(app, argc, argv, [&] { return gpipe::examples::unet::predict(options); });

@@ -2,9 +2,6 @@
 
 #include <torch/nn/functional/loss.h>
 
-#include <stdexcept>
-
-#include "absl/strings/numbers.h"
 #include "examples/unet/data.h"
 #include "models/unet.h"
 
@@ -17,16 +14,8 @@ std::map<std::string, std::string> to_flags(const ModelOptions& options) {
 }
 
 ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
-  const auto number = [&](const std::string& flag, int low, int high) {
-    const auto found = flags.find(flag);
-    if (found == flags.end()) throw std::invalid_argument("it does not store " + flag);
-    int value = 0;
-    if (absl::SimpleAtoi(found->second, &value) && value >= low && value <= high) return value;
-    throw std::invalid_argument("its " + flag + " is " + found->second);
-  };
-  return {.classes = number("--classes", 2, kMaxClasses),
-          .depth = number("--depth", 1, 16),
-          .channels = number("--channels", 1, 4096)};
+  const auto number = [&](const char* flag) { return std::stoi(flags.at(flag)); };
+  return {.classes = number("--classes"), .depth = number("--depth"), .channels = number("--channels")};
 }
 
 torch::nn::Sequential make_model(const ModelOptions& options) {

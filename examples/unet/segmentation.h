@@ -19,7 +19,7 @@ struct ModelOptions {
 
 /// Returns the options as flags with their values.
 std::map<std::string, std::string> to_flags(const ModelOptions& options);
-/// The inverse of to_flags(). Errors: std::invalid_argument for a flag that is missing or has an invalid value.
+/// The inverse of to_flags(). Errors: std::logic_error for a flag that is missing or no number.
 ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);

@@ -57,7 +57,7 @@ std::string fault(const Spec& spec) {
 }
 
 TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
-  expect_no_fault(seeds_from_environment(60), /*portable=*/true, fault);
+  expect_no_fault(seeds_from_environment(40), /*portable=*/true, fault);
 }
 
 // What a step asks of the devices. docs/design.md has the table.

@@ -14,7 +14,6 @@ from pathlib import Path
 # Declarations that the fragments of a page use without making them.
 GIVEN = {
     "start.md": "torch::Tensor x, y;",
-    "how_it_works.md": "nn::Sequential model; gpipe::GPipe pipe(model, {1, 1});",
     "processes.md": "nn::Sequential model; torch::Tensor x, y; gpipe::LossFunction loss; "
     "std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;",
 }

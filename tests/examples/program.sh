@@ -53,7 +53,9 @@ import json, sys
 
 def entries(folder):
     content = json.load(open(f"{folder}/snapshot.json"))
-    del content["extra"]["history"]["images_per_second"], content["crc32"]
+    del content["crc32"]
+    lines = content["extra"]["history"].splitlines()
+    content["extra"]["history"] = [line.rpartition(",")[0] for line in lines]  # without images/s
     content["random"] = content["random"][0]
     for group in content["optimizer"]["param_groups"]:
         group["params"].sort()

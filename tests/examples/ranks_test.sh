@@ -5,16 +5,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
 # 29 images for training and 5 for validation: the last mini-batch has one image, so that a replica has none.
 common=(--samples 34 --validation 16 --size 96x64 --epochs 2 --batch-size 4 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
-run one --chunks 2 --schedule 1f1b
+# Variables that torchrun also sets, but without torchrun, count for nothing.
+WORLD_SIZE=2 RANK=1 run one --chunks 2 --schedule 1f1b
 together two 2 --chunks 2 --schedule 1f1b
 same one two
 cmp one/epoch_002.png two/epoch_002.png
 [[ $(grep -c '^epoch 1/2' two.log) == 1 ]] || fail "progress is printed twice"
-says two '^stage 1: .* on worker 1, another rank$'
 
-# The same program elsewhere: with variables that torchrun also sets, but without torchrun.
-WORLD_SIZE=2 RANK=1 run stray --chunks 2 --schedule 1f1b
-same one stray
 
 # The mini-batch of a run with one pipeline has as many micro-batches as those of all replicas together.
 run alone --stages 1 --chunks 2
@@ -35,7 +32,7 @@ done
 kill -INT $launcher $(pgrep -P $launcher)
 ! wait $launcher || fail "a stopped training succeeds"
 says parts '--resume parts/latest'
-run parts --resume auto
+run parts --stages 4 --resume auto
 same whole parts
 
 # An error of one rank ends all.

@@ -12,20 +12,15 @@ for file in history.csv epoch_001.png latest best; do
   [[ -s one/$file ]] || fail "no $file"
 done
 common+=(--data $data)
-run three --stages 3
 run cut --balance 5,18 --devices cpu,cpu --checkpoint never
-for other in three cut; do same one $other; done
-run brief -e 1
-run auto --schedule auto -e 1
+same one cut
 
 # What is printed.
-says three '^plan: balance [0-9]*,[0-9]*,[0-9]*, 2 micro-batches, checkpoint except_last, schedule gpipe$'
-says three '^stage 2: [0-9]* layers on worker 2, cpu$'
-says three '^step: .*, bubble '
-says three '^measured step: .*, peak memory per worker .*iB, .*iB, .*iB, without model and optimizer$'
-says three '^predicted: .*, peak memory per worker .*iB, .*iB, .*iB$'
-says cut '^stage 0: 5 layers'
-"$python" - three.log <<'END' || fail "a wrong prediction without a reason"
+says cut '^plan: balance 5,18, 2 micro-batches, checkpoint never, schedule gpipe$'
+says cut '^step: .*, bubble '
+says cut '^measured step: .*, peak memory per worker .*iB, .*iB, without model and optimizer$'
+says cut '^predicted: .*, peak memory per worker .*iB, .*iB$'
+"$python" - cut.log <<'END' || fail "a wrong prediction without a reason"
 import re, sys
 log, units = open(sys.argv[1]).read(), {"s": 1, "ms": 1e-3, "µs": 1e-6, "us": 1e-6}
 times = re.findall(r"(?m)^(?:measured step|predicted): (\S+) (\S+),", log)
@@ -34,26 +29,69 @@ off = abs(measured / predicted - 1)
 assert 0.04 < off < 0.06 or (off > 0.05) == ("\nthey differ: " in log), log
 END
 
-# Schedules that sum gradients in the same order train the same weights. 9 images for training: mini-batches of 8 and 1.
-schedules=(-b 8 --chunks 4 -v 25 --balance 5,6,6,6)
-run gpipe "${schedules[@]}"
-run 1f1b "${schedules[@]}" --schedule 1f1b
-run interleaved "${schedules[@]}" --schedule interleaved_1f1b --devices cpu,cpu --checkpoint always
-same 1f1b interleaved
-! (same gpipe 1f1b) >/dev/null 2>&1 || fail "--schedule has no effect"
-says interleaved 'stage 3: 6 layers on worker 1, cpu$'
-for stage in 0 1 2 3; do echo "$stage"F{0,1,2,3} "$stage"B{3,2,1,0}; done >lists
-run listed "${schedules[@]}" --schedule @lists -v 33 -e 1
-
-# Each flag has an effect on the one epoch of brief.
-differs() { [[ $(column "$1" 2) != $(column brief 2) ]] || fail "$1 has no effect"; }
-flag_has_effect() { run "${1// /-}" -e 1 --$1 && differs "${1// /-}"; }
-for flag in augment amp; do flag_has_effect "$flag"; done
+# Each flag has an effect: on the loss of both epochs, or of the first one.
+differs() { [[ $(column "$1" 2) != $(column "$2" 2) ]] || fail "$1 has no effect"; }
 run clip --clip 0.01 # Adam hides it in the first steps
-[[ $(column clip 2) != $(column one 2) ]] || fail "--clip has no effect"
+differs clip one
+run brief -e 1
+for flag in augment amp; do run $flag -e 1 --$flag && differs $flag brief; done
+for stage in 0 1 2 3; do echo "$stage"F{0,1,2,3} "$stage"B{3,2,1,0}; done >lists
+run listed -b 8 --chunks 4 --balance 5,6,6,6 --schedule @lists -v 33 -e 1
 run classes --data synthetic --samples 4 --size 80x48 -c 4
 says classes 'at 20x12, 4 classes'
 head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
+
+# Stopped and resumed at another balance and checkpoint mode, it ends with the weights of an uninterrupted training.
+run whole --augment -e 12
+"$program" "${common[@]}" --augment -e 12 --output halves >first.log &
+pid=$!
+until [[ -e halves/history.csv && $(wc -l <halves/history.csv) -ge 3 ]]; do
+  kill -0 $pid || fail "it ended before it was stopped"
+  sleep 0.01
+done
+kill -TERM $pid
+status=0
+wait $pid || status=$?
+((status == 128 + 15)) || fail "exit code $status after SIGTERM"
+says first '--resume halves/latest'
+run halves --augment -e 12 --stages 3 --checkpoint always --resume halves/latest
+[[ $(wc -l <halves/history.csv) == 13 ]] || fail "the history has holes"
+same whole halves
+
+# Limits of the process and of the disk: one line of error. The snapshot before is whole, and the training goes on from it.
+limited() {
+  local name=$1 text=$2
+  rm -rf limited && cp -r one limited
+  if "${@:3}" "$program" "${common[@]}" -e 3 --output limited --resume limited/latest >out.log 2>"$name.err"; then
+    fail "$name: no limit"
+  fi
+  grep -qE "^error: .*$text" "$name.err" && [[ $(wc -l <"$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name"; }
+  cmp one/latest/snapshot.json limited/latest/snapshot.json
+}
+if unshare -m mount -t tmpfs tmpfs /mnt 2>/dev/null; then
+  limited disk 'No space left' unshare -m bash -c '
+    mount -t tmpfs -o size=$(($(du -sk limited | cut -f1) + 16))k tmpfs /mnt && cp -r limited/. /mnt || exit 0
+    mount --move /mnt limited || exit 0
+    status=0
+    "$@" || status=$?
+    cp -r limited after && umount limited && rm -rf limited && mv after limited
+    exit $status' disk
+fi
+limited files 'Too many open files' bash -c 'ulimit -n 5; exec "$@"' files
+limited size 'cannot write .*limited/.*File too large' bash -c 'ulimit -f 2 -c 0; exec "$@"' size
+run limited -e 3 --resume limited/latest
+run three -e 3 --stages 1 --resume one/latest
+same three limited
+if "$program" "${common[@]}" --output said -e 1 >/dev/full 2>said.err; then fail "a full standard output"; fi
+grep -qx 'error: cannot write to standard output' said.err || fail "the full standard output is not named"
+
+# Snapshots that do not fit.
+run new --epochs 1 --resume auto
+says new '^resume: new has no snapshot, so a new training begins$'
+refuse model '--channels 4, not 5' --channels 5 --resume one/latest
+cp -r whole/latest half
+for file in half/model-*; do truncate -s 900 "$file"; done
+refuse half 'half' --resume half
 
 # An earlier training is only overwritten with --overwrite.
 refuse one 'one holds an earlier training; give --resume one/latest'
@@ -62,27 +100,11 @@ run one -e 1 --overwrite
 [[ $(column one 1) == 1 && ! -e one/epoch_002.png ]] || fail "--overwrite leaves the earlier training"
 [[ $(cat one/{notes.txt,epoch_mine.png}) == $'mine\nmine' ]] || fail "--overwrite removes other files"
 
-# Wrong flags.
+# Wrong flags, and damaged data.
 refuse text "but is 'half'" --balance half,23
 refuse both 'excludes' --balance 5,18 --stages 3
 refuse device 'gpu' --devices gpu
-refuse schedule 'never' --schedule never
 "$program" --help | grep -q -- '--epochs INT.*=24' || fail "--help lists no defaults"
-
-# Files that cannot be written.
-status=0
-(ulimit -f 2 -c 0 && exec "$program" "${common[@]}" --output limited >/dev/null 2>limited.err) || status=$?
-((status == 1)) || fail "exit code $status with a limit of the file size"
-grep -qE '^error: cannot write .*limited/.*File too large$' limited.err || { cat limited.err; fail "the limit is not named"; }
-if "$program" "${common[@]}" --output said -e 1 >/dev/full 2>said.err; then fail "a full standard output"; fi
-grep -qx 'error: cannot write to standard output' said.err || fail "the full standard output is not named"
-
-# Damaged data.
 damage not-an-image '0005.png: not a JPEG, PNG, GIF or TIFF' bash -c 'echo hello >imgs/0005.png'
-damage other-size '0007' cp ../gpipe/epoch_001.png imgs/0007.png
 refuse colour 'the colour 128,128,0 belongs to none of the 3 classes' --data classes/synthetic_4_80x48_4 --classes 3 -b 2
-cp -r "$data" short
-head -c 1500 "$data/imgs/0008.png" >short/imgs/0008.png
-if "$program" "${common[@]}" --data short --output cut-short >short.log 2>&1; then fail "a truncated file is accepted"; fi
-says short 'error: .*0008.png: '
 echo "all passed"

@@ -121,7 +121,8 @@ class Trainee {
                         Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
                         nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Turned());
     auto options = in_chunks(kMicroBatches, checkpoint).deferred_batch_norm(deferred_batch_norm).intraop_threads(1);
-    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices({kStages, torch::kCPU}).schedule(schedule));
+    const std::vector<torch::Device> devices(schedule.starts_with("interleaved") ? 2 : kStages, torch::kCPU);
+    pipe = GPipe(model_, {4, 5, 4, 4}, options.devices(devices).schedule(schedule));
     x_ = torch::randn({8, 6}).requires_grad_();
     gradient_ = torch::randn({8, 6});
     buffers_ = copies(model_->buffers());
@@ -135,7 +136,7 @@ class Trainee {
   }
   Tensor forward() { return pipe->forward(x_); }
   void backward(const Tensor& output) { output.backward(gradient_); }
-  void step() { pipe->step(x_, gradient_, kMse, StepOptions().check(false)); }
+  void step(const LossFunction& loss = kMse) { pipe->step(x_, gradient_, loss, StepOptions().check(false)); }
 
   /// The state that a failed call must not change.
   std::vector<Tensor> state() {
@@ -285,6 +286,38 @@ TEST(Fault, LeavesNothingBehindOfAStepThatRunsOutOfMemory) {
       for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
     }
     EXPECT_TRUE(same(step(), expected));
+  }
+}
+
+// Errors in the loss, and in backwards, among them one between the R and the B of a cell.
+TEST(Fault, OfAStepLeavesEverythingAsItWas) {
+  for (const auto* schedule : {"gpipe", "1f1b", "zb_h2", "interleaved_zb"}) {
+    for (int failing = 0; failing <= 4; ++failing) {  // the number of the backward, or 0: the loss
+      Trainee trainee(failing == 0 ? Checkpoint::kExceptLast : Checkpoint::kAlways, false, schedule);
+      trainee.begin(2);
+      trainee.step();
+      const auto expected = trainee.gradients();
+      trainee.begin(2);
+      const auto before = trainee.state();
+      Fuse fuse;
+      fuse.arm(kOfLayers[0], failing == 0 ? 3 : failing, /*for_good=*/false);
+      if (failing > 0) trainee.plan->arm(FaultPlan::kBackward, [&] { fuse.pass(); });
+      const auto loss = [&](const Value& output, const Value& target) {
+        if (failing == 0) fuse.pass();
+        return kMse(output, target);
+      };
+      EXPECT_THROW(trainee.step(loss), std::domain_error);
+      trainee.plan->disarm();
+      const auto error = trainee.pipe->last_error();
+      ASSERT_TRUE(error);
+      EXPECT_EQ(error->message, "injected");
+      if (failing == 0) EXPECT_EQ(std::pair(error->layer_name, error->layer), std::pair(std::string("loss"), 17));
+      for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
+      EXPECT_TRUE(same(trainee.state(), before));
+      trainee.step();  // with the same numbers as the first
+      EXPECT_TRUE(same(trainee.gradients(), expected));
+      EXPECT_FALSE(trainee.pipe->last_error());
+    }
   }
 }
 

@@ -162,7 +162,8 @@ bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& p
   const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
   const auto peaks = verify(layout, program->edges(), schedule);
   // An I may free the layer's part of the graph before the W. A second backward keeps graphs, and eval mode has others.
-  const bool is_exact = !spec.splits() && !spec.backward_twice && !spec.eval && !spec.has(Unit::kDrops);
+  const bool is_exact =
+      !spec.splits() && !spec.backward_twice && !spec.eval && spec.frozen == 0 && !spec.has(Unit::kDrops);
   std::size_t layer = 0;
   for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
     for (auto left = pipe->balance()[stage]; left > 0; --left) {

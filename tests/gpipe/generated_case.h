@@ -21,6 +21,7 @@ struct Spec {
   bool several_inputs = false;
   bool several_outputs = false;
   bool input_gradient = true;
+  int frozen = 0;  // bit l: parameters of every third layer, from layer l on
   // The pipeline.
   int workers = 1;
   std::vector<int> placement = {0};

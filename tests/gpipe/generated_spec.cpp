@@ -76,6 +76,10 @@ Sequential build(const Spec& spec) {
   if (spec.several_outputs) {
     builder.add([](Tensor x) { return std::make_tuple(x, x * 2, x.detach(), x.detach().to(torch::kLong), x.sum(1)); });
   }
+  for (std::size_t l = 0; l < builder.model->size(); ++l) {
+    if (!(spec.frozen >> l % 3 & 1)) continue;
+    for (auto& parameter : builder.model->ptr(l)->parameters()) parameter.requires_grad_(false);
+  }
   return builder.model;
 }
 
@@ -85,7 +89,8 @@ std::string to_string(const Spec& spec) {
        << " chunks, stages on workers " << ::testing::PrintToString(spec.placement) << ", checkpoint "
        << to_string(spec.checkpoint) << ", " << (spec.schedule.empty() ? "forward" : spec.schedule) << ", "
        << spec.calls << " calls" << (spec.single ? ", single" : "")
-       << (spec.input_gradient ? "" : ", no input gradient") << (spec.several_inputs ? ", several inputs" : "")
+       << (spec.input_gradient ? "" : ", no input gradient") << (spec.frozen == 0 ? "" : ", frozen ")
+       << (spec.frozen == 0 ? "" : std::to_string(spec.frozen)) << (spec.several_inputs ? ", several inputs" : "")
        << (spec.several_outputs ? ", several outputs" : "") << (spec.backward_twice ? ", backward twice" : "")
        << (spec.eval ? ", eval" : "") << (spec.deferred ? ", deferred" : "")
        << (spec.accumulates ? ", accumulates" : "") << (spec.scaled ? ", scaled" : "") << ":";
@@ -144,6 +149,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.scaled = !forward && seed % 4 == 0;
   std::mt19937_64 of_segments(~seed);
   if (draw(of_segments, 0, 2) == 0) draw_segments(of_segments, spec);
+  spec.frozen = draw(of_segments, 0, 3) == 0 ? draw(of_segments, 1, 7) : 0;
   // Each stage has a layer.
   while (build(spec)->size() < spec.placement.size()) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
@@ -190,6 +196,7 @@ std::vector<Spec> smaller(const Spec& spec) {
                        &Spec::accumulates, &Spec::deferred, &Spec::scaled}) {
     if (spec.*feature) change(feature, false);
   }
+  if (spec.frozen != 0) change(&Spec::frozen, 0);
   if (!spec.schedule.empty()) change(&Spec::schedule, std::string());
   for (const auto mode : kModes) {
     if (spec.checkpoint.modes.size() > 1) change(&Spec::checkpoint, Checkpoints(mode));

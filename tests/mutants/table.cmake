@@ -2,13 +2,13 @@
 
 # The torch-free core.
 mutant(channel_does_not_wait gpipe/runtime/executor.cpp "!put_[micro_batch] && !cancelled_" "false"
-       GeneratedPrograms.*)
+       GeneratedJobs.*)
 mutant(channel_waits_after_a_cancel gpipe/runtime/executor.cpp "cancelled_ = true;" "" Channel.*)
 mutant(executor_works_on_after_a_failure gpipe/runtime/executor.cpp "if (failed_) return false;" "" ExecutorFailure.*)
 mutant(executor_keeps_the_last_error gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" ExecutorFailure.*)
 mutant(connections_write_parts_twice gpipe/ranks/connections.cpp "next.offset -= next.parts[next.part++].size();"
-       "next.offset = 0, ++next.part;" Connections.*)
+       "next.offset = 0, ++next.part;" GeneratedJobs.*)
 mutant(connections_keep_what_an_ended_pipeline_gets gpipe/ranks/connections.cpp "|| ended_.contains(frame.pipeline)" ""
        Connections.*)
 mutant(connections_cut_messages_off gpipe/ranks/connections.cpp "outbox.push_back(std::move(dropped.front()));" ""
@@ -120,7 +120,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.t
        "local_.take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
-       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Step.ErrorsLeaveEverythingAsItWas)
+       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.OfAStepLeavesEverythingAsItWas)
 
 mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "return clone_obey_contract(gradient, parameter);" "return gradient;"
        Fault.*)

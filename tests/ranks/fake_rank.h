@@ -143,7 +143,7 @@ class FakeRank {
       }
     }
 
-    static constexpr std::size_t kLarge = 300'000;
+    static constexpr std::size_t kLarge = 1'000'000;
     FakeRank& rank_;
     const RanksCall& call_;
     const Program& program_;

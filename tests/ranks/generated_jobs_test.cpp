@@ -1,4 +1,4 @@
-// Generated jobs of several ranks in one process, with faults.
+// Generated jobs of one or several ranks in one process, with faults.
 
 #include <array>
 
@@ -18,6 +18,7 @@ RankFault draw_fault(std::mt19937_64& random, const GeneratedJob& job) {
   if (kind < 4) return fault;
   fault.kind = std::array{RankFault::kLate,  RankFault::kThrow, RankFault::kThrow,
                           RankFault::kDeath, RankFault::kDeath, RankFault::kStop}[kind - 4];
+  if (job.size() == 1) fault.kind = RankFault::kThrow;  // another rank would tell the others
   fault.rank = draw(random, 0, job.size() - 1);
   fault.call = draw(random, 0, static_cast<int>(job.calls.size()));
   if (fault.call == job.calls.size() || draw(random, 0, 3) == 0) return fault;
@@ -41,7 +42,7 @@ GeneratedJob generate_job(std::uint64_t seed) {
   }
   for (const auto& generated : job.programs) job.references.push_back(reference(generated.program));
   const int workers = job.programs.front().program.workers();
-  job.ranks = Mesh{draw(random, 2, workers)}.ranks_of_workers(workers, 0);
+  job.ranks = Mesh{draw(random, 1, workers)}.ranks_of_workers(workers, 0);
   for (int calls = draw(random, 1, 4); calls > 0; --calls) {
     auto& call = job.calls.emplace_back();
     call.program = draw(random, 0, static_cast<int>(job.programs.size()) - 1);
