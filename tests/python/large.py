@@ -100,7 +100,7 @@ def run(ranks, folder, width, balance, resumes, phases):
     with torch.device("meta"):
         model = make_model(width)
     options = {"chunks": CHUNKS, "schedule": "1f1b", "checkpoint": "never", "stages": None if balance else ranks.size}
-    options["memory"] = None if balance else int(1.25 * 4 * size_of(model) / ranks.size) + 40 * MIB
+    options["memory"] = None if balance else int(1.4 * 4 * size_of(model) / ranks.size) + 40 * MIB
     pipe = phases("made", lambda: gpipe.GPipe.from_module(model, batch(0)[0], balance=balance, group=ranks, seconds=0, **options))
     optimizer = torch.optim.Adam(pipe.parameters())
     if resumes:
@@ -178,7 +178,7 @@ def main(millions):
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         losses = []
         for ranks, balance in ((4, None), (3, [6, 6, 7])):
-            limit = int(1.4 * 4 * size / ranks) + 60 * MIB if size > 1 << 30 else None
+            limit = int(1.85 * size) + 60 * MIB if size > 1 << 30 else None  # parameters and gradients are twice the size
             if limit is not None and start("whole", width, limit).wait() != 3:
                 faults.append("one process holds the parameters and their gradients")
             told = run_job(folder, width, balance, ranks, limit)
