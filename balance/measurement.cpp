@@ -175,13 +175,12 @@ class Measurement {
     return traced;
   }
 
-  /// Runs a step. Returns its output, if it has one.
-  Value step(TracedPipe& traced, const Value& batch) {
+  void step(TracedPipe& traced, const Value& batch) {
     try {
       if (traced.mode == Mode::kWhole) return trial_step(traced.pipe, batch);
-      if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch), Value();
+      if (traced.mode == Mode::kSplits) return trial_schedule(traced.pipe, batch);
       const at::NoGradGuard no_grad;
-      return traced.pipe->forward(batch);
+      traced.pipe->forward(batch);
     } catch (...) {
       const auto failed = traced.pipe->last_error();
       if (!failed) throw;
@@ -256,12 +255,12 @@ class Measurement {
   }
 
   /// Runs a step with one worker, and listens to its allocations.
-  TracedPipe listen(Mode mode, MemoryTrace& memory, Value& output) {
+  TracedPipe listen(Mode mode, MemoryTrace& memory) {
     report(0.9);
     auto traced = make_pipe(mode, std::vector<int>(ends_.size()), memory.shared_from_this());
     const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, memory.shared_from_this());
     traced.pipe->trace(traced.timeline);
-    output = step(traced, batch_of_three_);
+    step(traced, batch_of_three_);
     return traced;
   }
 
@@ -269,8 +268,7 @@ class Measurement {
     std::vector<MemoryTrace::Saved> saved;
     for (const auto mode : modes) {
       const auto memory = std::make_shared<MemoryTrace>();
-      Value output;  // the caller frees it after the step
-      const auto traced = listen(mode, *memory, output);
+      const auto traced = listen(mode, *memory);
       const MemoryTrace::Step step{ends_, traced.timeline->spans};
       if (mode == Mode::kStored) memory->read_stored(profile_, step);
       if (mode == Mode::kSplits) {

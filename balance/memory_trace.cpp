@@ -92,6 +92,7 @@ void MemoryTrace::reads(int layer, const SkipKey& key, const at::Tensor& skip) {
 }
 
 void MemoryTrace::allocated(const void* data, std::int64_t bytes) {
+  if (std::this_thread::get_id() == caller_) return;
   MutexLock lock(mutex_);
   live_[data] = allocations_.size();
   allocations_.push_back({.bytes = bytes, .born = now()});
@@ -99,7 +100,8 @@ void MemoryTrace::allocated(const void* data, std::int64_t bytes) {
 
 void MemoryTrace::freed(const void* data, std::int64_t) {
   MutexLock lock(mutex_);
-  if (const auto found = live_.extract(data)) allocations_[found.mapped()].freed = now();
+  const auto found = live_.extract(data);
+  if (found && std::this_thread::get_id() != caller_) allocations_[found.mapped()].freed = now();
 }
 
 std::int64_t MemoryTrace::peak(const Step& step, std::size_t span) const {

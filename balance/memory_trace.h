@@ -3,6 +3,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "absl/container/flat_hash_map.h"
 #include "balance/profile.h"
@@ -17,7 +18,7 @@ namespace gpipe {
 std::int64_t bytes_of(const at::Tensor& tensor);
 
 /// Records the memory that a pipeline allocates and frees, while installed as the listener of the thread that calls the
-/// pipeline. The pipeline's stages are the finest that the model allows, all on one worker, so the action that runs when
+/// pipeline, which has made this. The pipeline's stages are the finest that the model allows, all on one worker, so the action that runs when
 /// memory is allocated or freed tells the layer. Thread-safe.
 class MemoryTrace : public AllocationListener, public std::enable_shared_from_this<MemoryTrace> {
  public:
@@ -58,8 +59,8 @@ class MemoryTrace : public AllocationListener, public std::enable_shared_from_th
   struct Allocation {
     std::int64_t bytes = 0;
     double born = 0;
-    double freed = std::numeric_limits<double>::infinity();
-    int reaches = 0;  ///< the last layer whose input uses the memory
+    double freed = std::numeric_limits<double>::infinity();  ///< not within the step, or by the caller
+    int reaches = 0;                                         ///< the last layer whose input uses the memory
     std::set<int> readers = {};
   };
   struct Input {
@@ -82,6 +83,7 @@ class MemoryTrace : public AllocationListener, public std::enable_shared_from_th
   void read_peaks(Profile& profile, const Step& step, Kind kind, std::int64_t LayerProfile::*field) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  const std::thread::id caller_ = std::this_thread::get_id();  // runs no actions
   mutable Mutex mutex_;
   std::vector<Allocation> allocations_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const void*, std::size_t> live_ ABSL_GUARDED_BY(mutex_);  // index, by address

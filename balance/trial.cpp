@@ -52,7 +52,7 @@ std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Valu
   return std::make_unique<DecoratedLayer>(std::move(layer), std::move(forward));
 }
 
-Value trial_step(GPipe& pipe, const Value& batch) {
+void trial_step(GPipe& pipe, const Value& batch) {
   const auto output = pipe->forward(batch);
   std::vector<at::Tensor> roots;
   std::vector<at::Tensor> ones;
@@ -61,12 +61,11 @@ Value trial_step(GPipe& pipe, const Value& batch) {
     roots.push_back(tensor);
     ones.push_back(at::ones_like(tensor));
   }
-  if (roots.empty()) return output;
+  if (roots.empty()) return;
   // Cut the edges behind the pipeline's node, so that nothing is accumulated and no hook runs.
   const auto node = roots.front().grad_fn();
   node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
   torch::autograd::backward(roots, ones);
-  return output;
 }
 
 void trial_schedule(GPipe& pipe, const Value& batch) {

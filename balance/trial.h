@@ -8,8 +8,7 @@ namespace gpipe {
 std::unique_ptr<Layer> decorate(std::unique_ptr<Layer> layer, std::function<Value(Layer& layer, Value input)> forward);
 
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
-/// Returns the output.
-Value trial_step(GPipe& pipe, const Value& batch);
+void trial_step(GPipe& pipe, const Value& batch);
 
 /// The same in the order of the pipeline's schedule, with the sum of the outputs as the loss.
 void trial_schedule(GPipe& pipe, const Value& batch);
