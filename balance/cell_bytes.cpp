@@ -60,7 +60,6 @@ class StageCost::Cell {
         block->born == Kind::F ? add_activation(*block) : add_gradient(*block);
     }
     add_gradients_of_readers();
-    add_arriving();
     copy_between_devices();
     keep_inputs();
     for (int layer = first_; layer < end_; ++layer) {
@@ -139,20 +138,6 @@ class StageCost::Cell {
         } else {
           pass->hold(skip.bytes, Until::kSendsGradients, sender_of(skip));
         }
-      }
-    }
-  }
-
-  /// Gradients of other stages that are added up in new memory: of lent parameters, and of skips with several readers.
-  void add_arriving() {
-    for (const auto& tie : cost_.profile_.ties) {
-      const int layer = tie.layers.front();
-      if (inside(layer) && tie.layers.back() >= end_) arriving_[layer - first_] += tie.bytes;
-    }
-    for (const auto& skip : cost_.profile_.skips) {
-      if (!skip.wants_gradient || skip.readers.size() == 1 || skip.readers.back() < end_) continue;
-      for (const int layer : {skip.from - 1, skip.from}) {
-        if (inside(layer)) arriving_[layer - first_] += skip.bytes;
       }
     }
   }
@@ -248,14 +233,13 @@ class StageCost::Cell {
     const auto& of = cost_.profile_.layers[layer];
     std::int64_t kept_by_backward = 0;
     for (const Block* block : cost_.blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
-    const auto arriving = arriving_[layer - first_];
-    const auto extra = arriving + of.backward_extra;
+    const auto extra = of.backward_extra;
     const auto change = backward_.change(layer) + of.late_gradients;
     const auto large = of.gradients - of.late_gradients;
     backward_.run(extra, change);
     first_backward_.run(extra, change + large);
     if (splits_) {
-      input_gradient_.run(arriving + of.input_gradient_extra, input_gradient_.change(layer));
+      input_gradient_.run(of.input_gradient_extra, input_gradient_.change(layer));
     } else {  // a whole backward, while the later stage's W has yet to come
       input_gradient_.run(extra + shared_.change(layer), change + shared_.change(layer));
     }
@@ -275,7 +259,6 @@ class StageCost::Cell {
   const bool splits_ = cost_.splits(first_);
   std::int64_t buffers_ = 0;
   std::int64_t entering_ = 0;  ///< bytes of the inputs that are copied
-  std::vector<std::int64_t> arriving_ = std::vector<std::int64_t>(end_ - first_);  // bytes, by layer
   Pass forward_{first_, end_};
   Pass stored_{first_, end_};    // a forward without graph
   Pass backward_{first_, end_};  // whole; or in two parts:

@@ -96,6 +96,8 @@ def profile_one_by_one(
         whole["blocks"].append(block | {"born": "F", "layer": first, "freed_by": readers[0], "reaches": first, "readers": readers})
         for born in "BI" if link["wants_gradient"] else "":
             whole["blocks"].append(block | {"born": born, "layer": readers[-1], "freed_by": first, "reaches": readers[-1]})
+        if link["wants_gradient"] and len(readers) > 1:
+            _add_up(whole["layers"][first], link["bytes"])
     _count_once(whole, list(layers.values()))
     return Profile.from_json(json.dumps(whole))
 
@@ -116,11 +118,19 @@ def _count_once(whole: dict[str, Any], layers: list[nn.Module]) -> None:
                 for born in "BI" if tensor.requires_grad else "":  # its gradient until that of the first layer is added
                     block = {"bytes": tensor.nbytes, "born": born, "layer": index, "until": "B", "freed_by": first}
                     whole["blocks"].append(block | {"reaches": index, "readers": []})
+                if tensor.requires_grad and len(tie["layers"]) == 2:
+                    _add_up(whole["layers"][first], tensor.nbytes)
         for buffer in layer.buffers():
             costs["shares_with"] = min(costs["shares_with"], owners.setdefault(buffer, index))
             costs["buffers"] -= buffer.nbytes if owners[buffer] < index else 0
         costs["late_gradients"] = min(costs["late_gradients"], costs["gradients"])
     whole["ties"] = [tie for tie in ties.values() if len(tie["layers"]) > 1]
+
+
+def _add_up(layer: dict[str, Any], bytes: int) -> None:
+    """Gives a layer's backward the memory in which it adds up gradients of others."""
+    for extra in ("backward_extra", "input_gradient_extra"):
+        layer[extra] += bytes
 
 
 def _differentiable(tensor: Tensor | None) -> bool:
