@@ -1,4 +1,4 @@
-"""Measures a model on the ``meta`` device layer by layer, so that a process holds one layer at a time."""
+"""Measures a model layer by layer: on the ``meta`` device, or larger than a device, which then holds one layer at a time."""
 
 from __future__ import annotations
 

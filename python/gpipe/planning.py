@@ -60,7 +60,7 @@ def choose_plan(
 ) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on
-    the ``meta`` device each measures a share. Raises RuntimeError if nothing fits the devices' memory."""
+    the ``meta`` device each measures a share. Layers of a model that no device holds are measured one at a time. Raises RuntimeError if nothing fits the devices' memory."""
     wanted = len(balance) if balance is not None else stages
     if wanted is not None:
         _C.check_stages(wanted, len(model))
@@ -87,21 +87,15 @@ def choose_plan(
         limits = memory
         if limits is None and all(each.type == "cuda" for each in devices):
             limits = [_free(each, model) for each in devices] * processes
-        found = plan(
-            model if profiles is None else profiles,
-            batch if profiles is None else samples,
-            placed,
-            memory=limits,
-            stages=wanted,
-            balance=balance,
-            chunks=counts,
-            checkpoint=checkpoint,
-            schedule="auto" if schedule is None else schedule,
-            placement=placement,
-            seconds=seconds,
-            hosts=processes,
-            pilots=3 if processes == 1 else 0,
-        )
+        options: dict[str, Any] = {"memory": limits, "stages": wanted, "balance": balance, "chunks": counts}
+        options |= {"checkpoint": checkpoint, "schedule": schedule or "auto", "placement": placement, "seconds": seconds}
+        options |= {"hosts": processes, "pilots": 3 if processes == 1 else 0}
+        try:
+            found = plan(profiles or model, samples if profiles else batch, placed, **options)
+        except RuntimeError as error:
+            if profiles or "out of memory" not in str(error):
+                raise
+            found = plan(_profiles_of_shares(model, batch, counts, placed, None, seconds), samples, placed, **options)
         whole = found.unpartitioned
         faster = 0 if whole is None or not whole.fits else found.best.seconds / whole.seconds
         if wanted is None and memory is None and faster > 1.03:
@@ -119,7 +113,7 @@ def choose_plan(
 def _profiles_of_shares(
     model: nn.Sequential, batch: Any, counts: list[int], devices: list[torch.device], ranks: Ranks | None, seconds: float
 ) -> list[Profile]:
-    """Returns on rank 0 the profiles of a model on the ``meta`` device for numbers of micro-batches."""
+    """Returns on rank 0 the profiles of a model for numbers of micro-batches. Layers are measured one at a time."""
     threads = max(1, torch.get_num_threads() // len(devices)) if devices[0].type == "cpu" else 0
     options: dict[str, Any] = {"device": devices[0], "threads": threads, "seconds": seconds / len(counts)}
     team = None

@@ -211,6 +211,19 @@ def test_layers_that_are_measured_one_at_a_time_have_the_sizes_of_the_whole_mode
         assert all(counted <= bound for counted, bound in zip(whole, lone, strict=True)) and sum(lone) < 1.1 * sum(whole)
 
 
+def test_a_model_that_a_device_cannot_hold_is_measured_layer_by_layer(monkeypatch):
+    class Large(nn.Linear):
+        def forward(self, x):
+            if not alone:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x)
+
+    alone = []
+    monkeypatch.setattr("gpipe.planning.profile_one_by_one", lambda *given, **options: alone.append(given) or profile_one_by_one(*given, **options))
+    pipe = gpipe.GPipe.from_module(nn.Sequential(*(Large(8, 8) for _ in range(4))), torch.ones(8, 8), chunks=2, seconds=0)
+    assert len(alone) == 1 and sum(pipe.balance) == 4
+
+
 def plan_over_ranks(ranks):
     measured = []
     with torch.device("meta"):
