@@ -43,18 +43,6 @@ std::vector<std::int64_t> best_partition(int count, int parts, const std::functi
   return sizes;
 }
 
-std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts) {
-  std::vector<double> sum_to = {0};
-  for (std::size_t i = 0; i < costs.size(); ++i) {
-    if (!(costs[i] >= 0 && std::isfinite(costs[i]))) {
-      refuse_argument("cost ", i, " is ", costs[i], "; costs must be finite and not negative");
-    }
-    sum_to.push_back(sum_to.back() + costs[i]);
-  }
-  return best_partition(static_cast<int>(costs.size()), parts,
-                        [&](int, int first, int end) { return sum_to[end] - sum_to[first]; });
-}
-
 namespace {
 
 constexpr double kForbidden = std::numeric_limits<double>::infinity();

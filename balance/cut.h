@@ -19,9 +19,6 @@ namespace gpipe {
 GPIPE_API std::vector<std::int64_t> best_partition(int count, int parts,
                                                    const std::function<double(int part, int first, int end)>& cost);
 
-/// The same for parts that cost the sum of their elements' costs. Errors: also for a negative or infinite cost.
-GPIPE_API std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts);
-
 // Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in
 // one (LayerProfile::shares_with).
 //

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2, help="processes that load images in advance")
     parser.add_argument("--output", type=Path, default=Path("unet.pt"), help="file for the model's state")
+    parser.add_argument("--watch", action="store_true", help="show what the workers do in each step")
     args = parser.parse_args()
     torch.manual_seed(1)
     pictures = Pictures(args.data, args.classes, args.scale)
@@ -164,10 +165,11 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     for epoch in range(1, args.epochs + 1):
         losses = []
-        for images, labels in DataLoader(training, shuffle=True, drop_last=True, **loading):
-            optimizer.zero_grad()
-            losses.append(pipe.step(images, labels, segmentation_loss).item())
-            optimizer.step()
+        with gpipe.report.watch(pipe) if args.watch else nullcontext():
+            for images, labels in DataLoader(training, shuffle=True, drop_last=True, **loading):
+                optimizer.zero_grad()
+                losses.append(pipe.step(images, labels, segmentation_loss).item())
+                optimizer.step()
         scheduler.step()
         counts = [pipe.evaluate(images, labels, count_pairs) for images, labels in DataLoader(validation, **loading)]
         pairs = torch.stack(counts).sum(0).double()

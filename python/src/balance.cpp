@@ -228,8 +228,6 @@ void init_balance(py::module_& module) {
              py::overload_cast<const Profile&, const std::vector<std::int64_t>&, const RunOptions&>(&predict));
   module.def("plan_table", &plan_table, py::arg("plans"), py::arg("rows") = std::numeric_limits<int>::max());
   module.def("check_stages", &check_stages);
-  module.def("best_partition",
-             [](const std::vector<double>& costs, int parts) { return best_partition(costs, parts); });
 }
 
 }  // namespace gpipe::python

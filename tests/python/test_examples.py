@@ -47,8 +47,10 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path, monkeypatch, capsys,
     plan = {"balance": [5, 18], "chunks": 2, "checkpoint": "never", "schedule": "1f1b", "placement": [0, 1]}
     monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
     flags = "--depth 1 --channels 4 --scale 0.5 --batch-size 4 --workers 0 --epochs 60"
-    run("unet_train", carvana, *flags.split(), "--output", tmp_path / "unet.pt")
-    scores = [float(score) for score in re.findall(r"validation Dice (\S+)", capsys.readouterr().out)]
+    run("unet_train", carvana, *flags.split(), "--watch", "--output", tmp_path / "unet.pt")
+    shown = capsys.readouterr()
+    scores = [float(score) for score in re.findall(r"validation Dice (\S+)", shown.out)]
+    assert shown.err.count("step 1: ") == 60
     assert len(scores) == 60 and scores[-1] > 0.9
     assert "head.weight" in torch.load(tmp_path / "unet.pt")
 
