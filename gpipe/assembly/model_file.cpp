@@ -95,7 +95,6 @@ torch::nn::Sequential read_model(SafetensorsFile file, const std::vector<std::st
     each["place"] = {layers->size(), count};
     auto layer = std::make_shared<GraphLayer>(each.at("graph").dump(), tensors.of(each), each.dump());
     layer->isolate(of_model);
-    for (const auto& place : each.at("evaluation")) layer->place(place).train(false);
     layers->push_back(each.at("name").get<std::string>(), std::move(layer));
   }
   return layers;
@@ -145,7 +144,6 @@ void save_model(const std::filesystem::path& path, const torch::nn::Module& mode
       file.tensors.emplace(listed[i][0].get<std::string>(), tensor);
       if (is_parameter) listed[i][1] = tensor.requires_grad() ? "parameter" : "frozen";
     }
-    source["evaluation"] = layer->in_evaluation();
     tensors += layer->parameters().size() + layer->buffers().size();
     layers.push_back(std::move(source));
   }

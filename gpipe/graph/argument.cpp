@@ -148,8 +148,7 @@ void Argument::read_list(const Json& list, const c10::TypePtr& type) {
   kind_ = Kind::kList;
   for (const auto& each : list) parts_.emplace_back(each, type_);
   if (!std::ranges::all_of(parts_, [](auto& part) { return part.kind_ == Kind::kConstant; })) return;
-  const std::vector<bool> no_modes;
-  constant_ = evaluate({{}, no_modes, at::kCPU});
+  constant_ = evaluate({{}, /*training=*/false, at::kCPU});
   kind_ = Kind::kConstant;
   parts_.clear();
 }
@@ -182,9 +181,8 @@ void Argument::read_object(const Json& object, const c10::TypePtr& type) {
     set_named(c10::TypeKind::LayoutType, layout_named(object["layout"]));
   } else if (named("memory format")) {
     set_named(c10::TypeKind::MemoryFormatType, memory_format_named(object["memory format"]));
-  } else if (object.contains("place")) {
+  } else if (object.contains("training")) {
     kind_ = Kind::kChoice;
-    index_ = index_in(object, "place");
     for (const auto* mode : {"training", "evaluation"}) parts_.emplace_back(object.at(mode), type);
   } else {
     refuse(object, "which this version does not know");
@@ -202,7 +200,7 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
     case Kind::kDevice:
       return frame.device;
     case Kind::kChoice:
-      return parts_[frame.training.at(index_) ? 0 : 1].evaluate(frame);
+      return parts_[frame.training ? 0 : 1].evaluate(frame);
     case Kind::kList: {
       c10::impl::GenericList list(type_);
       list.reserve(parts_.size());
@@ -215,20 +213,14 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
   }
 }
 
-bool Argument::is_none(const std::vector<bool>& training) const {
-  if (kind_ == Kind::kChoice) return parts_[training.at(index_) ? 0 : 1].is_none(training);
+bool Argument::is_none(bool training) const {
+  if (kind_ == Kind::kChoice) return parts_[training ? 0 : 1].is_none(training);
   return kind_ == Kind::kConstant && constant_.isNone();
 }
 
 void Argument::add_values(std::vector<std::size_t>& values) const {
   if (kind_ == Kind::kValue || kind_ == Kind::kSize) values.push_back(index_);
   for (const auto& part : parts_) part.add_values(values);
-}
-
-std::size_t Argument::places() const {
-  std::size_t most = kind_ == Kind::kChoice ? index_ + 1 : 0;
-  for (const auto& part : parts_) most = std::max(most, part.places());
-  return most;
 }
 
 }  // namespace gpipe

@@ -14,7 +14,7 @@ namespace gpipe {
 /// What arguments are computed from while a graph runs.
 struct Frame {
   std::vector<c10::IValue> values;
-  const std::vector<bool>& training;
+  bool training = false;
   at::Device device;
 };
 
@@ -36,20 +36,18 @@ class Argument {
   /// not a tensor with the dimension.
   c10::IValue evaluate(const Frame& frame) const;
 
-  /// Whether it is null in these modes.
-  bool is_none(const std::vector<bool>& training) const;
+  /// Whether it is null in a mode.
+  bool is_none(bool training) const;
 
   /// Adds the numbers of the values that it uses, or whose sizes it uses.
   void add_values(std::vector<std::size_t>& values) const;
-  /// The largest number of a place that it uses, plus 1.
-  std::size_t places() const;
 
  private:
   enum class Kind { kConstant, kValue, kList, kChoice, kDevice, kSize, kFunction, kRule, kAnd, kOr };
 
   Kind kind_ = Kind::kConstant;
   c10::IValue constant_;
-  std::size_t index_ = 0;        ///< of the value, place, function or rule
+  std::size_t index_ = 0;        ///< of the value, function or rule
   std::int64_t dimension_ = 0;   ///< of a size
   std::vector<Argument> parts_;  ///< of a list; in training and evaluation mode; operands
   c10::TypePtr type_;            ///< of the value or number, or of a list's elements; null for an operand

@@ -54,8 +54,7 @@ Description::Context read_context(const Json& from) {
   context.enabled = from.at("enabled");
   if (const auto& cache = from.at("cache"); !cache.is_null()) context.cache = cache.get<bool>();
   if (const auto& dtype = from.at("autocast"); !dtype.is_null()) {
-    const std::vector<bool> no_modes;
-    context.dtype = Argument({{"dtype", dtype}}, nullptr).evaluate({{}, no_modes, at::kCPU}).toScalarType();
+    context.dtype = Argument({{"dtype", dtype}}, nullptr).evaluate({{}, false, at::kCPU}).toScalarType();
   }
   return context;
 }
@@ -73,7 +72,7 @@ Description::Call read_call(const Json& from) {
     for (const auto& each : args) call.arguments.emplace_back(each, nullptr);
   }
   if (from.contains("result")) call.result = from["result"].get<std::size_t>();
-  if (from.contains("mode")) call.mode = from["mode"].get<std::pair<std::size_t, bool>>();
+  if (from.contains("mode")) call.mode = from["mode"].get<bool>();
   for (const auto& each : from.value("within", Json::array())) call.within.push_back(read_context(each));
   call.at = from.value("at", "");
   return call;
@@ -89,7 +88,6 @@ void read_names(const Json& list, std::vector<std::string>& names, std::vector<s
 }  // namespace
 
 Graph::Description::Description(const Json& json) : values(json.at("values")) {
-  places = json.value("places", std::vector<std::string>());
   const auto list = [&](const char* name) { return json.value(name, Json::array()); };
   for (const auto& each : list("inputs")) {
     inputs.push_back(each.is_null() ? std::nullopt : std::optional(each.get<std::size_t>()));
@@ -121,7 +119,6 @@ Graph::Description::Description(const Json& json) : values(json.at("values")) {
 }
 
 std::vector<std::size_t> Graph::Description::values_of(const Argument& from) const {
-  if (from.places() > places.size()) refuse_argument("the model uses a place that it does not list");
   std::vector<std::size_t> used;
   from.add_values(used);
   for (const auto value : used) {
@@ -150,9 +147,6 @@ void Graph::Description::find_last_uses() {
     if (call->result) {
       check_value(*call->result);
       of_call.push_back(*call->result);
-    }
-    if (call->mode && call->mode->first >= places.size()) {
-      refuse_argument("the model uses a place that it does not list");
     }
     for (const auto value : of_call) {
       if (!is_used[value]) call->last_uses.push_back(value);

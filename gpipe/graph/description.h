@@ -27,7 +27,7 @@ struct Graph::Description {
     std::string name;                           ///< of the operator or the function
     std::vector<Argument> arguments;            ///< of an operator: all, in the order of its schema
     std::optional<std::size_t> result;
-    std::optional<std::pair<std::size_t, bool>> mode;
+    std::optional<bool> mode;
     std::vector<Context> within;
     std::string at;
     bool is_batch_norm = false;
@@ -47,7 +47,7 @@ struct Graph::Description {
 
   std::size_t values;
   std::vector<std::optional<std::size_t>> inputs;
-  std::vector<std::string> tensors, places, pops, peeks, stashes, python_functions;
+  std::vector<std::string> tensors, pops, peeks, stashes, python_functions;
   std::vector<std::size_t> owned, popped, peeked;  ///< the values of tensors, pops and peeks
   std::vector<Argument> stashed, outputs;
   std::vector<Shape> shapes;

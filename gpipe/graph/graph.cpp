@@ -160,7 +160,6 @@ Graph::Graph(const std::string& description, CallPython call_python) try
 Graph::~Graph() = default;
 
 const std::vector<std::string>& Graph::tensors() const { return description_->tensors; }
-const std::vector<std::string>& Graph::places() const { return description_->places; }
 const std::vector<std::string>& Graph::pops() const { return description_->pops; }
 const std::vector<std::string>& Graph::peeks() const { return description_->peeks; }
 const std::vector<std::string>& Graph::stashes() const { return description_->stashes; }
@@ -175,7 +174,7 @@ std::vector<at::Tensor> Graph::with_constants(std::vector<at::Tensor> tensors) c
   return tensors;
 }
 
-std::vector<bool> Graph::has_outputs(const std::vector<bool>& training) const {
+std::vector<bool> Graph::has_outputs(bool training) const {
   std::vector<bool> found;
   for (const auto& each : description_->outputs) found.push_back(!each.is_none(training));
   return found;
@@ -220,7 +219,7 @@ std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& 
 
   Contexts contexts(frame.device.type());
   for (const auto& each : of.calls) {
-    if (!each.mode || state.training.at(each.mode->first) == each.mode->second) {
+    if (!each.mode || state.training == *each.mode) {
       contexts.enter(each.within);
       torch::jit::Stack stack;
       stack.reserve(each.arguments.size());

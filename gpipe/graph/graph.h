@@ -20,7 +20,6 @@ namespace gpipe {
 ///
 ///   "inputs"          the value of each tensor that the layer gets; null for one that it does not read
 ///   "tensors"         [name, value] for each parameter, buffer and constant
-///   "places"          the path of each module whose mode counts
 ///   "pops", "peeks"   [name, value] for each skip that the layer reads
 ///   "stashes"         [name, argument] for each skip that it makes, after the calls
 ///   "shapes"          the shape of each input, in which null stands for any size; null for an input that must be null
@@ -30,7 +29,7 @@ namespace gpipe {
 ///     "args"          arguments by position; the schema's defaults follow
 ///     "kwargs"        arguments by name
 ///     "result"        the value of the result; of several results, the list of them
-///     "mode"          [place, whether it must be in training mode] if the call runs in one mode only
+///     "mode"          whether the layer must be in training mode, if the call runs in one mode only
 ///     "within"        the objects {"grad": bool} and {"autocast": dtype, "enabled": bool, "cache": bool} around it,
 ///                     each with a "block" that tells it from others with the same settings
 ///     "at"            the line of the model's code
@@ -38,7 +37,7 @@ namespace gpipe {
 ///
 /// An argument is null, a boolean, a number, a text or a list; or an object: {"value": 3}, {"dtype": "float32"},
 /// {"layout": "strided"}, {"memory format": "channels_last"}, {"device": null} for the layer's device,
-/// {"float": "inf"}, {"complex": [1, 2]}, {"place": 0, "training": argument, "evaluation": argument}, or
+/// {"float": "inf"}, {"complex": [1, 2]}, {"training": argument, "evaluation": argument}, or
 /// {"size": number}. A number there is an integer, a float, {"size": [value, dimension]}, or a list of a rule and its
 /// operands, such as ["//", {"size": [0, 1]}, 2]. Rules: + * / // % ** min max < <= == != and or floor ceil trunc round
 /// float sqrt exp log.
@@ -50,7 +49,7 @@ class Graph {
   /// What a graph uses of its layer, in the order of the description.
   struct State {
     std::vector<at::Tensor> tensors = {};
-    std::vector<bool> training = {};  ///< whether each place is in training mode
+    bool training = false;
     std::vector<SkipKey> pops = {};
     std::vector<SkipKey> peeks = {};
     std::vector<SkipKey> stashes = {};
@@ -63,7 +62,6 @@ class Graph {
   Graph(const Graph&) = delete;
 
   const std::vector<std::string>& tensors() const;
-  const std::vector<std::string>& places() const;
   const std::vector<std::string>& pops() const;
   const std::vector<std::string>& peeks() const;
   const std::vector<std::string>& stashes() const;
@@ -73,8 +71,8 @@ class Graph {
   /// Returns the inputs with an undefined tensor for each that must be null.
   std::vector<at::Tensor> with_constants(std::vector<at::Tensor> tensors) const;
 
-  /// Which outputs are tensors in these modes of the places.
-  std::vector<bool> has_outputs(const std::vector<bool>& training) const;
+  /// Which outputs are tensors in a mode.
+  std::vector<bool> has_outputs(bool training) const;
 
   /// Computes the outputs. A tensor that a mode lacks is undefined. Errors: std::invalid_argument for inputs of a wrong
   /// number, shape or size; what the operators throw, with the line of the model's code.

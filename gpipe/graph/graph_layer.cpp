@@ -27,18 +27,17 @@ GraphLayer::GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTens
       source_(std::move(source)) {
   for (const auto& [name, tensor, is_parameter] : tensors_) {
     const auto [path, own] = split_last(name);
-    is_parameter ? place(path).register_parameter(own, tensor, tensor.requires_grad())
-                 : place(path).register_buffer(own, tensor);
+    is_parameter ? module_at(path).register_parameter(own, tensor, tensor.requires_grad())
+                 : module_at(path).register_buffer(own, tensor);
   }
   for (const auto& name : graph_->tensors()) {
     const auto found = std::ranges::find(tensors_, name, &NamedTensor::name);
     if (found == tensors_.end()) refuse_argument("the model lacks the tensor '", name, "'");
     used_.push_back(found->tensor);
   }
-  for (const auto& path : graph_->places()) places_.push_back(&place(path));
 }
 
-torch::nn::Module& GraphLayer::place(const std::string& path) {
+torch::nn::Module& GraphLayer::module_at(const std::string& path) {
   constexpr auto kMostLevels = 100;  // because modules recurse
   if (std::count(path.begin(), path.end(), '.') >= kMostLevels) {
     refuse_argument("a module's path has more than ", kMostLevels, " levels");
@@ -53,17 +52,9 @@ torch::nn::Module& GraphLayer::place(const std::string& path) {
   return *module;
 }
 
-std::vector<std::string> GraphLayer::in_evaluation() const {
-  std::vector<std::string> paths;
-  for (const auto& module : named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
-    if (is_training() && !module.value()->is_training()) paths.push_back(module.key());
-  }
-  return paths;
-}
-
 Value GraphLayer::forward(Value input) {
-  Graph::State state{.tensors = used_, .pops = pops(), .peeks = peeks(), .stashes = stashes()};
-  for (const auto* module : places_) state.training.push_back(module->is_training());
+  Graph::State state{
+      .tensors = used_, .training = is_training(), .pops = pops(), .peeks = peeks(), .stashes = stashes()};
   auto outputs = graph_->run(graph_->with_constants(std::move(input).tensors()), state);
   std::erase_if(outputs, [](const at::Tensor& output) { return !output.defined(); });
   return outputs.size() == 1 ? Value(std::move(outputs.front())) : Value(std::move(outputs));

@@ -21,22 +21,19 @@ class GraphLayer : public torch::nn::Module, public Skippable {
   Value forward(Value input);
 
   const std::vector<NamedTensor>& tensors() const { return tensors_; }
-  /// Returns the module at a path; makes those that are missing. Errors: std::invalid_argument for too long a path.
-  torch::nn::Module& place(const std::string& path);
-  /// The paths of the modules that are in evaluation mode while the layer itself is in training mode.
-  std::vector<std::string> in_evaluation() const;
 
   /// The layer's description in the file.
   const std::string& source() const { return source_; }
 
  private:
+  /// Returns the module at a path; makes those that are missing. Errors: std::invalid_argument for too long a path.
+  torch::nn::Module& module_at(const std::string& path);
   GraphLayer(std::unique_ptr<const Graph> graph, std::vector<NamedTensor> tensors, std::string source);
 
   const std::unique_ptr<const Graph> graph_;
   const std::vector<NamedTensor> tensors_;
   const std::string source_;
-  std::vector<at::Tensor> used_;            // in the order of the graph
-  std::vector<torch::nn::Module*> places_;  // whose modes count
+  std::vector<at::Tensor> used_;  // in the order of the graph
 };
 
 }  // namespace gpipe

@@ -49,12 +49,12 @@ std::vector<at::Tensor> or_undefined(std::vector<std::optional<at::Tensor>> tens
 }
 
 std::vector<at::Tensor> run(const Graph& graph, std::vector<std::optional<at::Tensor>> inputs,
-                            std::vector<std::optional<at::Tensor>> tensors, std::vector<bool> training,
-                            std::vector<SkipKey> pops, std::vector<SkipKey> peeks, std::vector<SkipKey> stashes) {
+                            std::vector<std::optional<at::Tensor>> tensors, bool training, std::vector<SkipKey> pops,
+                            std::vector<SkipKey> peeks, std::vector<SkipKey> stashes) {
   const torch::PyWarningHandler warnings;
   return released([&] {
-    return graph.run(or_undefined(std::move(inputs)), {or_undefined(std::move(tensors)), std::move(training),
-                                                       std::move(pops), std::move(peeks), std::move(stashes)});
+    return graph.run(or_undefined(std::move(inputs)), {or_undefined(std::move(tensors)), training, std::move(pops),
+                                                       std::move(peeks), std::move(stashes)});
   });
 }
 
@@ -68,7 +68,6 @@ void init_graph(py::module_& module) {
       }))
       .def("run", &run)
       .def_property_readonly("tensors", &Graph::tensors)
-      .def_property_readonly("places", &Graph::places)
       .def_property_readonly("pops", &Graph::pops)
       .def_property_readonly("peeks", &Graph::peeks)
       .def_property_readonly("stashes", &Graph::stashes)

@@ -68,10 +68,9 @@ void NativeLayer::refresh(const std::shared_ptr<torch::nn::Module>& mirror) {
     model_ = reference_to(py::object(module.attr("model")).ptr());
   }
   is_training_ = py::handle(model_.get()).attr("training").cast<bool>();
-  std::vector<bool> training(graph_->places().size(), is_training_);
-  if (!replaced && (!values_ || values_->training == training)) return;
+  if (!replaced && (!values_ || values_->training == is_training_)) return;
   auto fresh = std::make_shared<Graph::State>(keys_);
-  fresh->training = std::move(training);
+  fresh->training = is_training_;
   const auto parameters = mirror->named_parameters();
   const auto buffers = mirror->named_buffers();
   for (const auto& name : graph_->tensors()) {

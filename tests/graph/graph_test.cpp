@@ -16,16 +16,16 @@ std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tens
 
 at::Tensor number(double value) { return torch::tensor({value}); }
 
-TEST(Graph, FollowsTheModesOfPlaces) {
-  const std::string both = R"({"values": 3, "inputs": [0], "places": ["a", "b"],
+TEST(Graph, FollowsTheMode) {
+  const std::string both = R"({"values": 3, "inputs": [0],
     "calls": [{"operator": "aten::mul.Scalar", "result": 1,
-               "args": [{"value": 0}, {"place": 0, "training": 10, "evaluation": 20}]},
-              {"operator": "aten::neg", "args": [{"value": 1}], "result": 2, "mode": [1, true]}],
+               "args": [{"value": 0}, {"training": 10, "evaluation": 20}]},
+              {"operator": "aten::neg", "args": [{"value": 1}], "result": 2, "mode": false}],
     "outputs": [{"value": 1}, {"value": 2}]})";
-  auto outputs = run(both, {number(1)}, {{}, {true, false}});
+  auto outputs = run(both, {number(1)}, {.training = true});
   EXPECT_EQ(outputs[0].item<double>(), 10);
   EXPECT_FALSE(outputs[1].defined());
-  outputs = run(both, {number(1)}, {{}, {false, true}});
+  outputs = run(both, {number(1)});
   EXPECT_EQ(outputs[0].item<double>(), 20);
   EXPECT_EQ(outputs[1].item<double>(), -20);
 }
@@ -134,7 +134,6 @@ TEST(Graph, RefusesWhatIsNotADescription) {
       {R"({"values": -1})", "values"},
       {R"({"values": 1, "inputs": [1]})", "the model sets value 1, but has 1"},
       {R"({"values": 1, "outputs": [{"value": 3}]})", "the model uses value 3, but has 1"},
-      {R"({"values": 1, "outputs": [{"place": 0, "training": 1, "evaluation": 2}]})", "a place that it does not list"},
       {R"({"values": 1, "guards": [[{"size": [1, 0]}, ""]]})", "the model uses value 1, but has 1"},
       {call(R"({"operator": "aten::no_such_operator", "result": 1})"), "aten::no_such_operator, which this version"},
       {call(R"({"python": "os:system", "args": [], "result": 1})"), "os:system, which only Python can run"},

@@ -15,16 +15,16 @@ torch::nn::Sequential model(const TemporaryDirectory& folder, bool is_tied = fal
                   {"in.frozen", torch::full({2}, 3.0)},
                   {"in.phase", torch::complex(torch::zeros({2}), torch::ones({2}))},
                   {".in.step", torch::arange(2)}};
-  file.model = R"({"version": 1, "layers": [{"name": "a", "evaluation": ["drop"],
+  file.model = R"({"version": 1, "layers": [{"name": "a",
     "tensors": [["in.w", "parameter", null], ["in.frozen", "frozen", null], ["in.phase", "buffer", null],
                 [".in.step", "buffer", null], ["out.w", "parameter", "in.w"]],
-    "graph": {"values": 6, "places": ["drop"], "inputs": [0],
+    "graph": {"values": 6, "inputs": [0],
       "tensors": [["in.w", 1], ["out.w", 2], ["in.frozen", 3], ["in.step", 4]],
       "calls": [{"operator": "aten::add_.Tensor", "args": [{"value": 4}, 1]},
                 {"operator": "aten::addmm", "args": [{"value": 3}, {"value": 0}, {"value": 1}], "result": 5}],
       "outputs": [{"value": 5}]}})";
   if (is_tied) {
-    file.model += R"(, {"name": "b", "evaluation": [], "tensors": [["last.w", "parameter", "in.w"]],
+    file.model += R"(, {"name": "b", "tensors": [["last.w", "parameter", "in.w"]],
       "graph": {"values": 1, "inputs": [0], "outputs": [{"value": 0}]}})";
   }
   file.model += "]}";
@@ -44,10 +44,9 @@ void expect_equal(const GraphLayer& layer, const GraphLayer& expected) {
   }
   EXPECT_FALSE(layer.tensors()[1].tensor.requires_grad()) << "the frozen parameter is not";
   EXPECT_TRUE(layer.tensors()[0].tensor.is_same(layer.tensors()[4].tensor)) << "the tie is lost";
-  EXPECT_THAT(layer.in_evaluation(), testing::ElementsAre("drop"));
 }
 
-TEST(ModelFile, KeepsEachTensorAndMode) {
+TEST(ModelFile, KeepsEachTensor) {
   const TemporaryDirectory folder;
   auto first = model(folder);
   first->forward<Value>(Value(torch::ones({1, 2})));  // changes the buffer
@@ -61,7 +60,7 @@ TEST(ModelFile, CallsOnlyOperatorsOfNamespacesThatTheProgramTrusts) {
   const TemporaryDirectory folder;
   const auto write = [&](const std::string& name) {
     Safetensors file;
-    file.model = R"({"version": 1, "layers": [{"name": "a", "evaluation": [], "tensors": [], "graph": {"values": 2,
+    file.model = R"({"version": 1, "layers": [{"name": "a", "tensors": [], "graph": {"values": 2,
       "inputs": [0], "calls": [{"operator": ")" +
                  name + R"(", "args": [{"value": 0}], "result": 1}],
       "outputs": [{"value": 1}]}}]})";

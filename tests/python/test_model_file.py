@@ -91,7 +91,7 @@ def test_what_a_program_cannot_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"parameters '0\.weight' and '1\.weight' share memory"):
         gpipe.export_model(gpipe.to_sequential(tied, torch.randn(2, 4), native=True), tmp_path / "tied")
     save_file({"input": torch.randn(2, 4), "target": torch.tensor([0, 1])}, tmp_path / "data")
-    layer = {"name": "0", "tensors": [], "evaluation": [], "graph": {"values": 1, "calls": [{"operator": "aten::unknown"}]}}
+    layer = {"name": "0", "tensors": [], "graph": {"values": 1, "calls": [{"operator": "aten::unknown"}]}}
     _C.write_weights(os.fsencode(tmp_path / "operator"), {}, json.dumps({"version": 1, "layers": [layer]}))
     for name, message in (
         ("missing", "No such file"),

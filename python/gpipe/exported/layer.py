@@ -69,7 +69,7 @@ class Description:
 
     def __str__(self) -> str:
         fields = {name: field for name, field in self._fields.items() if field}
-        return json.dumps({"values": self._values, "places": [""] * (self._modes - 1), **fields})
+        return json.dumps({"values": self._values, **fields})
 
     @staticmethod
     def _named(modes: Sequence[Mapping[str, Value]], function: Callable[[Sequence[Any]], Any]) -> list[Any]:
@@ -89,11 +89,11 @@ class Description:
         arguments = [self._argument(value) for value in values]
         if len(arguments) == 1 or arguments[0] == arguments[1]:
             return arguments[0]
-        return {"place": 0, "training": arguments[0], "evaluation": arguments[1]}
+        return {"training": arguments[0], "evaluation": arguments[1]}
 
     def _calls(self, route: Route, number: int) -> Iterator[dict[str, Any]]:
         for operation in route.operations:
-            yield self._call(operation) | ({} if self._modes == 1 else {"mode": [0, number == 0]})
+            yield self._call(operation) | ({} if self._modes == 1 else {"mode": number == 0})
 
     def _call(self, operation: Operation) -> dict[str, Any]:
         call: dict[str, Any] = {}
@@ -176,8 +176,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
         super().__init__(model, called)
         self.name, self._input, self._output = name, input, output
         self.describe(description)
-        if self._graph.places or output is not None:
-            self.child("")  # whose mode a recompute needs
+        self.child("")  # whose mode a recompute needs
 
     def describe(self, description: str) -> None:
         """Changes what the layer computes."""
@@ -208,7 +207,7 @@ class ExportedLayer(ConvertedLayer, Skippable):
             outputs = graph.run(
                 inputs,
                 [getattr(self.child(path), name) for path, _, name in owned],
-                [self.model.training for _ in graph.places],
+                self.model.training,
                 *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
             )
         except Exception:

@@ -42,7 +42,7 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
             if first_names.get(id(tensor), name) != name and name not in tensors and any(tensor is each for _, each in of_layer):
                 listed.append([name, "parameter" if tensor.requires_grad else "frozen", first_names[id(tensor)]])
                 tensors[name] = tensor
-        layers.append({"name": key, "tensors": listed, "evaluation": [], "graph": json.loads(layer.description)})
+        layers.append({"name": key, "tensors": listed, "graph": json.loads(layer.description)})
     _refuse_views(tensors)
     _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
 
