@@ -19,7 +19,8 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
       placement_(run_.scheduling.placement),
       devices_(options, 1 + std::ranges::max(placement_), run_.network.replicas),
       given_(options),
-      whole_(!options.balance.empty() || run_.scheduling.schedule.starts_with('@')) {
+      whole_(!options.balance.empty() || run_.scheduling.schedule.starts_with('@')),
+      least_seconds_(find_least_seconds()) {
   if (!devices_.is_limited() || given_.checkpoint) return;
   const int stages = static_cast<int>(placement_.size());
   const Layout layout{stages, run_.chunks, placement_};
@@ -28,31 +29,38 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
   for (int s = 0; s < stages; ++s) in_flight_.push_back({peaks.live[s], peaks.graphs[s]});
 }
 
-double Contender::least_seconds() const {
+double Contender::find_least_seconds() const {
   const auto& cost = segments_.cost();
   const int layers = cost.layers();
   const int workers = 1 + std::ranges::max(placement_);
-  const auto work = [](const LayerProfile& of) {
-    return of.forward + std::min(of.backward, of.input_gradient + of.weight_gradient);
-  };
-  const auto input_gradient = [](const LayerProfile& of) { return std::min(of.backward, of.input_gradient); };
-  const double all = run_.chunks * work(cost.sum(0, layers));
-  double low = all / workers;
+  // Before each layer, the least that all earlier ones take: in an F, in an F and the backward that passes gradients on
+  // at once, and in all actions of a micro-batch. A layer can be recomputed or not, and split or not.
+  std::vector<double> forward = {0};
+  std::vector<double> passes = {0};
+  std::vector<double> all = {0};
+  for (int i = 0; i < layers; ++i) {
+    const auto of = cost.sum(i, i + 1);
+    const double backward = std::min(of.backward, of.input_gradient);
+    forward.push_back(forward.back() + std::min(of.forward, of.stored));
+    passes.push_back(passes.back() + backward);
+    all.push_back(all.back() + of.forward + std::min(of.backward, of.input_gradient + of.weight_gradient));
+  }
+  double low = run_.chunks * all.back() / workers;
   if (std::ssize(placement_) != workers) return low;
   const auto suffices = [&](double seconds) {
     int end = 0;
     for (int worker = 0; worker < workers; ++worker) {
-      const auto before = cost.sum(0, end);
-      const double left = seconds - before.forward;
-      const auto fits = [&](const LayerProfile& stage) {
-        return run_.chunks * work(stage) <= left &&
-               run_.chunks * (stage.forward + input_gradient(stage)) <= left - input_gradient(before);
+      const int first = end;
+      const auto fits = [&](int to) {
+        const double chain = forward[to] - forward[first] + passes[to] - passes[first];
+        return forward[first] + run_.chunks * (all[to] - all[first]) <= seconds &&
+               forward[first] + run_.chunks * chain + passes[first] <= seconds;
       };
-      for (const int first = end; end < layers && fits(cost.sum(first, end + 1));) ++end;
+      while (end < layers && fits(end + 1)) ++end;
     }
     return end == layers;
   };
-  for (double high = all; high - low > 1e-3 * low;) {
+  for (double high = run_.chunks * all.back(); high - low > 1e-3 * low;) {
     const double middle = (low + high) / 2;
     (suffices(middle) ? high : low) = middle;
   }

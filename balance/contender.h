@@ -67,7 +67,7 @@ class Contender {
   const RunOptions& run() const { return run_; }
   /// No plan is faster: a worker does its work for all micro-batches after the first one's forward in earlier stages, and
   /// before the last one's backward in them. The weights' gradients can come after that.
-  double least_seconds() const;
+  double least_seconds() const { return least_seconds_; }
 
   // These take the number of simulated actions off `actions`, and end when there are none left.
 
@@ -88,6 +88,7 @@ class Contender {
   void polish(std::int64_t& actions);
   /// Recomputes fewer micro-batches of a segment where the memory allows it.
   void relax(std::int64_t& actions);
+  double find_least_seconds() const;
   /// Improves a plan by one kind of change each. Returns whether it did.
   bool step(Plan& plan, std::int64_t& actions) const;
   /// A stage's share of its device's memory.
@@ -113,7 +114,8 @@ class Contender {
   const std::vector<int> placement_;  // of stages before they are cut into segments
   const Devices devices_;
   const PlanOptions& given_;
-  const bool whole_;                 // stages are recomputed as a whole, or not at all
+  const bool whole_;  // stages are recomputed as a whole, or not at all
+  const double least_seconds_;
   std::vector<InFlight> in_flight_;  // by stage; empty if there is nothing to choose
   Plan best_;
   std::vector<Plan> tried_;  ///< one for each cut

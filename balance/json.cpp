@@ -1,5 +1,4 @@
 #include <limits>
-#include <set>
 #include <type_traits>
 
 #include "absl/strings/str_format.h"

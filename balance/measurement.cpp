@@ -140,15 +140,18 @@ class Measurement {
     const auto stage = std::exchange(failed_stage_, 0);
     if (stage < 1 || stage >= std::ssize(ends_)) return false;
     const int previous = stage > 1 ? ends_[stage - 2] : 0;
-    auto& before = profile_.layers[ends_[stage - 1]].shares_with;
+    auto fresh = describe();
+    for (std::size_t i = 0; i < named_.size(); ++i) fresh.layers[i].shares_with = profile_.layers[i].shares_with;
+    auto& before = fresh.layers[ends_[stage - 1]].shares_with;
     before = std::min(before, previous);
     ends_ = {static_cast<int>(named_.size())};
     try {
-      auto whole = make_pipe(Mode::kWhole, {0});
-      step(whole, batch_);
+      auto whole = make_pipe(failed_mode_, {0});
+      step(whole, batch_of_three_);
     } catch (...) {
       return false;
     }
+    profile_ = std::move(fresh);
     cut_everywhere();
     return true;
   }
@@ -185,6 +188,7 @@ class Measurement {
       const auto failed = traced.pipe->last_error();
       if (!failed) throw;
       failed_stage_ = failed->action.stage;
+      failed_mode_ = traced.mode;
       const auto last = std::min(failed_stage_, static_cast<int>(ends_.size()) - 1);  // the identity has no name
       const int layer = failed->layer >= 0 && failed->layer < ends_.back() ? failed->layer : ends_[last] - 1;
       std::throw_with_nested(std::runtime_error(
@@ -230,6 +234,9 @@ class Measurement {
       if (repeat > 0 && used >= 1) break;
       report(done + (0.9 - done) * std::max(1.0 * repeat / options_.repeats(), used));
       for (auto& each : pipes) step(each, batch_);
+    }
+    for (auto& layer : profile_.layers) {
+      layer.forward = layer.stored = layer.backward = layer.input_gradient = layer.weight_gradient = 0;
     }
     for (const auto& each : pipes) read_times(each);
   }
@@ -294,6 +301,7 @@ class Measurement {
   std::vector<int> ends_;  ///< of the finest stages: the index after the last layer
   int workers_ = 1;
   int failed_stage_ = 0;
+  Mode failed_mode_ = Mode::kWhole;
   Value batch_;
   Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };

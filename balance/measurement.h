@@ -5,7 +5,7 @@
 namespace gpipe {
 
 /// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the
-/// layers' state: see RestoreModule. A `plain` profile has no times and bytes of recomputes and of split backwards.
+/// layers' state: see RestoreModule. A `plain` profile has no times and bytes of forwards without graphs and of split backwards.
 ///
 /// Errors: as GPipe's constructor; std::runtime_error that names the failing layer and nests its exception.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options, bool plain);

@@ -18,8 +18,8 @@ namespace gpipe {
 std::int64_t bytes_of(const at::Tensor& tensor);
 
 /// Records the memory that a pipeline allocates and frees, while installed as the listener of the thread that calls the
-/// pipeline, which has made this. The pipeline's stages are the finest that the model allows, all on one worker, so the action that runs when
-/// memory is allocated or freed tells the layer. Thread-safe.
+/// pipeline. That thread makes this object. The pipeline's stages are the finest that the model allows, all on one
+/// worker, so the action that runs when memory is allocated or freed tells the layer. Thread-safe.
 class MemoryTrace : public AllocationListener, public std::enable_shared_from_this<MemoryTrace> {
  public:
   /// Wraps a pipeline's layers to note the inputs and skips of their first forwards, those of micro-batch 0.

@@ -2,7 +2,6 @@
 
 #include "absl/strings/str_format.h"
 #include "balance/measurement.h"
-#include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"

@@ -26,7 +26,7 @@ struct ProfileOptions {
 };
 
 /// Measures every layer of a model in training mode. The sample is one micro-batch; its size affects all results. Times
-/// are medians over runs of a real pipeline after a warm-up run. Bytes are counted exactly, in one run. Autocast is as
+/// are medians over runs of a real pipeline after a warm-up run. Bytes are counted exactly, in a run of each kind. Autocast is as
 /// on the calling thread. An input that requires grad gets a gradient.
 ///
 /// Restores parameters, gradients, buffers, devices, modes and the CPU's generator. Do not use the model meanwhile.

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <initializer_list>
-#include <numeric>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/gradient_reduction.h"

@@ -6,7 +6,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <functional>
 
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"

@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "balance/balance.h"
-#include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/program.h"
 #include "gpipe/gpipe.h"

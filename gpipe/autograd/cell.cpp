@@ -26,6 +26,15 @@ void check_tied(const Parcel& tied) {
       "share it into one stage");
 }
 
+// Frozen ones too: a module that a forward makes draws random numbers, which a recompute would not.
+std::size_t count_parameters(const Stage& stage) {
+  std::size_t count = 0;
+  stage.locked([&] {
+    for (const auto& layer : stage.layers) count += layer->parameters().size();
+  });
+  return count;
+}
+
 bool have_changed(const std::vector<Parcel>& parcels) { return std::ranges::any_of(parcels, &Parcel::changed); }
 
 // Sets `wants_gradient` in the result of a forward without a graph.
@@ -215,7 +224,13 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, bool grad, bool recomp
   }
   auto& needed = stage_.needed_gradients;
   const bool known = sources == needed.sources && !needed.wanted.empty();
+  const auto parameters = known ? 0 : count_parameters(stage_);
   auto out = run_layers(in, /*graph=*/!known, StageState::Pass::kCheckpointing);
+  if (!known && count_parameters(stage_) != parameters) {
+    throw_error("a layer of stage ", stage_.index,
+                " made a parameter in a forward, so the forward cannot be recomputed; run the model once before the "
+                "pipeline is made");
+  }
   if (known) set_wanted(out, needed);
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   if (!known) {

@@ -137,8 +137,10 @@ Agreement decode_agreement(const std::string& decision) {
   if (decision.empty()) ByteReader::refuse();
   if (!decision.starts_with(kAgreed)) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
-  return {items.get<std::uint64_t>(), items.get<bool>(), items.get<std::vector<double>>(),
-          items.get<std::vector<int>>()};
+  Agreement agreement{items.get<std::uint64_t>(), items.get<bool>(), items.get<std::vector<double>>(),
+                      items.get<std::vector<int>>()};
+  if (!items.done() || agreement.weights.size() != agreement.micro_batches.size()) ByteReader::refuse();
+  return agreement;
 }
 
 }  // namespace gpipe

@@ -72,7 +72,7 @@ Gradients BackwardGradients::outputs(int micro_batch) {
 }
 
 GradientSums& BackwardGradients::sums(int stage) {
-  sums_[stage].resize(sinks_[stage].parameters().size());  // a forward may have made a parameter
+  sums_[stage].resize(sinks_[stage].parameters().size());  // a loss may have leaves of its own
   return sums_[stage];
 }
 

@@ -130,11 +130,14 @@ std::map<std::string, double> gains(const Timeline& timeline, int step) {
   const auto program = Program::make(layout, measured.edges, schedule);
   if (!program.has_backward()) return {};
   std::vector<Checkpoint> modes;
+  bool is_known = true;  // whether the checkpoint modes are; a number is not
   for (int s = 0; s < layout.stages; ++s) {
-    const bool first = program.recomputes(s, 0);
-    modes.push_back(!first                                            ? Checkpoint::kNever
-                    : program.recomputes(s, layout.micro_batches - 1) ? Checkpoint::kAlways
-                                                                      : Checkpoint::kExceptLast);
+    int recomputed = 0;
+    for (int m = 0; m < layout.micro_batches; ++m) recomputed += program.recomputes(s, m) ? 1 : 0;
+    modes.push_back(recomputed == 0                      ? Checkpoint::kNever
+                    : recomputed == layout.micro_batches ? Checkpoint::kAlways
+                                                         : Checkpoint::kExceptLast);
+    is_known &= recomputed == modes.back().recomputed(layout.micro_batches);
   }
   auto costs = costs_of(measured, layout, /*last_is_smaller=*/false);
   const double seconds = simulate(program, costs).makespan;
@@ -143,13 +146,22 @@ std::map<std::string, double> gains(const Timeline& timeline, int step) {
     const auto other = Program::make(layout, measured.edges, std::move(lists));
     gains[change] = seconds - simulate(other, costs).makespan;
   };
+  const auto splits = [](const Schedule& lists) {
+    return std::ranges::any_of(lists,
+                               [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
+  };
   for (const auto& rule : schedule_rules()) {
-    const bool suits = rule.misfit(layout).empty() && too_few_stages(rule.name, layout.placement).empty();
-    if (suits) offer("schedule='" + std::string(rule.name) + "'", make_schedule(rule.name, layout, Checkpoints(modes)));
+    if (!is_known || !rule.misfit(layout).empty() || !too_few_stages(rule.name, layout.placement).empty()) continue;
+    auto lists = make_schedule(rule.name, layout, Checkpoints(modes));
+    if (splits(lists) && !splits(schedule)) continue;  // how long I and W take is not known
+    offer("schedule='" + std::string(rule.name) + "'", std::move(lists));
   }
   if (!recomputes) return gains;
   for (auto& list : schedule) std::erase_if(list, [](const Action& action) { return action.kind == Kind::R; });
-  for (auto& of_stage : costs.actions) of_stage[0] = std::max(of_stage[0], of_stage[1]);  // as an R, an F makes a graph
+  for (int s = 0; s < layout.stages; ++s) {
+    auto& [forward, recompute, backward, input, weight] = costs.actions[s];
+    if (modes[s] == Checkpoint::kAlways) forward = std::max(forward, recompute);  // as an R, an F makes a graph
+  }
   offer("checkpoint='never'", schedule);
   return gains;
 }

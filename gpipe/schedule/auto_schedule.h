@@ -17,7 +17,8 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, con
 
 /// Returns by how many seconds a complete step of a timeline would be shorter with one other argument, such as
 /// "schedule='zb_h1'", or longer, if negative. As simulations of both with the step's times say, in which actions of one
-/// stage and kind take equal times and transfers none. Of replicas, the first counts.
+/// stage and kind take equal times and transfers none. Leaves out schedules that split backwards if the step split none, and
+/// all schedules if a number of micro-batches is recomputed. Of replicas, the first counts.
 std::map<std::string, double> gains(const Timeline& timeline, int step);
 
 }  // namespace gpipe

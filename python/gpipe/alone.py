@@ -85,17 +85,17 @@ def profile_one_by_one(
             if block["freed_by"] >= 0:
                 block["freed_by"] = index
             elif block["born"] == "F" and block["reaches"] > index and index + 1 < len(layers):
-                block |= {"until": "B", "freed_by": index + 1}
+                block |= {"until": "W", "freed_by": index + 1}
                 whole["layers"][-1]["saved"] += block["bytes"]
             elif block["born"] != "F" and index > 0:
-                block |= {"until": "B", "freed_by": index - 1}
+                block |= {"until": "W" if block["born"] == "I" else "B", "freed_by": index - 1}
             whole["blocks"].append(block)
     for link in whole["skips"]:
         first, readers = link["from"], link["readers"]
-        block = {"bytes": link["bytes"], "until": "B", "readers": []}
+        block = {"bytes": link["bytes"], "until": "W", "readers": []}
         whole["blocks"].append(block | {"born": "F", "layer": first, "freed_by": readers[0], "reaches": first, "readers": readers})
-        for born in "BI" if link["wants_gradient"] else "":
-            whole["blocks"].append(block | {"born": born, "layer": readers[-1], "freed_by": first, "reaches": readers[-1]})
+        block |= {"layer": readers[-1], "freed_by": first, "reaches": readers[-1]}
+        whole["blocks"] += [block | {"born": "B", "until": "B"}, block | {"born": "I"}] if link["wants_gradient"] else []
         if link["wants_gradient"] and len(readers) > 1:
             _add_up(whole["layers"][first], link["bytes"])
     _count_once(whole, list(layers.values()))

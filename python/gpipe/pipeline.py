@@ -34,7 +34,7 @@ from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
 from gpipe.weights import Values, Weights
-from gpipe.wrapper import WrappingSequence, batch_first, layers_in, naming_dimensions
+from gpipe.wrapper import WrappingSequence, batch_first, naming_dimensions
 
 _Result = TypeVar("_Result")
 

@@ -60,7 +60,8 @@ def choose_plan(
 ) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on
-    the ``meta`` device each measures a share. Layers of a model that no device holds are measured one at a time. Raises RuntimeError if nothing fits the devices' memory."""
+    the ``meta`` device each measures a share. Layers of a model that no device holds are measured one at a time. Raises
+    RuntimeError if nothing fits the devices' memory."""
     wanted = len(balance) if balance is not None else stages
     if wanted is not None:
         _C.check_stages(wanted, len(model))
@@ -93,7 +94,7 @@ def choose_plan(
         try:
             found = plan(profiles or model, samples if profiles else batch, placed, **options)
         except RuntimeError as error:
-            if profiles or "out of memory" not in str(error):
+            if profiles or not any(text in str(error) for text in ("out of memory", "can't allocate memory")):
                 raise
             found = plan(_profiles_of_shares(model, batch, counts, placed, None, seconds), samples, placed, **options)
         whole = found.unpartitioned

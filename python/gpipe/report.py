@@ -83,6 +83,8 @@ class Report:
         for step in self.steps:
             for change, seconds in step.get("gains", {}).items():
                 saved[change].append(seconds)
+        for gains in saved.values():
+            gains += [0.0] * (len(self.steps) - len(gains))  # of steps of another kind
         advice = {change: (median(gains), *_range(gains)) for change, gains in saved.items() if _range(gains)[0] > 0.01 * wall}
         return dict(sorted(advice.items(), key=lambda each: -each[1][0]))
 

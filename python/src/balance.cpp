@@ -14,7 +14,6 @@
 #include "balance/plan_model.h"
 #include "balance/predict.h"
 #include "balance/report.h"
-#include "balance/stage_cost.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 

@@ -11,7 +11,6 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <utility>
 #include <vector>
 
 #include "gpipe/base/checks.h"

@@ -370,6 +370,23 @@ TEST(Plan, IsNearTheBestOfAll) {
   EXPECT_LE(ratios[ratios.size() * 9 / 10], 1.1);
 }
 
+TEST(Plan, IsNeverFasterThanItsBound) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 40; ++trial) {
+    auto profile = random_chain(random, 6);
+    for (auto& layer : profile.layers) {
+      layer.stored = layer.forward / static_cast<double>(1 + random() % 4);
+      layer.input_gradient = 1e-3 * static_cast<double>(random() % 20);
+      layer.weight_gradient = 1e-3 * static_cast<double>(random() % 20);
+    }
+    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+      const auto plans = plan({profile}, {.samples = 8, .devices = {"a", "b", "c"}, .checkpoint = checkpoint});
+      EXPECT_GT(plans.least_seconds, 0);
+      for (const auto& each : plans.plans) EXPECT_GE(each.seconds, plans.least_seconds * 0.999);
+    }
+  }
+}
+
 TEST(Plan, ExplainsWhyNothingFits) {
   auto profile = chain({1, 1, 1, 1});
   for (auto& layer : profile.layers) layer.parameters = 10 << 20;

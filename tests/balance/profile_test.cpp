@@ -111,8 +111,9 @@ TEST(Profiler, KeepsLayersTogetherThatCannotBeCut) {
         return Pair(std::get<0>(in), std::get<0>(in).view({-1, 6}));
       }),
       function_layer([](Pair in) { return std::get<0>(in).mul_(2) + std::get<1>(in); }), nn::Linear(6, 6));
-  const auto of = profile(model, rows(), brief());
+  const auto of = profile(model, rows(), brief().workers(2));
   EXPECT_EQ(of.layers[3].shares_with, 2);
+  EXPECT_EQ(of.layers[2].forward, 0) << "layer 3 has the time of both";
 }
 
 nn::Sequential model_with_a_tie() {
@@ -137,7 +138,10 @@ TEST(Profiler, KeepsLayersTogetherThatShareABuffer) {
   auto model = model_with_a_tie();
   const auto table = torch::ones({6});
   for (const int layer : {1, 3}) model[layer]->as<NestedSequentialImpl>()->register_buffer("table", table);
-  EXPECT_EQ(profile(model, rows(), brief()).layers[3].shares_with, 1);
+  const auto of = profile(model, rows(), brief().workers(2));
+  EXPECT_EQ(of.layers[3].shares_with, 1);
+  for (const int together : {1, 2}) EXPECT_EQ(of.layers[together].forward, 0) << "layer 3 has the time of its stage";
+  EXPECT_GT(of.layers[3].forward, 0);
 }
 
 TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {

@@ -44,16 +44,24 @@ TEST(Gradients, RefuseALeafThatIsNotAParameterAndAGraphFromOutside) {
 
 TEST(Gradients, RefuseAParameterThatALayerMakes) {
   struct MakerImpl : torch::nn::Module {
+    explicit MakerImpl(bool is_frozen) : is_frozen(is_frozen) {}
     Tensor forward(const Tensor& x) {
-      if (!scale.defined()) scale = register_parameter("scale", torch::ones({6}));
+      if (!scale.defined()) scale = register_parameter("scale", torch::ones({6}), /*requires_grad=*/!is_frozen);
       return x * scale;
     }
+    const bool is_frozen;
     Tensor scale;
   };
+  const auto call = [](bool is_frozen, Checkpoint checkpoint) {
+    GPipe pipe(Sequential(Linear(6, 6), std::make_shared<MakerImpl>(is_frozen)), {2}, in_chunks(2, checkpoint));
+    pipe->forward(torch::ones({2, 6}));
+  };
   for (const auto checkpoint : kModes) {
-    GPipe pipe(Sequential(std::make_shared<MakerImpl>()), {1}, in_chunks(2, checkpoint));
-    EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, refused("layer '0' made a parameter in a forward"));
+    EXPECT_THAT([&] { call(false, checkpoint); }, refused("layer '1' made a parameter in a forward"));
   }
+  EXPECT_THAT([&] { call(true, Checkpoint::kAlways); },
+              throws<std::runtime_error>("made a parameter in a forward, so the forward cannot be recomputed"));
+  call(true, Checkpoint::kNever);
 }
 
 TEST(Gradients, RefuseATensorKeptFromAnotherMicroBatch) {

@@ -195,7 +195,7 @@ def main(millions):
                     faults.append(f"rank {rank} of {ranks} needs too much memory")
     if any(each != losses[0][0] for job in losses for each in job):
         faults.append(f"the losses differ: {losses}")
-    raise SystemExit("\n".join(faults))
+    raise SystemExit("\n".join(faults) or None)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -207,8 +208,10 @@ def test_layers_that_are_measured_one_at_a_time_have_the_sizes_of_the_whole_mode
     assert sorted(skips[0]) == sorted(skips[1])
     assert [(each.layers, each.bytes) for each in profiles[0].ties] == [(each.layers, each.bytes) for each in profiles[1].ties]
     for cut in ([2, len(sizes[0]) - 2], [len(sizes[0]) - 1, 1]):
-        whole, lone = (gpipe.balance.predict(each, cut, 4, "never").bytes for each in profiles)
-        assert all(counted <= bound for counted, bound in zip(whole, lone, strict=True)) and sum(lone) < 1.1 * sum(whole)
+        for checkpoint, schedule in product(("never", "always"), ("gpipe", "1f1b", "zb_h1")):
+            predicted = [gpipe.balance.predict(each, cut, 4, checkpoint, schedule=schedule).bytes for each in profiles]
+            assert all(counted <= bound for counted, bound in zip(*predicted, strict=True)), (cut, checkpoint, schedule, predicted)
+            assert sum(predicted[1]) < (1.15 if (checkpoint, schedule) == ("never", "gpipe") else 1.6) * sum(predicted[0])
 
 
 def test_a_model_that_a_device_cannot_hold_is_measured_layer_by_layer(monkeypatch):
