@@ -196,7 +196,14 @@ Plan Contender::predicted(const std::vector<Part>& parts, std::int64_t& actions)
   run.scheduling.placement.clear();
   std::vector<std::int64_t> balance;
   std::vector<Checkpoint> modes;
+  const bool can_join = std::ranges::adjacent_find(placement_) == placement_.end();  // else two stages would be one
   for (const auto& part : parts) {
+    const bool is_like_before = !modes.empty() && modes.back() == Checkpoint::kNever &&
+                                part.mode == Checkpoint::kNever && run.scheduling.placement.back() == part.worker;
+    if (can_join && is_like_before) {
+      balance.back() += part.layers;
+      continue;
+    }
     run.scheduling.placement.push_back(part.worker);
     balance.push_back(part.layers);
     modes.push_back(part.mode);

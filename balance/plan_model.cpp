@@ -196,6 +196,7 @@ Plans plan(const Model& model, const Value& sample, const std::vector<torch::Dev
   options.samples = batch_size(sample);
   if (options.devices.empty()) options.devices = device_names(devices);
   options.copies |= copies_between(devices);
+  for (auto& bytes : options.memory) bytes -= bytes / 50;  // a step can need a little more than its simulation
   const auto counts = options.chunks = possible(measuring.chunks(), options.samples);
   const Profiling profiling(model, sample, devices, measuring, counts);
   std::vector<Profile> profiles;

