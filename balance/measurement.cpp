@@ -83,7 +83,7 @@ class Measurement {
   }
 
  private:
-  /// A pipeline of the finest stages, and the identity as the last two, of which the second also handles the outputs.
+  /// A pipeline of the finest stages and two identities behind them. The second identity also handles the outputs.
   struct TracedPipe {
     Mode mode = Mode::kWhole;
     GPipe pipe{nullptr};

@@ -126,8 +126,8 @@ std::int64_t MemoryTrace::peak(const Step& step, std::size_t span) const {
 void MemoryTrace::read_peaks(Profile& profile, const Step& step, Kind kind, std::int64_t LayerProfile::*field) const {
   for (std::size_t i = 0; i < step.spans.size(); ++i) {
     const auto& action = step.spans[i].action;
-    if (action.kind != kind || action.micro_batch != 0 || action.stage >= std::ssize(step.ends)) continue;
-    auto& extra = profile.layers[step.ends[action.stage] - 1].*field;
+    if (action.kind != kind || action.micro_batch != 0 || !step.is_of_model(action)) continue;
+    auto& extra = profile.layers[step.layer_of(action)].*field;
     extra = std::max(extra, peak(step, i));
   }
 }
@@ -153,14 +153,11 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
     if (layer > 0 && layer <= layers) profile.layers[layer - 1].output = bytes;
     if (layer < layers) profile.layers[layer].changes_input = std::ranges::any_of(versions, &VersionWatch::changed);
   }
-  const auto layer_of = [&](const Action& action) {
-    return action.stage < std::ssize(step.ends) ? step.ends[action.stage] - 1 : layers - 1;
-  };
   BytesOfBlocks bytes;
   auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
   for (const auto& allocation : allocations_) {
     const auto born = action_at(step, allocation.born);
-    if (!is_of(born, 0) || born->stage >= std::ssize(step.ends)) continue;
+    if (!is_of(born, 0) || !step.is_of_model(*born)) continue;
     bool kept = false;
     if (born->kind == Kind::F && in_split != saved.end()) {
       kept = in_split->kept && in_split->bytes == allocation.bytes;
@@ -168,10 +165,10 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
     }
     const auto freed = action_at(step, allocation.freed);
     if (freed == born) continue;
-    Block block{.born = born->kind, .layer = layer_of(*born), .until = Kind::F};
+    Block block{.born = born->kind, .layer = step.layer_of(*born), .until = Kind::F};
     block.freed_by = born->kind == Kind::F ? Block::kForwardsEnd : Block::kNever;
     if (is_of(freed, 0)) {
-      block.freed_by = layer_of(*freed);
+      block.freed_by = step.layer_of(*freed);
       block.until = kept && freed->kind == Kind::B ? Kind::W : freed->kind;
     }
     block.reaches = std::clamp(allocation.reaches, block.layer, layers);
@@ -197,12 +194,12 @@ void MemoryTrace::read_split(Profile& profile, const Step& step) const {
     const auto born = action_at(step, allocation.born);
     if (!is_of(born, 0) || (born->kind != Kind::I && born->kind != Kind::B)) continue;
     const auto freed = action_at(step, allocation.freed);
-    if (freed == born || born->stage >= std::ssize(step.ends)) continue;
-    const int layer = step.ends[born->stage] - 1;
+    if (freed == born || !step.is_of_model(*born)) continue;
+    const int layer = step.layer_of(*born);
     Block block{.born = Kind::I, .layer = layer, .until = Kind::B, .freed_by = Block::kNever, .reaches = layer};
     if (is_of(freed, 0)) {
       block.until = freed->kind == Kind::W ? Kind::W : Kind::B;
-      block.freed_by = step.ends[std::min(freed->stage, static_cast<int>(step.ends.size()) - 1)] - 1;
+      block.freed_by = step.layer_of(*freed);
     }
     bytes[block] += allocation.bytes;
   }

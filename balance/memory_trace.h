@@ -22,7 +22,7 @@ std::int64_t bytes_of(const at::Tensor& tensor);
 /// worker, so the action that runs when memory is allocated or freed tells the layer. Thread-safe.
 class MemoryTrace : public AllocationListener, public std::enable_shared_from_this<MemoryTrace> {
  public:
-  /// Wraps a pipeline's layers to note the inputs and skips of their first forwards, those of micro-batch 0.
+  /// Wraps a pipeline's layers. Each then notes its input and its skips in its first forward, which is micro-batch 0's.
   std::vector<std::unique_ptr<Layer>> wrap(std::vector<std::unique_ptr<Layer>> layers);
 
   /// The layers that a step tells about: of each stage, the index after its last layer in the model; and the step's
@@ -30,6 +30,11 @@ class MemoryTrace : public AllocationListener, public std::enable_shared_from_th
   struct Step {
     std::vector<int> ends;
     const std::vector<Span>& spans;
+
+    /// Whether an action is of the model, not of an identity behind it.
+    bool is_of_model(const Action& action) const { return action.stage < std::ssize(ends); }
+    /// The last layer of an action's stage; behind the model, the model's last layer.
+    int layer_of(const Action& action) const { return (is_of_model(action) ? ends[action.stage] : ends.back()) - 1; }
   };
 
   /// Memory that a forward of micro-batch 0 allocated, in order. `kept` if a W freed it.

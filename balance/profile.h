@@ -92,7 +92,7 @@ struct Profile {
   std::string device = {};           ///< where it was measured, e.g. "cpu" or "cuda:0"
   int workers = 1;                   ///< stages that ran at once during the measurement
   int intraop_threads = 1;           ///< per CPU stage during the measurement
-  double stage = 0;                  ///< seconds that each action of a stage takes besides those of its layers
+  double stage = 0;                  ///< seconds that each action takes in addition to its layers
   bool input_requires_grad = false;  ///< so that a backward splits in the first stage too
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};

@@ -428,7 +428,7 @@ def record(name, file):
 
 
 def from_meta(make):
-    """Returns how a step differs if the model comes from the meta device, with the values of the one that was made whole."""
+    """Compares a step of a model made whole with one of a model that was on meta and got its values. Returns the difference."""
     torch.manual_seed(0)
     whole, args, kwargs = make()
     values = {**whole.state_dict(), **dict(whole.named_buffers())}

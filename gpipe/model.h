@@ -38,8 +38,8 @@ namespace gpipe {
 GPIPE_API torch::nn::Sequential load_model(const std::filesystem::path& path,
                                            const std::vector<std::string>& namespaces = {});
 
-/// Reads the tensors of this rank's layers only, for a pipeline with this balance and these options. Those of other
-/// ranks' layers are on the meta device. Errors: also those of the options.
+/// Reads the tensors of this rank's layers only, for a pipeline with this balance and these options. The tensors of other
+/// ranks' layers are on the meta device. Errors: also for invalid options, as the constructor of GPipe.
 GPIPE_API torch::nn::Sequential load_model(const std::filesystem::path& path, const std::vector<std::int64_t>& balance,
                                            const GPipeOptions& options,
                                            const std::vector<std::string>& namespaces = {});

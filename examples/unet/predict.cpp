@@ -143,7 +143,7 @@ torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, i
   return torch::where(labels > 0, image * 0.5 + tint * 0.5, image.to(torch::kFloat)).round().to(torch::kByte);
 }
 
-// Prints the scores of each image, of their mean and of all pixels, and writes them. `pairs` has those of each image.
+// Prints the scores of each image, of their mean and of all pixels, and writes them. `pairs` has the counts of each image.
 void score(const Options& options, const std::vector<Sample>& samples, const std::vector<torch::Tensor>& pairs) {
   const auto classes = static_cast<int>(pairs.at(0).size(0));
   std::string csv = "image,dice,iou";

@@ -150,10 +150,11 @@ std::map<std::string, double> gains(const Timeline& timeline, int step) {
     return std::ranges::any_of(lists,
                                [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
   };
+  const bool is_split = splits(schedule);
   for (const auto& rule : schedule_rules()) {
     if (!is_known || !rule.misfit(layout).empty() || !too_few_stages(rule.name, layout.placement).empty()) continue;
     auto lists = make_schedule(rule.name, layout, Checkpoints(modes));
-    if (splits(lists) && !splits(schedule)) continue;  // how long I and W take is not known
+    if (splits(lists) && !is_split) continue;  // how long I and W take is not known
     offer("schedule='" + std::string(rule.name) + "'", std::move(lists));
   }
   if (!recomputes) return gains;
