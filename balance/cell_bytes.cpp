@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "balance/stage_cost.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 /// Counts what the passes of one cell allocate. The profile's blocks describe an unpartitioned pipeline. A cut changes
@@ -77,6 +78,7 @@ class StageCost::Cell {
             .first_backward_extra = first_backward_.peak(),
             .first_weight_gradient_extra = first_weight_gradient_.peak(),
             .parameters = cost_.gradients(first_, end_),
+            .early_parameters = early_parameters(),
             .splits = splits_};
   }
 
@@ -213,10 +215,9 @@ class StageCost::Cell {
 
   /// What a checkpointed cell copies: its small buffers, as large ones seldom change, and inputs that layers change.
   void keep_inputs() {
-    constexpr std::int64_t kLargeBuffer = 64 << 10;  // as is_large()
     for (int layer = first_; layer < end_; ++layer) {
       const auto bytes = cost_.profile_.layers[layer].buffers;
-      if (bytes < kLargeBuffer) buffers_ += bytes;
+      if (bytes < kLargeBytes) buffers_ += bytes;
     }
     stored_.hold(buffers_, Until::kRecompute, stage_);
     stored_.run(buffers_, buffers_);
@@ -229,6 +230,15 @@ class StageCost::Cell {
     stored_.run(inputs, inputs);
   }
 
+  /// The gradients that an I computes.
+  std::int64_t early_parameters() const {
+    std::int64_t bytes = 0;
+    for (int layer = first_; layer < end_; ++layer) {
+      if (!splits_ || !cost_.has_w_[layer]) bytes += cost_.gradients(layer, layer + 1);
+    }
+    return bytes;
+  }
+
   void run_backward(int layer) {
     const auto& of = cost_.profile_.layers[layer];
     std::int64_t kept_by_backward = 0;
@@ -239,14 +249,16 @@ class StageCost::Cell {
     backward_.run(extra, change);
     first_backward_.run(extra, change + large);
     if (splits_) {
-      input_gradient_.run(of.input_gradient_extra, input_gradient_.change(layer));
+      const auto late = cost_.has_w_[layer] ? 0 : of.late_gradients;
+      input_gradient_.run(of.input_gradient_extra, input_gradient_.change(layer) + late);
     } else {  // a whole backward, while the later stage's W has yet to come
       input_gradient_.run(extra + shared_.change(layer), change + shared_.change(layer));
     }
     // A W takes what a whole backward takes above the gradients that it passes on.
     const auto extra_of_w = std::max(large, of.backward_extra - kept_by_backward);
-    weight_gradient_.run(extra_of_w, weight_gradient_.change(layer));
-    first_weight_gradient_.run(extra_of_w, weight_gradient_.change(layer) + large);
+    const auto change_in_w = weight_gradient_.change(layer) + (cost_.has_w_[layer] ? of.late_gradients : 0);
+    weight_gradient_.run(extra_of_w, change_in_w);
+    first_weight_gradient_.run(extra_of_w, change_in_w + large);
   }
 
   const StageCost& cost_;

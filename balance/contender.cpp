@@ -101,7 +101,7 @@ void Contender::start(std::int64_t& actions) {
 void Contender::improve(std::int64_t& actions) {
   for (bool improved = given_.balance.empty(); improved;) {
     improved = false;
-    for (const auto& moved : segments_.cost().near(balance_of(ends_), 1)) {
+    for (const auto& moved : segments_.cost().near(balance_of(ends_))) {
       if (actions < 0) return;
       improved |= offer(stage_ends(moved), actions);
     }
@@ -154,7 +154,7 @@ bool Contender::step(Plan& plan, std::int64_t& actions) const {
     plan = std::move(other);
     improved = true;
   };
-  for (const auto& moved : cost.near(plan.balance, 1)) {
+  for (const auto& moved : cost.near(plan.balance)) {
     auto parts = parts_of(plan);
     for (std::size_t s = 0; s < parts.size(); ++s) parts[s].layers = moved[s];
     offer(parts);

@@ -67,7 +67,8 @@ StageCost::StageCost(const Profile& profile)
       all_bytes_(all_bytes(profile)),
       sums_(layers_ + 1),
       blocks_(layers_),
-      can_cut_(layers_ + 1, true) {
+      can_cut_(layers_ + 1, true),
+      has_w_(layers_) {
   if (all_bytes_ > kMaxBytes) refuse_argument("the sum of the profile's bytes, ", all_bytes_, ", overflows");
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
@@ -75,20 +76,24 @@ StageCost::StageCost(const Profile& profile)
     add(sums_[i + 1], layer, 1);
     for (int position = layer.shares_with + 1; position <= i; ++position) can_cut_[position] = false;
   }
-  for (const auto& block : profile_.blocks) blocks_[block.layer].push_back(&block);
+  for (const auto& block : profile_.blocks) {
+    blocks_[block.layer].push_back(&block);
+    if (block.until == Kind::W && block.freed_by >= 0) has_w_[block.freed_by] = true;
+  }
 }
 
 int StageCost::most_stages() const {
   return static_cast<int>(std::count(can_cut_.begin() + 1, can_cut_.end(), true));  // the model's end counts as a cut
 }
 
-std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance, int layers) const {
+std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance) const {
   const auto ends = this->ends(balance);
   std::vector<std::vector<std::int64_t>> found;
   for (std::size_t s = 0; s + 1 < balance.size(); ++s) {
-    for (int cut = s == 0 ? 1 : ends[s - 1] + 1; cut < ends[s + 1]; ++cut) {
-      const int moved = cut - ends[s];
-      if (moved == 0 || std::abs(moved) > layers || !can_cut_before(cut)) continue;
+    for (const int step : {-1, 1}) {
+      int moved = step;
+      while (!can_cut_before(ends[s] + moved)) moved += step;
+      if (balance[s] + moved < 1 || balance[s + 1] - moved < 1) continue;
       auto& other = found.emplace_back(balance);
       other[s] += moved;
       other[s + 1] -= moved;

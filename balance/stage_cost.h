@@ -28,8 +28,9 @@ class StageCost {
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// The number of stages if the model is cut wherever it may be.
   int most_stages() const;
-  /// Returns the balances that differ from `balance` in one cut, moved by at most so many layers. Errors: as ends().
-  std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
+  /// Returns the balances that differ from `balance` in one cut, moved to the next layer where a stage may begin. Errors:
+  /// as ends().
+  std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance) const;
 
   /// Returns, per stage, the index after its last layer. Errors: as check_balance().
   std::vector<int> ends(const std::vector<std::int64_t>& balance) const;
@@ -80,6 +81,7 @@ class StageCost {
   std::vector<LayerProfile> sums_;                 ///< prefix sums, by layer
   std::vector<std::vector<const Block*>> blocks_;  ///< by layer
   std::vector<bool> can_cut_;
+  std::vector<bool> has_w_;  ///< by layer: whether a split backward computes its weights' gradients in the W
 };
 
 }  // namespace gpipe

@@ -45,8 +45,10 @@ struct CellBytes {
   /// Peaks of the stage's first B and W, which allocate the gradient sums. Used where they exceed later peaks.
   std::int64_t first_backward_extra = 0;
   std::int64_t first_weight_gradient_extra = 0;
-  /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.
+  /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step; and the part of
+  /// them that a split backward allocates in its I.
   std::int64_t parameters = 0;
+  std::int64_t early_parameters = 0;
   /// Whether an I leaves anything to W. If not, it computes everything.
   bool splits = true;
 };

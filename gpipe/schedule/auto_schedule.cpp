@@ -110,24 +110,28 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, con
   return std::string(std::ranges::min_element(simulated, {}, cells)->name);
 }
 
-std::map<std::string, double> gains(const Timeline& timeline, int step) {
-  Timeline measured{timeline.workers / timeline.replicas, timeline.edges, {}};
-  std::ranges::copy_if(timeline.spans, std::back_inserter(measured.spans),
-                       [&](const Span& span) { return span.step == step && span.worker < measured.workers; });
-  std::ranges::stable_sort(measured.spans, {}, &Span::start);
-  Layout layout;
-  Schedule schedule(measured.workers);
-  bool recomputes = false;
-  for (const auto& span : measured.spans) {
+Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges) {
+  Layout layout{0, 0, {}};
+  Schedule schedule;
+  for (const auto& span : spans) {
     const auto [kind, stage, micro_batch] = span.action;
     layout.stages = std::max(layout.stages, stage + 1);
     layout.micro_batches = std::max(layout.micro_batches, micro_batch + 1);
     layout.placement.resize(layout.stages);
     layout.placement[stage] = span.worker;
+    schedule.resize(std::max(schedule.size(), static_cast<std::size_t>(span.worker) + 1));
     schedule[span.worker].push_back(span.action);
-    recomputes |= kind == Kind::R;
   }
-  const auto program = Program::make(layout, measured.edges, schedule);
+  return Program::make(std::move(layout), std::move(edges), std::move(schedule));
+}
+
+std::map<std::string, double> gains(const Timeline& timeline, int step) {
+  Timeline measured{timeline.workers / timeline.replicas, timeline.edges, {}};
+  std::ranges::copy_if(timeline.spans, std::back_inserter(measured.spans),
+                       [&](const Span& span) { return span.step == step && span.worker < measured.workers; });
+  std::ranges::stable_sort(measured.spans, {}, &Span::start);
+  const auto program = program_of(measured.spans, measured.edges);
+  const auto& layout = program.layout();
   if (!program.has_backward()) return {};
   std::vector<Checkpoint> modes;
   bool is_known = true;  // whether the checkpoint modes are; a number is not
@@ -150,14 +154,15 @@ std::map<std::string, double> gains(const Timeline& timeline, int step) {
     return std::ranges::any_of(lists,
                                [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
   };
-  const bool is_split = splits(schedule);
+  const bool is_split = splits(program.schedule());
   for (const auto& rule : schedule_rules()) {
     if (!is_known || !rule.misfit(layout).empty() || !too_few_stages(rule.name, layout.placement).empty()) continue;
     auto lists = make_schedule(rule.name, layout, Checkpoints(modes));
     if (splits(lists) && !is_split) continue;  // how long I and W take is not known
     offer("schedule='" + std::string(rule.name) + "'", std::move(lists));
   }
-  if (!recomputes) return gains;
+  if (std::ranges::count(modes, Checkpoint::kNever) == layout.stages) return gains;
+  auto schedule = program.schedule();
   for (auto& list : schedule) std::erase_if(list, [](const Action& action) { return action.kind == Kind::R; });
   for (int s = 0; s < layout.stages; ++s) {
     auto& [forward, recompute, backward, input, weight] = costs.actions[s];

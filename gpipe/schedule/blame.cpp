@@ -50,7 +50,7 @@ class Step {
  public:
   /// Errors: std::invalid_argument unless the spans, which are sorted by worker and start, make a program.
   Step(const Timeline& timeline, const std::vector<Span>& spans, int stages)
-      : stages_(stages), edges_(std::ssize(timeline.edges)), program_(program_of(timeline, spans, stages)) {
+      : stages_(stages), edges_(std::ssize(timeline.edges)), program_(program_of(spans, edges_of(timeline, stages))) {
     places_.resize(static_cast<std::size_t>(program_.layout().stages) * program_.layout().micro_batches * 5, -1);
     for (const auto& span : spans) {
       Node node{.span = span, .begin = span.start - span.lead};
@@ -134,21 +134,14 @@ class Step {
   }
 
  private:
-  static Program program_of(const Timeline& timeline, const std::vector<Span>& spans, int stages) {
-    Layout layout{stages * timeline.replicas, 0, std::vector<int>(stages * timeline.replicas)};
-    Schedule schedule(timeline.workers);
-    for (const auto& span : spans) {
-      layout.placement[span.action.stage] = span.worker;
-      layout.micro_batches = std::max(layout.micro_batches, span.action.micro_batch + 1);
-      schedule.at(span.worker).push_back(span.action);
-    }
+  static std::vector<Edge> edges_of(const Timeline& timeline, int stages) {
     std::vector<Edge> edges;
     for (int replica = 0; replica < timeline.replicas; ++replica) {
       for (const auto& [from, to, name] : timeline.edges) {
         edges.push_back({from + replica * stages, to + replica * stages, name});
       }
     }
-    return Program::make(std::move(layout), std::move(edges), std::move(schedule));
+    return edges;
   }
 
   int& place(const Action& action) { return places_[index(action)]; }

@@ -85,10 +85,16 @@ class Usage {
 
 class Step {
  public:
-  explicit Step(const std::vector<CellBytes>& bytes) : bytes_(bytes), cells_(bytes.size()), first_sum_(bytes.size()) {}
+  Step(const std::vector<CellBytes>& bytes, Timeline& timeline)
+      : bytes_(bytes),
+        timeline_(timeline),
+        wiring_(static_cast<int>(bytes.size()), timeline.edges),
+        cells_(bytes.size()),
+        first_sums_(bytes.size()) {}
 
   void add(Span& span) {
     spans_.push_back(&span);
+    usages_[span.worker];
     const auto [kind, stage, micro_batch] = span.action;
     auto& cells = cells_[stage];
     cells.resize(std::max(cells.size(), static_cast<std::size_t>(micro_batch) + 1));
@@ -98,14 +104,22 @@ class Step {
     if (kind == Kind::B || kind == Kind::I) cell.sends = &span;
     if (kind == Kind::B || kind == Kind::W) cell.ends = &span;
     if (kind == Kind::F) forwards_end_ = std::max(forwards_end_, span.end);
-    const Span*& first = first_sum_[stage];
-    const bool sums = kind == Kind::B || kind == (bytes_[stage].splits ? Kind::W : Kind::I);
-    if (sums && (first == nullptr || span.end < first->end)) first = &span;
+    const auto keep_first = [&](const Span*& first) {
+      if (first == nullptr || span.end < first->end) first = &span;
+    };
+    if (&span == cell.sends) keep_first(first_sums_[stage].early);
+    if (&span == cell.ends) keep_first(first_sums_[stage].late);
   }
 
   void account() {
-    for (const Span* span : spans_) hold(*span);
-    for (auto& [worker, usage] : usages_) usage.sum_up();
+    std::ranges::stable_sort(spans_, {}, &Span::start);
+    for (auto& [worker, usage] : usages_) {
+      find_waits(worker);
+      for (const Span* span : spans_) {
+        if (span->worker == worker) hold(*span, usage);
+      }
+      usage.sum_up();
+    }
     for (Span* span : spans_) {
       const Usage& usage = usages_[span->worker];
       const auto before = usage.at(span->start);
@@ -116,15 +130,22 @@ class Step {
   }
 
  private:
-  bool is_first_sum(const Span& span) const { return first_sum_[span.action.stage] == &span; }
+  /// The gradient sums that the action allocates.
+  std::int64_t sums_of(const Span& span) const {
+    const auto& [early, late] = first_sums_[span.action.stage];
+    const CellBytes& bytes = bytes_[span.action.stage];
+    return (early == &span ? bytes.early_parameters : 0) +
+           (late == &span ? bytes.parameters - bytes.early_parameters : 0);
+  }
 
   std::int64_t extra_of(const Span& span) const {
     const CellBytes& bytes = bytes_[span.action.stage];
-    const bool is_weights = span.action.kind == Kind::W;
-    auto extra = of(span).extra;
-    if (is_weights && bytes.splits) extra = bytes.weight_gradient_extra;
-    if (!is_first_sum(span)) return extra;
-    return std::max(extra, is_weights ? bytes.first_weight_gradient_extra : bytes.first_backward_extra);
+    const Kind kind = span.action.kind;
+    const auto extra = kind == Kind::W && bytes.splits ? bytes.weight_gradient_extra : of(span).extra;
+    const auto sums = sums_of(span);
+    if (sums == 0) return extra;
+    if (kind == Kind::I && bytes.splits) return extra + sums;
+    return std::max(extra, kind == Kind::W ? bytes.first_weight_gradient_extra : bytes.first_backward_extra);
   }
 
   /// What the action allocates, except that a W needs other memory while it runs.
@@ -139,36 +160,72 @@ class Step {
     return cells_[stage][micro_batch].recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
-  void hold(const Span& span) {
-    const auto [kind, stage, micro_batch] = span.action;
-    Usage& usage = usages_[span.worker];
-    const Span* sends = cells_[stage][micro_batch].sends;
-    for (const HeldBytes& held : of(span).held) {
-      const double end = end_of(held, micro_batch);
-      usage.add(held.bytes, span.end, held.until_own_backward && sends != nullptr ? std::max(end, sends->end) : end);
+  double& wait_of(const Span& span) { return waits_[&span - timeline_.spans.data()]; }
+
+  /// Sets for each span when `worker` starts the span, or its first action that waits for the span, or ends its last.
+  /// What a span of another worker frees is surely free only then: that worker may be slower than it seems.
+  void find_waits(int worker) {
+    double last = 0;
+    for (const Span* span : spans_) {
+      if (span->worker == worker) last = std::max(last, span->end);
     }
-    if (is_first_sum(span)) usage.add(bytes_[stage].parameters, span.end, kNeverFreed);
+    waits_.assign(timeline_.spans.size(), last);
+    std::map<int, double> next;  // by worker: of its span that follows
+    for (auto it = spans_.rbegin(); it != spans_.rend(); ++it) {
+      const Span& span = **it;
+      double& wait = wait_of(span);
+      wait = next.try_emplace(span.worker, last).first->second;
+      for (const int e : wiring_.puts(span.action)) {
+        const bool is_forward = span.action.kind == Kind::F;
+        const auto& cells = cells_[is_forward ? timeline_.edges[e].to : timeline_.edges[e].from];
+        if (static_cast<std::size_t>(span.action.micro_batch) >= cells.size()) continue;
+        const CellSpans& taker = cells[span.action.micro_batch];
+        if (const Span* taking = is_forward ? taker.forward : taker.sends) wait = std::min(wait, wait_of(*taking));
+      }
+      if (span.worker == worker) wait = span.start;
+      next[span.worker] = wait;
+    }
   }
 
-  double end_of(const HeldBytes& held, int micro_batch) const {
+  void hold(const Span& span, Usage& usage) {
+    const auto [kind, stage, micro_batch] = span.action;
+    const Span* sends = cells_[stage][micro_batch].sends;
+    for (const HeldBytes& held : of(span).held) {
+      const double end = end_of(held, span);
+      usage.add(held.bytes, span.end, held.until_own_backward && sends != nullptr ? std::max(end, sends->end) : end);
+    }
+    usage.add(sums_of(span), span.end, kNeverFreed);
+  }
+
+  double end_of(const HeldBytes& held, const Span& holder) {
     if (held.until == Until::kForwardsEnd) return forwards_end_;
     if (held.until == Until::kNever) return kNeverFreed;
     const auto& cells = cells_[held.stage];
-    if (static_cast<std::size_t>(micro_batch) >= cells.size()) return kNeverFreed;
+    const auto micro_batch = static_cast<std::size_t>(holder.action.micro_batch);
+    if (micro_batch >= cells.size()) return kNeverFreed;
     const auto& [forward, recompute, sends, ends] = cells[micro_batch];
     const bool is_last = held.until == Until::kLast && bytes_[held.stage].splits;
     const Span* span = held.until == Until::kForward     ? forward
                        : held.until == Until::kRecompute ? (recompute != nullptr ? recompute : forward)
                        : is_last                         ? ends
                                                          : sends;
-    return span == nullptr ? kNeverFreed : span->end;
+    if (span == nullptr) return kNeverFreed;
+    return span->worker == holder.worker ? span->end : std::max(span->end, wait_of(*span));
   }
 
   const std::vector<CellBytes>& bytes_;
+  Timeline& timeline_;
+  const Wiring wiring_;
   std::vector<Span*> spans_;
+  std::vector<double> waits_;                  // by index in the timeline
   std::vector<std::vector<CellSpans>> cells_;  // by stage and micro-batch
-  std::vector<const Span*> first_sum_;         // the first to add to the gradient sums, by stage
-  std::map<int, Usage> usages_;                // by worker
+  /// The first actions that allocate gradient sums.
+  struct FirstSums {
+    const Span* early = nullptr;  // B or I
+    const Span* late = nullptr;   // B or W
+  };
+  std::vector<FirstSums> first_sums_;  // by stage
+  std::map<int, Usage> usages_;        // by worker
   double forwards_end_ = 0;
 };
 
@@ -191,7 +248,7 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
       refuse_argument("the timeline has stage ", span.action.stage, ", but bytes are given for ", stages.size(),
                       " stages: give bytes for each stage");
     }
-    steps.try_emplace(span.step, stages).first->second.add(span);
+    steps.try_emplace(span.step, stages, timeline).first->second.add(span);
   }
   for (auto& [number, step] : steps) step.account();
 }

@@ -51,8 +51,9 @@ std::vector<at::Tensor> distinct(std::vector<at::Tensor> tensors);
 /// Returns the place of a tensor in a list; the list's size if it is not there.
 std::size_t index_of(const at::Tensor& tensor, const std::vector<at::Tensor>& tensors);
 
-/// Whether a tensor has 64 KiB or more.
-inline bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= (64 << 10); }
+/// A tensor of so many bytes or more is large.
+inline constexpr std::int64_t kLargeBytes = 64 << 10;
+inline bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLargeBytes; }
 
 /// Identifies the memory of a tensor that crosses a cut.
 struct AliasGroup {

@@ -161,8 +161,8 @@ TEST(StageCost, NearBalancesDifferInOneCut) {
   auto profile = chain({1, 1, 1, 1, 1});
   profile.layers[2].shares_with = 1;
   const StageCost stage(profile);
-  EXPECT_THAT(stage.near({1, 3, 1}, 2), UnorderedElementsAre(ElementsAre(3, 1, 1), ElementsAre(1, 2, 2)));
-  EXPECT_THAT(stage.near({5}, 4), IsEmpty());
+  EXPECT_THAT(stage.near({1, 3, 1}), UnorderedElementsAre(ElementsAre(3, 1, 1), ElementsAre(1, 2, 2)));
+  EXPECT_THAT(stage.near({5}), IsEmpty());
 }
 
 TEST(Predict, SimulatesAStep) {
@@ -417,7 +417,7 @@ TEST(StageCost, RefusesNumbersThatOverflow) {
   const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // their sum is 4 in 64 bits
   EXPECT_THAT([&] { predict(profile, wraps); }, refused("sums to more than"));
   EXPECT_THAT([&] { profile_table(profile, wraps); }, refused("sums to more than"));
-  EXPECT_THAT([&] { StageCost(profile).near(wraps, 4); }, refused("sums to more than"));
+  EXPECT_THAT([&] { StageCost(profile).near(wraps); }, refused("sums to more than"));
   const RunOptions many{.chunks = std::numeric_limits<int>::max()};
   EXPECT_THAT([&] { predict(profile, {2, 2}, many); }, refused("2147483647 micro-batches"));
   for (auto& block : profile.blocks) block.bytes = std::int64_t{10} << 30;
