@@ -45,15 +45,8 @@ class StageCost::Cell {
   };
 
  public:
-  Cell(const StageCost& cost, int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
-       bool copies)
-      : cost_(cost),
-        first_(first),
-        end_(end),
-        ends_(ends),
-        placement_(placement),
-        stage_(stage_of(first, ends)),
-        copies_(copies) {}
+  Cell(const StageCost& cost, int first, int end, const std::vector<int>& ends, const RunOptions& options)
+      : cost_(cost), first_(first), end_(end), ends_(ends), options_(options), stage_(stage_of(first, ends)) {}
 
   CellBytes bytes() {
     for (int layer = first_; layer < end_; ++layer) {
@@ -120,10 +113,18 @@ class StageCost::Cell {
     return sender;
   }
   bool is_on_worker(int stage) const {
-    return placement_.empty() ? stage == stage_ : placement_[stage] == placement_[stage_];
+    const auto& placement = options_.scheduling.placement;
+    return placement.empty() ? stage == stage_ : placement[stage] == placement[stage_];
   }
   /// Whether what goes to or comes from a layer of another stage is copied.
-  bool is_copied(int layer) const { return copies_ && layer < cost_.layers_ && !is_on_worker(stage_of(layer, ends_)); }
+  bool is_copied(int layer) const {
+    return options_.copies && layer < cost_.layers_ && !is_on_worker(stage_of(layer, ends_));
+  }
+  /// Whether all cells of a stage are checkpointed and copy their inputs, as a layer changes one in place.
+  bool copies_inputs(int stage) const {
+    return options_.checkpoint.of(stage).recomputed(options_.chunks) == options_.chunks &&
+           cost_.copies_inputs(ends_[stage - 1], ends_[stage]);
+  }
 
   /// Each stage that reads a skip has its gradient until the backward of the stage that sent it the skip. The blocks
   /// have the last reader's gradient alone. An unpartitioned backward adds the others to it.
@@ -180,7 +181,7 @@ class StageCost::Cell {
       // Of several stages that get it, the first one's backward comes last. Their recomputes have no order.
       const int first_use = block.reaches >= end_ ? end_ : *std::ranges::lower_bound(block.readers, end_);
       const int receiver = stage_of(first_use, ends_);
-      const bool copied = is_copied(first_use) || cost_.copies_inputs(ends_[receiver - 1], ends_[receiver]);
+      const bool copied = is_copied(first_use) || copies_inputs(receiver);
       const auto freed_in = saved ? until : last_use >= ends_[receiver] ? Until::kSendsGradients : Until::kRecompute;
       stored_.hold(bytes, copied ? Until::kForward : freed_in, receiver);
     }
@@ -196,7 +197,7 @@ class StageCost::Cell {
     if (first_ > 0 && is_copied(first_ - 1)) entering_ += profile.layers[first_ - 1].output;
     if (is_copied(end_)) gradients += profile.layers[end_ - 1].output;
     for (const auto& skip : profile.skips) {
-      if (skip.from < first_ && is_read(skip, first_, end_) && copies_ && !is_on_worker(sender_of(skip))) {
+      if (skip.from < first_ && is_read(skip, first_, end_) && options_.copies && !is_on_worker(sender_of(skip))) {
         entering_ += skip.bytes;
       }
       if (inside(skip.from)) gradients += skip.bytes * copies_of(skip.readers);
@@ -244,10 +245,11 @@ class StageCost::Cell {
     std::int64_t kept_by_backward = 0;
     for (const Block* block : cost_.blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
     const auto extra = of.backward_extra;
+    const auto first_extra = std::max(extra, of.first_backward_extra);
     const auto change = backward_.change(layer) + of.late_gradients;
     const auto large = of.gradients - of.late_gradients;
     backward_.run(extra, change);
-    first_backward_.run(extra, change + large);
+    first_backward_.run(first_extra, change + large);
     if (splits_) {
       const auto late = cost_.has_w_[layer] ? 0 : of.late_gradients;
       input_gradient_.run(of.input_gradient_extra, input_gradient_.change(layer) + late);
@@ -255,19 +257,18 @@ class StageCost::Cell {
       input_gradient_.run(extra + shared_.change(layer), change + shared_.change(layer));
     }
     // A W takes what a whole backward takes above the gradients that it passes on.
-    const auto extra_of_w = std::max(large, of.backward_extra - kept_by_backward);
+    const auto extra_of_w = std::max(large, extra - kept_by_backward);
     const auto change_in_w = weight_gradient_.change(layer) + (cost_.has_w_[layer] ? of.late_gradients : 0);
     weight_gradient_.run(extra_of_w, change_in_w);
-    first_weight_gradient_.run(extra_of_w, change_in_w + large);
+    first_weight_gradient_.run(std::max(large, first_extra - kept_by_backward), change_in_w + large);
   }
 
   const StageCost& cost_;
   const int first_;
   const int end_;
   const std::vector<int>& ends_;
-  const std::vector<int>& placement_;  // empty: each stage has a worker
+  const RunOptions& options_;  // without a placement, each stage has a worker
   const int stage_;
-  const bool copies_;
   const bool splits_ = cost_.splits(first_);
   std::int64_t buffers_ = 0;
   std::int64_t entering_ = 0;  ///< bytes of the inputs that are copied
@@ -289,9 +290,8 @@ bool StageCost::copies_inputs(int first, int end) const {
                      [&](const auto& skip) { return skip.changed && skip.from < first && is_read(skip, first, end); });
 }
 
-CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
-                                bool copies) const {
-  return Cell(*this, first, end, ends, placement, copies).bytes();
+CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, const RunOptions& options) const {
+  return Cell(*this, first, end, ends, options).bytes();
 }
 
 }  // namespace gpipe

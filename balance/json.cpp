@@ -24,7 +24,7 @@ constexpr double kMostSeconds = 1e9;
   void visit(T& of, F f) { NLOHMANN_JSON_EXPAND(NLOHMANN_JSON_PASTE(GPIPE_VISIT_MEMBER, __VA_ARGS__)) }
 GPIPE_VISIT(LayerProfile, name, forward, stored, backward, input_gradient, weight_gradient, parameters, gradients,
             late_gradients, optimizer, buffers, output, saved, forward_extra, stored_extra, backward_extra,
-            input_gradient_extra, changes_input, shares_with)
+            first_backward_extra, input_gradient_extra, changes_input, shares_with)
 GPIPE_VISIT(Block, bytes, born, layer, until, freed_by, reaches, readers)
 GPIPE_VISIT(SkipProfile, name, from, readers, bytes, changed, wants_gradient)
 GPIPE_VISIT(TieProfile, name, layers, bytes)

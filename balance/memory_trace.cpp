@@ -123,10 +123,11 @@ std::int64_t MemoryTrace::peak(const Step& step, std::size_t span) const {
   return peak;
 }
 
-void MemoryTrace::read_peaks(Profile& profile, const Step& step, Kind kind, std::int64_t LayerProfile::*field) const {
+void MemoryTrace::read_peaks(Profile& profile, const Step& step, const Action& like,
+                             std::int64_t LayerProfile::*field) const {
   for (std::size_t i = 0; i < step.spans.size(); ++i) {
     const auto& action = step.spans[i].action;
-    if (action.kind != kind || action.micro_batch != 0 || !step.is_of_model(action)) continue;
+    if (action.kind != like.kind || action.micro_batch != like.micro_batch || !step.is_of_model(action)) continue;
     auto& extra = profile.layers[step.layer_of(action)].*field;
     extra = std::max(extra, peak(step, i));
   }
@@ -147,8 +148,11 @@ std::vector<MemoryTrace::Saved> MemoryTrace::saved_for_weights(const Step& step)
 void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vector<Saved>& saved) const {
   MutexLock lock(mutex_);
   const int layers = static_cast<int>(profile.layers.size());
-  read_peaks(profile, step, Kind::F, &LayerProfile::forward_extra);
-  read_peaks(profile, step, Kind::B, &LayerProfile::backward_extra);
+  read_peaks(profile, step, {Kind::F}, &LayerProfile::forward_extra);
+  read_peaks(profile, step, {Kind::B}, &LayerProfile::backward_extra);
+  int last = 0;  // micro-batch, whose backward is the first
+  for (const auto& span : step.spans) last = std::max(last, span.action.micro_batch);
+  read_peaks(profile, step, {Kind::B, 0, last}, &LayerProfile::first_backward_extra);
   for (const auto& [layer, bytes, versions] : inputs_) {
     if (layer > 0 && layer <= layers) profile.layers[layer - 1].output = bytes;
     if (layer < layers) profile.layers[layer].changes_input = std::ranges::any_of(versions, &VersionWatch::changed);
@@ -183,12 +187,12 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
 
 void MemoryTrace::read_stored(Profile& profile, const Step& step) const {
   MutexLock lock(mutex_);
-  read_peaks(profile, step, Kind::F, &LayerProfile::stored_extra);
+  read_peaks(profile, step, {Kind::F}, &LayerProfile::stored_extra);
 }
 
 void MemoryTrace::read_split(Profile& profile, const Step& step) const {
   MutexLock lock(mutex_);
-  read_peaks(profile, step, Kind::I, &LayerProfile::input_gradient_extra);
+  read_peaks(profile, step, {Kind::I}, &LayerProfile::input_gradient_extra);
   BytesOfBlocks bytes;
   for (const auto& allocation : allocations_) {
     const auto born = action_at(step, allocation.born);

@@ -84,8 +84,8 @@ class MemoryTrace : public AllocationListener, public std::enable_shared_from_th
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// The most bytes in use during an action, above those at its start.
   std::int64_t peak(const Step& step, std::size_t span) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Raises a field of each layer to the peak of its actions of one kind.
-  void read_peaks(Profile& profile, const Step& step, Kind kind, std::int64_t LayerProfile::*field) const
+  /// Raises a field of each layer to the peak of its actions with the kind and micro-batch of `like`.
+  void read_peaks(Profile& profile, const Step& step, const Action& like, std::int64_t LayerProfile::*field) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const std::thread::id caller_ = std::this_thread::get_id();  // runs no actions

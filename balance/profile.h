@@ -32,6 +32,7 @@ struct LayerProfile {
   std::int64_t forward_extra = 0;
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
+  std::int64_t first_backward_extra = 0;  ///< in the step's first backward, which allocates the gradient sums
   std::int64_t input_gradient_extra = 0;  ///< in an I
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.

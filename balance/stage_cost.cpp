@@ -21,7 +21,8 @@ double all_bytes(const Profile& profile) {
   };
   for (const auto& layer : profile.layers) {
     add({layer.parameters, layer.gradients, layer.optimizer, layer.buffers, layer.output, layer.saved,
-         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra});
+         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.first_backward_extra,
+         layer.input_gradient_extra});
   }
   for (const auto& block : profile.blocks) add({block.bytes});
   for (const auto& skip : profile.skips) add({static_cast<std::int64_t>(skip.readers.size()) * skip.bytes});
@@ -185,7 +186,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
     for (const auto time : kSummedSeconds) sum.*time = std::max(sum.*time + profile_.stage, kMinSeconds);
     costs.actions.push_back({sum.forward, sum.forward, sum.backward, sum.input_gradient, sum.weight_gradient});
     costs.stored.push_back(sum.stored);
-    costs.bytes.push_back(cell_bytes(first, end, ends, options.scheduling.placement, options.copies));
+    costs.bytes.push_back(cell_bytes(first, end, ends, options));
     first = end;
   }
   return costs;

@@ -71,9 +71,8 @@ class StageCost {
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   class Cell;
-  /// In cell_bytes.cpp. `ends`: as ends() returns it. `placement`: the workers of the stages; empty: one for each.
-  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, const std::vector<int>& placement,
-                       bool copies) const;
+  /// In cell_bytes.cpp. `ends`: as ends() returns it.
+  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, const RunOptions& options) const;
 
   const Profile& profile_;
   const int layers_;

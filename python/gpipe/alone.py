@@ -129,7 +129,7 @@ def _count_once(whole: dict[str, Any], layers: list[nn.Module]) -> None:
 
 def _add_up(layer: dict[str, Any], bytes: int) -> None:
     """Gives a layer's backward the memory in which it adds up gradients of others."""
-    for extra in ("backward_extra", "input_gradient_extra"):
+    for extra in ("backward_extra", "first_backward_extra", "input_gradient_extra"):
         layer[extra] += bytes
 
 

@@ -118,8 +118,9 @@ TEST_F(ProfileJson, ValuesHaveTheirTypesAndRanges) {
 TEST_F(ProfileJson, BytesAreIntegersInRange) {
   const std::vector<Json> wrong = {
       0.5, -1, 1e30, true, "1", nullptr, (std::int64_t{1} << 53) + 1, std::numeric_limits<std::uint64_t>::max()};
-  for (const auto* name : {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved",
-                           "forward_extra", "stored_extra", "backward_extra", "input_gradient_extra"}) {
+  for (const auto* name :
+       {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved", "forward_extra",
+        "stored_extra", "backward_extra", "first_backward_extra", "input_gradient_extra"}) {
     expect_refused(std::string("/layers/0/") + name, wrong);
   }
   expect_refused("/blocks/0/bytes", wrong);
