@@ -164,8 +164,8 @@ def speed(args: argparse.Namespace, stages: int, devices: list[torch.device]) ->
 
 def run_rank(rank: int, args: argparse.Namespace, file: str) -> None:
     store = torch.distributed.FileStore(file, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    with gpipe.Ranks(torch.distributed.group.WORLD, nccl=True) as ranks:
+    torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=2)
+    with gpipe.Ranks(torch.distributed.group.WORLD) as ranks:
         pipe = gpipe.GPipe(model(args), [8, 8], devices=[f"cuda:{rank}"], chunks=8, schedule="1f1b", group=ranks)
         x, y = data(args, 8)
         print(f"rank {rank}: {milliseconds(args, lambda: pipe.step(x, y, mse_loss)):.1f} ms")

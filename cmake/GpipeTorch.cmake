@@ -1,9 +1,9 @@
 # gpipe_find_torch([prefix...] [PYTHON interpreter...])
 #
 # Defines the imported target gpipe::torch, and in the caller's scope GPIPE_TORCH_DIR, GPIPE_TORCH_VERSION, such as
-# 2.15.0, GPIPE_TORCH_SERIES, such as 2.15, and GPIPE_TORCH_CUDA. Looks in the prefixes (a LibTorch folder, or the
-# share/cmake folder inside one), then in the torch package of each interpreter; the first found is taken. An error when
-# there is none, or when it is too old.
+# 2.15.0, and GPIPE_TORCH_SERIES, such as 2.15. Looks in the prefixes (a LibTorch folder, or the share/cmake folder
+# inside one), then in the torch package of each interpreter; the first found is taken. An error when there is none, or
+# when it is too old.
 #
 # find_package(Torch) would do for a CPU build of torch, but asks for a CUDA toolkit wherever torch was built with CUDA,
 # which is what PyPI ships. Nothing here needs one.
@@ -34,7 +34,7 @@ function(gpipe_find_torch)
     if(EXISTS ${dir}/lib/libtorch_cpu.so)
       file(REAL_PATH ${dir} dir)
       _gpipe_import_torch(${dir})
-      return(PROPAGATE GPIPE_TORCH_DIR GPIPE_TORCH_VERSION GPIPE_TORCH_SERIES GPIPE_TORCH_CUDA)
+      return(PROPAGATE GPIPE_TORCH_DIR GPIPE_TORCH_VERSION GPIPE_TORCH_SERIES)
     endif()
   endforeach()
   list(JOIN arg_PYTHON ", " pythons)
@@ -59,12 +59,8 @@ function(_gpipe_import_torch dir)
     message(WARNING "gpipe is not tested with torch ${version}, only with: ${GPIPE_TORCH_TESTED}")
   endif()
 
-  set(cuda OFF)
-  if(EXISTS ${dir}/lib/libtorch_cuda.so)
-    set(cuda ON)
-  endif()
   if(NOT TARGET gpipe::torch)
-    message(STATUS "Found torch ${version} (CUDA: ${cuda}): ${dir}")
+    message(STATUS "Found torch ${version}: ${dir}")
     add_library(gpipe::torch INTERFACE IMPORTED GLOBAL)
     target_compile_features(gpipe::torch INTERFACE cxx_std_20)
     target_include_directories(gpipe::torch INTERFACE ${dir}/include ${dir}/include/torch/csrc/api/include)
@@ -77,5 +73,4 @@ function(_gpipe_import_torch dir)
   set(GPIPE_TORCH_DIR ${dir} PARENT_SCOPE)
   set(GPIPE_TORCH_VERSION ${version} PARENT_SCOPE)
   set(GPIPE_TORCH_SERIES ${series} PARENT_SCOPE)
-  set(GPIPE_TORCH_CUDA ${cuda} PARENT_SCOPE)
 endfunction()

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/arg.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -16,7 +17,6 @@
 
 namespace gpipe {
 
-class DeviceConnections;
 class Job;
 
 /// Options of Ranks: RanksOptions().timeout(std::chrono::minutes(2)).
@@ -34,14 +34,11 @@ struct RanksOptions {
   /// the last stage has their values. On the others they are on the `meta` device: they have shapes, and a backward().
   /// The same on all ranks.
   TORCH_ARG(bool, share_outputs) = false;
-  /// Whether tensors between ranks go from GPU to GPU, by NCCL. Then every worker must have a GPU, and no two ranks the
-  /// same. The same on all ranks.
-  TORCH_ARG(bool, nccl) = false;
 };
 
-/// Makes the wires between the devices of a job's ranks, which meet in the store. `limit`: the longest wait for a rank.
-using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c10::intrusive_ptr<c10d::Store>& store,
-                                                                        std::chrono::milliseconds limit)>;
+/// Makes a back-end of c10d, such as a ProcessGroupNCCL, for `size` ranks with a device each. All of them call it with one
+/// name, which no other call has. It waits for the others no longer than a transfer may take.
+using JoinDevices = std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& name, int rank, int size)>;
 
 /// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a
 /// *rank*, holds one or more workers and the parameters of their stages.
@@ -64,12 +61,13 @@ class GPIPE_API Ranks {
                                                  const std::function<void()>& poll = nullptr);
 
   /// Joins a job that shares a store, and waits until all ranks have come. All of them make their Ranks in the same order.
-  /// `connect_devices` serves options.nccl(); null stands for NCCL. Errors: std::invalid_argument for a null store, a rank
-  /// that is not in 0..size-1, a time-out that is not positive, a number of replicas that does not divide `size`, or
-  /// options.nccl() where NCCL cannot be used; std::runtime_error if the store does not answer, or a rank does not come,
-  /// within the join time-out, or a rank has failed.
+  /// `join_devices`: by what tensors go from GPU to GPU in pipelines whose workers all have GPUs, no two ranks the same
+  /// one; null if tensors pass through the memory of the hosts. Errors: std::invalid_argument for a null store, a rank that
+  /// is not in 0..size-1, a time-out that is not positive, or a number of replicas that does not divide `size`;
+  /// std::runtime_error if the store does not answer, or a rank does not come, within the join time-out, or a rank has
+  /// failed.
   Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {},
-        const ConnectDevices& connect_devices = nullptr, const std::function<void()>& poll = nullptr);
+        const JoinDevices& join_devices = nullptr, const std::function<void()>& poll = nullptr);
 
   ~Ranks();
 

@@ -75,8 +75,8 @@ struct Inventory {
 };
 
 // REQUIRES: the options have ranks.
-Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<int>& placement,
-                     const std::vector<Edge>& edges, const Inventory& inventory, const GPipeOptions& options) {
+Manifest manifest_of(const std::vector<std::int64_t>& balance, const Workers& workers, const std::vector<Edge>& edges,
+                     const Inventory& inventory, const GPipeOptions& options) {
   Manifest manifest;
   const auto add = [&](const std::string& name, const auto& value) {
     manifest.emplace_back(name, absl::StrCat(value));
@@ -84,13 +84,13 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
   add("the number of replicas", options.ranks()->replicas());
-  add("nccl", options.ranks()->options().nccl() ? "true" : "false");
+  add("the way of tensors", workers.has_wires ? "from GPU to GPU" : "through the hosts");
   add("the balance", absl::StrCat("[", absl::StrJoin(balance, ", "), "]"));
   // Calls compare what functions and files say.
   const bool is_file = options.schedule().starts_with('@');
   add("the schedule", options.schedule_function() ? "a function" : is_file ? "a file" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());
-  add("the placement", absl::StrCat("[", absl::StrJoin(placement, ", "), "]"));
+  add("the placement", absl::StrCat("[", absl::StrJoin(workers.schedules.placement, ", "), "]"));
   add("chunks", options.chunks());
   add("split_size", options.split_size());
   add("the checkpoint mode", to_string(options.checkpoint()));
@@ -242,7 +242,7 @@ Assembly assemble(const std::vector<std::int64_t>& balance, const Workers& worke
   forbid_writes_to_shared_buffers(made.buffers, made.stages);
   connect_stages(made, balance, workers.schedules.placement, match_skips(inventory.skips));
   if (options.ranks()) {
-    made.manifest = manifest_of(balance, workers.schedules.placement, made.edges, inventory, options);
+    made.manifest = manifest_of(balance, workers, made.edges, inventory, options);
   }
   return made;
 }

@@ -86,15 +86,6 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   return mesh.ranks_of_workers(static_cast<int>(workers), ranks->replica());
 }
 
-/// Checks that the wires between devices, if there are any, can connect a worker of this rank.
-void check_connects(Ranks& ranks, int worker, torch::Device device) {
-  const auto* wires = ranks.job().devices();
-  if (wires == nullptr || device.type() == wires->device_type()) return;
-  refuse_argument("with nccl, every worker must be on a ",
-                  c10::DeviceTypeName(wires->device_type(), /*lower_case=*/true), " device, but worker ", worker,
-                  ", of rank ", ranks.rank(), ", is on ", device.str(), "; give it another device, or leave nccl out");
-}
-
 /// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers`: their ranks.
 std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
   const auto& ranks = options.ranks();
@@ -134,9 +125,10 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   for (std::size_t w = 0, next = 0; w < workers; ++w) {
     if (ranks[w] != rank) continue;
     devices[w] = own_devices[next++];
-    if (options.ranks()) check_connects(*options.ranks(), static_cast<int>(w), devices[w]);
   }
-  return {std::move(schedules), std::move(devices), std::move(ranks), rank};
+  const bool has_wires = options.ranks() && options.ranks()->job().devices() != nullptr &&
+                         std::ranges::none_of(own_devices, &torch::Device::is_cpu);
+  return {std::move(schedules), std::move(devices), std::move(ranks), rank, has_wires};
 }
 
 }  // namespace gpipe

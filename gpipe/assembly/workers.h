@@ -14,6 +14,7 @@ struct Workers {
   std::vector<torch::Device> devices;
   std::vector<int> ranks;  ///< per worker; 0 without Ranks
   int rank = 0;            ///< this one
+  bool has_wires = false;  ///< whether tensors go from this rank's devices to those of others without the host
 
   bool is_here(int worker) const { return ranks[worker] == rank; }
 };
@@ -21,7 +22,7 @@ struct Workers {
 /// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.
 ///
 /// Errors: std::invalid_argument for a schedule that does not exist or fit, options that contradict each other or the
-/// stages, or a device that nccl cannot connect; std::out_of_range for too few devices, or one that does not exist.
+/// stages; std::out_of_range for too few devices, or one that does not exist.
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages);
 
 }  // namespace gpipe

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <dlfcn.h>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/transport.h"
@@ -47,27 +46,6 @@ void DeviceConnections::abort() noexcept {
   for (auto& thread : threads) thread.join();
 }
 
-// The code is in a library of its own, beside this one, because it needs libraries that a torch without CUDA lacks.
-std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   std::chrono::milliseconds limit) {
-  using Join = c10d::Backend*(const c10::intrusive_ptr<c10d::Store>&, const std::string& name, int rank, int size,
-                              std::chrono::milliseconds);
-  Dl_info here;
-  dladdr(reinterpret_cast<void*>(&connect_by_nccl), &here);
-  const std::string path(here.dli_fname);
-  void* library = dlopen((path.substr(0, path.rfind('/') + 1) + "libgpipe_nccl.so").c_str(), RTLD_NOW);
-  auto* join = library == nullptr ? nullptr : dlsym(library, "gpipe_join_by_nccl");
-  if (join == nullptr) {
-    refuse_argument("nccl is set, but this gpipe was built without NCCL, or this torch has no CUDA (", dlerror(),
-                    "); build gpipe with a torch that has CUDA, or leave nccl out");
-  }
-  // The groups' threads use a connection of their own to the store, because a wait there blocks it.
-  return std::make_unique<DeviceConnections>(
-      c10::kCUDA, [own = store->clone(), limit, join = reinterpret_cast<Join*>(join)](auto& name, int rank, int size) {
-        return DeviceGroup::reclaim(join(own, name, rank, size, limit));
-      });
-}
-
 DeviceLink::DeviceLink(DeviceGroup group, c10::Device device, const std::optional<c10::Stream>& stream)
     : group_(std::move(group)), device_(device), stream_(stream) {
   or_connection_error([&] { group_->eagerConnectSingleDevice(device); });
@@ -87,7 +65,7 @@ void DeviceLink::transfer(std::span<const at::Tensor> tensors) {
                                      : group_->recv(bytes, kSender, /*tag=*/0);
       }
     } catch (...) {
-      group_->endCoalescing();  // or NCCL keeps collecting the operations of this thread
+      group_->endCoalescing();  // or the group keeps collecting the operations of this thread
       throw;
     }
     if (const auto work = group_->endCoalescing()) work->blockCurrentStream();

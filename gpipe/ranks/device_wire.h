@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "gpipe/base/mutex.h"
+#include "gpipe/ranks.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -16,30 +17,20 @@ using DeviceGroup = c10::intrusive_ptr<c10d::Backend>;
 /// This process's groups of ranks with one device each, between which tensors go without the host. Thread-safe.
 class DeviceConnections {
  public:
-  /// Joins a group of `size` ranks, which all join it under one name; null if there is none for them.
-  using Join = std::function<DeviceGroup(const std::string& name, int rank, int size)>;
-  DeviceConnections(c10::DeviceType type, Join join) : type_(type), join_(std::move(join)) {}
+  explicit DeviceConnections(JoinDevices join) : join_(std::move(join)) {}
   ~DeviceConnections() { abort(); }
 
-  /// The type of the devices that can be connected.
-  c10::DeviceType device_type() const { return type_; }
   /// Errors: ConnectionError, also after abort().
   DeviceGroup join(const std::string& name, int rank, int size);
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
   void abort() noexcept;
 
  private:
-  const c10::DeviceType type_;
-  const Join join_;
+  const JoinDevices join_;
   Mutex mutex_;
   bool is_aborted_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<DeviceGroup> groups_ ABSL_GUARDED_BY(mutex_);
 };
-
-/// Connects GPUs by c10d's NCCL backend. Each rank must call this with the same store. `limit`: the longest that a
-/// transfer may take. Errors: std::invalid_argument if gpipe was built without NCCL, or torch has no CUDA.
-std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
-                                                   std::chrono::milliseconds limit);
 
 /// Makes a group of ranks that sums on the CPU, by c10d's Gloo backend. Waits until all have come. `host`: an address
 /// of this host. `limit`: the longest that a sum may take. Errors: c10d's.

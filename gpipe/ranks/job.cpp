@@ -17,8 +17,7 @@ constexpr char kInvitation[] = "invitation";  // of rank 0, in the store
 
 }  // namespace
 
-Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const ConnectDevices& connect_devices,
-         const Poll& poll)
+Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const JoinDevices& join_devices, const Poll& poll)
     : ranks_(ranks),
       rank_(ranks.rank()),
       exceptions_(std::uncaught_exceptions()),
@@ -27,9 +26,11 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const Connec
       connections_(std::make_unique<Connections>(ranks.size(), allocate_parcels)) {
   try {
     if (ranks.size() > 1) connect(poll);
-    if (!ranks.options().nccl()) return;
-    const auto of_job = c10::make_intrusive<c10d::PrefixStore>(name_, store_);
-    devices_ = (connect_devices ? connect_devices : connect_by_nccl)(of_job, ranks.options().join_timeout());
+    if (!join_devices) return;
+    devices_ =
+        std::make_unique<DeviceConnections>([join_devices, job = name_](const std::string& name, int rank, int size) {
+          return join_devices(absl::StrCat(job, "/", name), rank, size);
+        });
     connections_->on_failure([this] { devices_->abort(); });
   } catch (const ConnectionError& error) {
     connections_->fail(absl::StrCat("rank ", rank_, " cannot connect to the others: ", error.what()));

@@ -49,9 +49,8 @@ auto apart(Use use, std::chrono::milliseconds limit, const Poll& poll) {
 class Job {
  public:
   /// Connects the ranks. `ranks` must outlive this. Errors: std::runtime_error for ranks that do not come, and on all
-  /// ranks after a failure of one; what `poll` and `connect_devices`, which serves options.nccl(), throw.
-  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const ConnectDevices& connect_devices,
-      const Poll& poll);
+  /// ranks after a failure of one; what `poll` throws.
+  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, const JoinDevices& join_devices, const Poll& poll);
   /// finish(), unless it was called; reports an exception that unwinds the stack. REQUIRES: no pipelines are left.
   ~Job();
 

@@ -113,7 +113,7 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
 }
 
 Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options,
-             const ConnectDevices& connect_devices, const std::function<void()>& poll)
+             const JoinDevices& join_devices, const std::function<void()>& poll)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank_in(size)),
@@ -127,7 +127,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   if (timeout <= 0 || join_timeout <= 0) {
     refuse_argument("the time-outs of the ranks must be positive, but are ", timeout, " ms and ", join_timeout, " ms");
   }
-  job_ = std::make_unique<Job>(std::move(store), *this, connect_devices, poll);
+  job_ = std::make_unique<Job>(std::move(store), *this, join_devices, poll);
 }
 
 Ranks::~Ranks() = default;

@@ -49,13 +49,14 @@ std::string difference(const std::vector<std::string>& texts) {
 
 }  // namespace
 
-Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
-           const Poll& poll)
+Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, bool has_device_wires, const Manifest& manifest,
+           StructureCodec codec, const Poll& poll)
     : ranks_(std::move(ranks)),
       job_(&ranks_->job()),
       mesh_(ranks_->mesh()),
       rank_(ranks_->rank()),
       of_workers_(std::move(of_workers)),
+      has_device_wires_(has_device_wires),
       codec_(std::move(codec)),
       poll_(job_->reporting(poll)),
       pipeline_(job_->join()) {

@@ -24,8 +24,8 @@ class Team {
   /// Joins the other ranks. `of_workers` has the rank of each worker of this replica. An exception of `poll` is a
   /// failure. Errors: std::runtime_error, on all ranks, if the manifests differ, with both values, or a rank has failed
   /// or does not come.
-  Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
-       const Poll& poll);
+  Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, bool has_device_wires, const Manifest& manifest,
+       StructureCodec codec, const Poll& poll);
   /// Tells the other ranks, whose later calls throw.
   ~Team();
 
@@ -82,7 +82,7 @@ class Team {
   std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
   bool shares_outputs() const { return ranks_->options().share_outputs(); }  ///< REQUIRES: as timeout()
   /// Whether tensors go straight from the devices of one rank to the devices of another.
-  bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
+  bool has_device_wires() const { return has_device_wires_; }
   /// Makes an end of a wire between two workers' devices, `device` here. Waits for the other. Reports ConnectionErrors.
   /// `stream`: see DeviceLink.
   DeviceLink connect_devices(int from, int to, c10::Device device, const std::optional<c10::Stream>& stream);
@@ -132,6 +132,7 @@ class Team {
   const Mesh mesh_;
   const int rank_ = 0;
   const std::vector<int> of_workers_;
+  const bool has_device_wires_ = false;
   const StructureCodec codec_;
   const Poll poll_;
   const int pipeline_ = 0;

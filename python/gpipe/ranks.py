@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.distributed import ProcessGroup
 
 from gpipe import _C
@@ -33,7 +34,9 @@ class Ranks:
     ``Ranks`` on one thread at a time, in the same order on all ranks.
 
     Args:
-        group: a process group of torch.distributed with any back-end, which may be destroyed afterwards.
+        group: a process group of torch.distributed, which may be destroyed afterwards. If its back-end for GPUs is NCCL, a
+            pipeline whose workers all have GPUs, no two ranks the same one, sends tensors from GPU to GPU by NCCL. Otherwise
+            tensors between ranks pass through the memory of the hosts.
         timeout: the longest wait for a message within a call, in seconds. A rank that hangs is reported after this time.
         join_timeout: the longest wait for a rank, in seconds, when this or a pipeline is made and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
@@ -43,13 +46,11 @@ class Ranks:
         share_outputs: whether the outputs of ``forward()`` and of ``step(..., return_output=True)`` go to all ranks of their
             replica. Otherwise only the rank of the last stage has their values. On the others they are on the ``meta`` device:
             they have shapes, and a ``backward()``. The same on all ranks.
-        nccl: whether tensors go from GPU to GPU, by NCCL. Every worker must have a GPU then, and no two ranks the same.
-            The same on all ranks.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a wrong number of
-            replicas, or ``nccl`` where NCCL cannot be used.
+        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, or a wrong number of
+            replicas.
 
     Attributes:
         rank: the number of this process, from 0.
@@ -68,13 +69,13 @@ class Ranks:
         interface: str = "",
         replicas: int = 1,
         share_outputs: bool = False,
-        nccl: bool = False,
     ) -> None:
         given: Any = None
         if group is not _ENVIRONMENT:
             given = check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._core = core = _C.Ranks(given, *times, interface, replicas, share_outputs, nccl)
+        join_devices = None if given is None else _join_by_nccl(given, timedelta(seconds=times[1]))
+        self._core = core = _C.Ranks(given, *times, interface, replicas, share_outputs, join_devices)
         self.rank, self.size, self.replica, self.replicas = core.rank, core.size, core.replica, core.replicas
         self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)
@@ -90,7 +91,6 @@ class Ranks:
         interface: str = "",
         replicas: int = 1,
         share_outputs: bool = False,
-        nccl: bool = False,
     ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
@@ -102,7 +102,6 @@ class Ranks:
             interface=interface,
             replicas=replicas,
             share_outputs=share_outputs,
-            nccl=nccl,
         )
 
     def part(self, samples: int, replica: int | None = None) -> slice:
@@ -147,6 +146,25 @@ def _seconds(time: float | timedelta, name: str) -> float:
     if not 0 < seconds < _MOST_SECONDS:
         raise ValueError(f"{name} must be positive and below {_MOST_SECONDS:g} seconds, but is {seconds:g}")
     return seconds
+
+
+def _join_by_nccl(group: ProcessGroup, limit: timedelta) -> Callable[[str, int, int], Any] | None:
+    """Returns what makes groups of ranks with a GPU each, whose transfers take at most ``limit``. ``None`` if the process group
+    has another back-end for GPUs than NCCL."""
+    try:
+        if group._get_backend(torch.device("cuda")).name() != "nccl":
+            return None
+    except RuntimeError:  # it has none
+        return None
+    store = group.get_group_store().clone()  # a wait blocks the connection to the store, so these groups have their own
+
+    def join(name: str, rank: int, size: int) -> torch.distributed.ProcessGroupNCCL:
+        # Streams of another pool than a pipeline's, so that no computation waits behind a transfer.
+        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout, options.group_name, options.config.blocking = limit, name, 1
+        return torch.distributed.ProcessGroupNCCL(torch.distributed.PrefixStore(name, store), rank, size, options)
+
+    return join
 
 
 _unfinished: list[Ranks] = []

@@ -31,15 +31,24 @@ namespace py = pybind11;
 
 /// Joins the processes of a group, or those that the environment describes if it is None. Time-outs are in seconds.
 std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
-                                  const std::string& interface, int replicas, bool share_outputs, bool nccl) {
+                                  const std::string& interface, int replicas, bool share_outputs,
+                                  const py::object& join_devices) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
   auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
-  options.interface(interface).replicas(replicas).share_outputs(share_outputs).nccl(nccl);
+  options.interface(interface).replicas(replicas).share_outputs(share_outputs);
+  JoinDevices join;
+  if (!join_devices.is_none()) {
+    join = [function = reference_to(join_devices.ptr())](const std::string& name, int rank, int size) {
+      const Section section;
+      const auto made = py::handle(function.get())(name, rank, size);
+      return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(made.cast<c10d::Backend*>());
+    };
+  }
   return released([&] {
     if (group == nullptr) return Ranks::from_environment(options, poll);
-    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options, nullptr, poll);
+    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options, join, poll);
   });
 }
 
