@@ -11,23 +11,12 @@
 #include "balance/predict.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
-#include "gpipe/gpipe.h"
-#include "gpipe/schedules.h"
 
 namespace gpipe::bench {
 namespace {
 
 constexpr int kSteps = 3;
 constexpr double kProfileSeconds = 2;
-
-// The schedules to measure, with their placements.
-std::vector<Scheduling> schedulings(const std::vector<std::string>& names, int workers, int layers) {
-  auto found = all_schedulings(workers, layers);
-  std::erase_if(found, [&](const Scheduling& each) {
-    return !names.empty() && std::find(names.begin(), names.end(), each.schedule) == names.end();
-  });
-  return found;
-}
 
 // The model with its loss as one more layer, which cannot be cut off, so that the last stage has its cost.
 Profile profile_with_loss(const Subject& it, int workers) {
@@ -109,8 +98,9 @@ void measure(const Row& row, const Options& options) {
   const auto it = subject(row.model, row.chunks, torch::Device(options.device));
   std::vector<Profile> profiles = {profile_with_loss(it, row.stages)};
   std::vector<Contender> contenders;
-  for (const auto& scheduling : schedulings(options.schedules, row.stages, static_cast<int>(it.model->size()))) {
-    contenders.emplace_back(it, row, scheduling, profiles.front(), options);
+  for (const auto& scheduling : all_schedulings(row.stages, static_cast<int>(it.model->size()))) {
+    const bool is_chosen = options.schedules.empty() || std::ranges::count(options.schedules, scheduling.schedule) > 0;
+    if (is_chosen) contenders.emplace_back(it, row, scheduling, profiles.front(), options);
   }
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     for (auto& each : contenders) each.measure(it.input);

@@ -82,8 +82,6 @@ def cut(layers: Layers, balance: Iterable[int]) -> list[Stage]:
     for count in balance:
         stages.append(Stage(layers[:count], stages[-1].leaving if stages else ()))
         layers = layers[count:]
-    if layers:
-        raise ValueError(f"the balance is too short: {len(layers)} layers are left")
     return stages
 
 
