@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/ranks/processes/job.h"
 
@@ -168,12 +167,6 @@ TEST(RanksFailures, ARankDoesNotComeOrLeaves) {
        [](int rank) {
          if (rank == 1) std::_Exit(0);
        }},
-      {"is killed before the pipeline is made",
-       [&](const auto& ranks, bool is_culprit) {
-         if (is_culprit) raise(SIGKILL);
-         make(ranks, is_culprit);
-       },
-       "rank 1 was lost", -SIGKILL},
       {"is killed between two pipelines",
        [](const auto& ranks, bool is_culprit) {
          Subject one(ranks);
@@ -251,20 +244,15 @@ RANKS_TEST(RanksFailures, RanksDisagree, kRanks) {
 }
 
 RANKS_TEST(RanksFailures, SchedulesOfOneNameDiffer, kRanks) {
-  const bool is_other = ranks->rank() == 1;
   const auto file = std::filesystem::temp_directory_path() / ("gpipe_schedule_" + std::to_string(getpid()));
   const absl::Cleanup remove = [&] { std::filesystem::remove(file); };
-  std::ofstream(file) << "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n" << (is_other ? "2F0 2B0 2F1 2B1" : "2F0 2F1 2B0 2B1");
-  const auto by_function = [&](const Layout& layout) {
-    return make_schedule(is_other && layout.micro_batches > 1 ? "1f1b" : "gpipe", layout, Checkpoint::kNever);
-  };
-  for (auto options : {GPipeOptions().schedule("@" + file.string()), GPipeOptions().schedule_function(by_function)}) {
-    options.chunks(2).checkpoint(Checkpoint::kNever).ranks(new_ranks(kRanks));
-    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 4)), {1, 1, 1}, options);
-    const auto step = [&] { pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse); };
-    EXPECT_THAT(message_from(step), HasSubstr("rank 1 has another schedule for 'step of micro-batches [4, 4], checkp"));
-    EXPECT_EQ(message_from([&] { pipe->forward(torch::ones({8, 4})); }), "nothing");
-  }
+  std::ofstream(file) << "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
+                      << (ranks->rank() == 1 ? "2F0 2B0 2F1 2B1" : "2F0 2F1 2B0 2B1");
+  GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 4)), {1, 1, 1},
+             GPipeOptions().schedule("@" + file.string()).chunks(2).checkpoint(Checkpoint::kNever).ranks(ranks));
+  const auto step = [&] { pipe->step(torch::ones({8, 4}), torch::ones({8, 4}), kMse); };
+  EXPECT_THAT(message_from(step), HasSubstr("rank 1 has another schedule for 'step of micro-batches [4, 4], checkp"));
+  EXPECT_EQ(message_from([&] { pipe->forward(torch::ones({8, 4})); }), "nothing");
 }
 
 RANKS_TEST(RanksFailures, CallsDiffer, kRanks) {
