@@ -1,4 +1,4 @@
-"""The models and mini-batches of bench/measure.h and bench/overhead.cpp, with the same layers.
+"""The models and mini-batches of bench/measure.h, with the same layers.
 
 A model is a flat list of layers that can be cut between any two. `Stage` runs a slice of it.
 """

@@ -206,7 +206,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   }
   order.launch(source, "copy", accesses, work);
   if (source != target) order.order(source, target);
-  if (from.device() != to.device()) order.count(&Counts::copies);
   if (on_device(to) || blocks) {
     (on_device(to) ? alias_on_host(to) : to).copy_(values);
     if (blocks) order.synchronize(source);

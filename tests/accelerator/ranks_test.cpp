@@ -281,37 +281,33 @@ TEST(RanksOnDevicesByWires, ReplicasHaveWiresOfTheirOwn) {
   for (const int rank : {0, 1}) expect_close({gradients[rank]}, {expected}, 1e-5, 1e-6);  // these have the first stage
 }
 
-// The devices stand still, so the first rank waits for its own when the last rank fails.
-TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
+// The devices stand still, so the first rank waits for its own. Returns the errors.
+std::vector<std::string> stand_still(const std::shared_ptr<Wires>& wires, std::chrono::seconds timeout,
+                                     bool last_fails) {
   const absl::Cleanup release = [] { held() = false; };
-  const auto wires = std::make_shared<Wires>();
-  const auto errors = run_ranks(2, patient(), wires, [](const auto& ranks) {
+  return run_ranks(2, patient().timeout(timeout), wires, [&](const auto& ranks) {
     const auto faults = std::make_shared<FaultPlan>();
     auto pipe = pipe_on_devices(ranks, two_layers(faults));
     pipe->forward(torch::ones({4, 4}));
-    faults->arm(FaultPlan::kForward, [calls = 0]() mutable {
-      if (++calls == 2) throw std::runtime_error("the layer fails");
+    faults->arm(FaultPlan::kForward, [last_fails, calls = 0]() mutable {
+      if (++calls == 2 && last_fails) throw std::runtime_error("the layer fails");
     });
     pipe->team().largest(0);  // all ranks have ended the first call
     held() = true;
     pipe->forward(torch::ones({4, 4}));
   });
-  EXPECT_THAT(errors, ElementsAre(HasSubstr("a rank has failed: rank 1 failed"), HasSubstr("the layer fails")));
-  EXPECT_FALSE(held());
-  EXPECT_EQ(wires->aborted.size(), 2);
+}
+
+TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
+  const auto wires = std::make_shared<Wires>();
+  EXPECT_THAT(stand_still(wires, kPatience, /*last_fails=*/true),
+              ElementsAre(HasSubstr("a rank has failed: rank 1 failed"), HasSubstr("the layer fails")));
+  EXPECT_EQ(wires->aborted.size(), 2);  // which lets the devices go on
 }
 
 TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
-  const absl::Cleanup release = [] { held() = false; };
-  const auto wires = std::make_shared<Wires>();
-  const auto errors = run_ranks(2, patient().timeout(std::chrono::seconds(1)), wires, [](const auto& ranks) {
-    auto pipe = pipe_on_devices(ranks, two_layers());
-    pipe->forward(torch::ones({4, 4}));
-    pipe->team().largest(0);  // all ranks have ended the first call
-    held() = true;
-    pipe->forward(torch::ones({4, 4}));
-  });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
+  EXPECT_THAT(stand_still(std::make_shared<Wires>(), std::chrono::seconds(1), /*last_fails=*/false),
+              Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
 }
 
 // A device runs one transfer at a time, and the hosts' launches take any time.

@@ -79,12 +79,6 @@ std::vector<std::int64_t> place_of_this_thread() {
   return place;
 }
 
-struct AddProductImpl : nn::Module {
-  Tensor forward(const std::vector<Tensor>& in) { return linear(in[0]) + in[1]; }
-  Linear linear = register_module("linear", Linear(128, 128));
-};
-TORCH_MODULE(AddProduct);
-
 void train(Subject& it, const Tensor& input) {
   it.adam.zero_grad();
   it.pipe->forward(input).square().mean().backward();
@@ -98,26 +92,6 @@ using Scenarios = std::vector<std::pair<std::string, std::function<void(Subject&
 Scenarios scenarios() {
   Scenarios all;
   const auto add = [&](const char* name, std::function<void(Subject&)> run) { all.emplace_back(name, std::move(run)); };
-  add("step", [](Subject& it) {
-    const auto target = torch::zeros({8, 5}, it.x.options());
-    for (int i = 0; i < 3; ++i) {
-      train(it, it.x);
-      it.adam.zero_grad();
-      it.pipe->step(it.x, target, kMse).loss.item<float>();
-      it.adam.step();
-    }
-  });
-  add("split_backward", [](Subject& it) {
-    // Stage 1 sends the gradient of its product's output on, and W reads it later. Stage 0 may add to it.
-    const auto twice = [](Tensor x) -> std::vector<Tensor> { return {x, x}; };
-    GPipe pipe(Sequential(Linear(6, 128), function_layer(twice), AddProduct(), Linear(128, 128), Linear(128, 5)),
-               Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
-    const auto x = it.x.repeat({8, 1}).requires_grad_();
-    const auto target = torch::zeros({64, 5}, it.x.options());
-    for (int i = 0; i < 3; ++i) pipe->step(x, target, kMse);
-    for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
-    x.grad().mul_(2);
-  });
   add("tied", [](Subject& it) {
     Linear first(6, 128);
     Linear middle(128, 6);
@@ -143,12 +117,6 @@ Scenarios scenarios() {
       sgd.step();
       pipe->forward(x).sum().backward();
     }
-  });
-  add("loss", [](Subject& it) {
-    const auto x = it.x.clone().requires_grad_();
-    const auto target = torch::zeros({8, 5}, device(1)) + 1;
-    (it.pipe->compute_loss(x, target, kMse) * 2).backward();
-    x.grad().mul_(2);
   });
   add("loss_on_side_streams", [](Subject& it) {
     const SideStreams streams;
@@ -194,15 +162,6 @@ Scenarios scenarios() {
     }
     const SideStreams others;
     torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
-  });
-  add("graphs", [](Subject& it) {
-    const auto one = it.pipe->forward(it.x);
-    const auto two = it.pipe->forward(it.x * 2);
-    (one.sum() + two.sum()).backward({}, /*retain_graph=*/true);
-    one.sum().backward();
-    it.pipe->forward(it.x * 3);  // dropped
-    const auto x = it.x.clone().requires_grad_();
-    torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
   });
   add("evaluation", [](Subject& it) {
     it.pipe->eval();
