@@ -44,7 +44,7 @@ def compile_library(build: Path, folder: Path) -> list[str]:
     (folder / "left_out.cpp").write_text(whole)
     ninja = ["ninja", "-C", build, "-t", "commands", "gpipe/libgpipe.so"]
     commands = subprocess.run(ninja, check=True, capture_output=True, text=True).stdout.splitlines()
-    command = next(shlex.split(each) for each in commands if "gpipe_pipeline.dir" in each and " -c " in each)
+    command = next(shlex.split(each) for each in commands if "gpipe_pipeline.dir" in each and ".o -c " in each)
     flags = command[: command.index("-MD")]
     subprocess.run([*flags, "-w", "-shared", "-o", folder / "left_out.so", folder / "left_out.cpp"], check=True, cwd=build)
     return calls
