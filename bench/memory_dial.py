@@ -5,7 +5,6 @@ the budget. Draws the time of a step against the memory: every plan a dot, the c
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,6 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in options.models:
         found = study(name, options.samples, options.budgets, options.schedule)
-        (options.output / f"{name}.json").write_text(json.dumps(found, indent=1))
         draw(found, options.output / f"{name}.png")
         for row in found["rows"]:
             used = row["counted"] / row["memory"]

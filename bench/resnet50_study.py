@@ -3,8 +3,8 @@
     taskset -c 0,1 python resnet50_study.py --output out/study                     # one core per device
     python resnet50_study.py --output out/study --devices cuda:0,cuda:1
 
-Follows PyTorch's tutorial "Single-Machine Model Parallel Best Practices", whose figures are drawn too: one-hot targets over
-1000 classes, mean squared error, SGD, nothing recomputed. The variants take turns. Needs torchvision and matplotlib.
+Follows PyTorch's tutorial "Single-Machine Model Parallel Best Practices": one-hot targets over 1000 classes, mean squared
+error, SGD, nothing recomputed. The variants take turns. Needs torchvision and matplotlib.
 Writes README.md with the table, and model_parallel.png, pipeline.png and split_sizes.png.
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -30,8 +29,6 @@ from torch.optim import SGD
 import gpipe
 from gpipe.balance import predict, profile
 
-# Time relative to one device in the tutorial, on two GPUs.
-PUBLISHED = {"model parallel": 1.07, "split 12": 1 / 1.54, "split 20": 1 / 1.49}
 CLASSES = 1000
 Step = Callable[[Tensor, Tensor], object]
 
@@ -132,37 +129,24 @@ def measure(steps: dict[str, Step], args: argparse.Namespace) -> dict[str, list[
 def draw(seconds: dict[str, list[float]], predicted: dict[str, float], args: argparse.Namespace) -> None:
     mean = {name: statistics.mean(runs) for name, runs in seconds.items()}
     spread = {name: statistics.stdev(runs) if len(runs) > 1 else 0.0 for name, runs in seconds.items()}
-    best = min((f"split {split}" for split in args.splits), key=mean.__getitem__)
-    bars = {"model_parallel": ["single", "model parallel"], "pipeline": ["single", "model parallel", best, "data parallel"]}
-    for file, names in bars.items():
+    splits = [f"split {split}" for split in args.splits]
+    best = min(splits, key=mean.__getitem__)
+    figures = {
+        "model_parallel": ["single", "model parallel"],
+        "pipeline": ["single", "model parallel", best, "data parallel"],
+        "split_sizes": splits,
+    }
+    for file, names in figures.items():
         figure, axes = pyplot.subplots(figsize=(6, 4))
         axes.bar(names, [mean[name] for name in names], yerr=[spread[name] for name in names], capsize=4, color="#8fb3d4")
         known = [name for name in names if name in predicted]
         axes.plot(known, [predicted[name] for name in known], "D", color="#e07b39", label="predicted")
-        mark_published(axes, names, names, mean)
-        save(figure, axes, "seconds per run", args.output / f"{file}.png")
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    names = [f"split {split}" for split in args.splits]
-    axes.errorbar(args.splits, [mean[name] for name in names], [spread[name] for name in names], fmt="o-", label="measured")
-    axes.plot(args.splits, [predicted[name] for name in names], "D--", color="#e07b39", label="predicted")
-    mark_published(axes, names, args.splits, mean)
-    axes.set_xlabel("samples per micro-batch")
-    save(figure, axes, "seconds per run", args.output / "split_sizes.png")
-
-
-def mark_published(axes: pyplot.Axes, names: list[str], places: list[Any], mean: dict[str, float]) -> None:
-    found = [(place, PUBLISHED[name] * mean["single"]) for name, place in zip(names, places) if name in PUBLISHED]
-    if found:
-        axes.plot(*zip(*found), "s", color="grey", label="tutorial, two GPUs relative to one")
-
-
-def save(figure: pyplot.Figure, axes: pyplot.Axes, label: str, path: Path) -> None:
-    axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+        axes.set_ylabel("seconds per run")
+        axes.tick_params("x", rotation=30)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(args.output / f"{file}.png", dpi=100)
+        pyplot.close(figure)
 
 
 def page(seconds: dict[str, list[float]], predicted: dict[str, float], args: argparse.Namespace) -> str:

@@ -2,8 +2,6 @@
 
 ``python bench/zoo.py RESULTS.jsonl [WORD]`` runs each model with the word in its name in a process of its own. It adds a
 line per model to the file, and leaves out the models that the file has. When all have run, it writes docs/zoo.md's tables.
-
-``python bench/zoo.py meta [WORD]`` makes pipelines of the models whole and from the meta device, and tells how they differ.
 """
 
 import dataclasses
@@ -427,40 +425,6 @@ def record(name, file):
     write(file, name, found)
 
 
-def from_meta(make):
-    """Compares a step of a model made whole with one of a model that was on meta and got its values. Returns the difference."""
-    torch.manual_seed(0)
-    whole, args, kwargs = make()
-    values = {**whole.state_dict(), **dict(whole.named_buffers())}
-    with torch.device("meta"):
-        model = make()[0]
-    paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
-
-    def init(module):  # what the code computes
-        for name, buffer in module.named_buffers(recurse=False):
-            buffer.copy_(values[paths[module] + name])
-
-    states = []
-    for each, options in ((whole, {}), (model, {"weights": whole.state_dict().__getitem__, "init": init})):
-        sequence = gpipe.to_sequential(each.train(), *args, **kwargs)
-        half = len(sequence) // 2
-        pipe = gpipe.GPipe(sequence, [half, len(sequence) - half], chunks=2, checkpoint="never", **options)
-        total, target = gpipe.Loss(weighted_sum, reduction="sum"), torch.zeros(SAMPLES)
-        step = functools.partial(pipe.step, input_of(args, kwargs), target, total, return_output=True)
-        states.append(state_after(each, lambda step=step: tree_leaves(step())))
-    return difference(*states)
-
-
-def compare_all_from_meta(word=""):
-    torch.set_num_threads(1)
-    for name, make in models().items():
-        if word in name:
-            try:
-                print(name, from_meta(make), flush=True)
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
-
-
 def tables_of(results):
     """Returns the tables of docs/zoo.md: the number of models that are equal, and the models that are refused or differ."""
     libraries = sorted({name.split()[0] for name in results}) + [""]
@@ -508,4 +472,4 @@ def main(file, word=""):
 
 
 if __name__ == "__main__":
-    compare_all_from_meta(*sys.argv[2:]) if sys.argv[1] == "meta" else main(*sys.argv[1:])
+    main(*sys.argv[1:])

@@ -31,29 +31,15 @@ HERE = Path(__file__).parent
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
 
 
-class Bench(NamedTuple):
-    """A benchmark: the JSON field that programs print, its unit, the unit and scale in the table, and the cores."""
-
-    field: str
-    unit: str
-    shown: str
-    scale: float
-    cores: str
-
-
+# The unit of a figure, its factor, and the cores that a process may use.
 BENCHES = {
-    "overhead": Bench("us_per_cell", "us/cell", "us/cell", 1, "0"),
-    "speed": Bench("seconds", "s", "ms", 1e3, "0,1"),
-    "replicas": Bench("seconds", "s", "ms", 1e3, "0,1"),  # over processes
+    "overhead": ("us/cell", 1e6, "0"),
+    "speed": ("ms", 1e3, "0,1"),
+    "replicas": ("ms", 1e3, "0,1"),  # over processes
 }
 
-SCHEDULES = ["1f1b", "auto"]  # only this project has "auto"
-# With a schedule, this project runs step(), else a forward and a backward.
-OURS = [
-    f"{library}{schedule}"
-    for library in ["gpipe", "gpipe python", "gpipe ranks"]
-    for schedule in ["", *(f" {name}" for name in SCHEDULES)]
-]
+SCHEDULES = ["gpipe", "1f1b", "auto"]  # only this project has "auto"
+OURS = [f"{library} {schedule}" for library in ["gpipe", "gpipe python", "gpipe ranks"] for schedule in SCHEDULES]
 PEERS = ["torchgpipe", "distributed gpipe", "distributed 1f1b"]
 # The plain model: a loop over the micro-batches on one thread and on two, and the whole mini-batch on two.
 PLAIN = {"loop on 1": [], "loop on 2": ["--threads", 2], "whole on 2": ["--threads", 2, "--whole"]}
@@ -82,38 +68,29 @@ def rows(short: bool) -> list[Row]:
     return every
 
 
-def over_ranks(processes: int, program: Path) -> list[object]:
-    job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", processes]
-    return [*job, "--master-port", 29511, program, "--over-ranks", "--steps-only"]
-
-
 def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     """Returns the commands that measure the row, by contestant."""
-    settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
-    subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
-    program = ours / "bench" / ("overhead" if row.bench == "overhead" else "speed")
-    distributed_steps = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
+    balance = ",".join(map(str, row.balance))
+    flags = ["--model", row.model, "--balance", balance, "--chunks", row.chunks]
+    flags += ["--checkpoint", row.checkpoint, "--repeats", steps]
+    processes = ["--nproc-per-node", row.replicas * len(row.balance), "--master-port", 29511]
+    job = [sys.executable, "-m", "torch.distributed.run", "--no-python", *processes]
+    program = [ours / "bench" / "steps", *flags]
+    python = [sys.executable, HERE / "steps.py", *flags, "--library"]
     if row.bench == "replicas":
-        schedule = "1f1b" if len(row.balance) > 1 else "gpipe"
-        flags = ["--schedule", schedule, "--replicas", row.replicas]
-        job = [*over_ranks(row.replicas * len(row.balance), program), *subject, *settings, *flags]
-        return {"gpipe ranks": job, f"distributed {schedule}": [*distributed_steps, *flags]}
-    own: dict[str, list[object]] = {}
-    if program.exists():
-        sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
-        own["gpipe"] = [program, "--steps-only", *sizes, *settings]
-        own["gpipe ranks"] = [*over_ranks(len(row.balance), program), *sizes, *settings]
-    in_python = [sys.executable, HERE / "pipe_steps.py", *subject, *settings]
-    own["gpipe python"] = [*in_python, "--library", "gpipe"]
-    commands = {**own, "torchgpipe": [*in_python, "--library", "torchgpipe"]}
-    for schedule, (name, command) in itertools.product(SCHEDULES, own.items()):
-        commands[f"{name} {schedule}"] = [*command, "--schedule", schedule]
+        more = ["--schedule", "1f1b" if len(row.balance) > 1 else "gpipe", "--replicas", row.replicas]
+        ranks = [*job, *program, "--over-ranks", *more]
+        return {f"gpipe ranks {more[1]}": ranks, f"distributed {more[1]}": [*python, "distributed", *more]}
+    own = {"gpipe python": [*python, "gpipe"]}
+    if program[0].exists():
+        own |= {"gpipe": program, "gpipe ranks": [*job, *program, "--over-ranks"]}
+    commands = {f"{name} {each}": [*command, "--schedule", each] for each in SCHEDULES for name, command in own.items()}
+    commands["torchgpipe"] = [*python, "torchgpipe"]
     if row.checkpoint == "never":
         for schedule in ("gpipe", "1f1b"):
-            commands[f"distributed {schedule}"] = [*distributed_steps, "--schedule", schedule]
+            commands[f"distributed {schedule}"] = [*python, "distributed", "--schedule", schedule]
     if row.bench == "speed" and row.checkpoint == "never":
-        for name, flags in PLAIN.items():
-            commands[name] = [*in_python, "--library", "plain", *flags]
+        commands |= {name: [*python, "plain", *more] for name, more in PLAIN.items()}
     return commands
 
 
@@ -132,11 +109,15 @@ def output_of(command: list[object], cores: str) -> str:
     return done.stdout
 
 
-def figure(bench: Bench, command: list[object]) -> float:
+def figure(row: Row, command: list[object]) -> float:
     """Runs one process and returns the median of its measurements."""
-    lines = output_of(command, bench.cores).splitlines()
-    value = json.loads(next(line for line in lines if line.startswith("{")))[bench.field]  # Gloo prints lines too
-    return statistics.median(value) if isinstance(value, list) else value
+    _, factor, cores = BENCHES[row.bench]
+    lines = output_of(command, cores).splitlines()
+    found = json.loads(next(line for line in lines if line.startswith("{")))  # Gloo prints lines too
+    if row.bench != "overhead":
+        return factor * statistics.median(found["seconds"])
+    cells = row.chunks * len(row.balance)
+    return factor * statistics.median(step - plain for step, plain in zip(found["seconds"], found["plain"])) / cells
 
 
 def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
@@ -145,19 +126,13 @@ def measure(row: Row, names: list[str], ours: Path, steps: int, repeats: int) ->
     for _ in range(repeats):
         for name, command in commands.items():
             print(f"{row.bench} {row.model} {row.chunks} {row.checkpoint} {name}", file=sys.stderr)
-            values[name].append(figure(BENCHES[row.bench], command))
+            values[name].append(figure(row, command))
     return values
 
 
-def spread(values: list[float], unit: str) -> dict[str, object]:
-    """Returns what a JSON line tells of repeated measurements."""
-    return {"value": statistics.median(values), "unit": unit, "min": min(values), "max": max(values), "values": values}
-
-
 def line(row: Row, peer: str, values: list[float]) -> str:
-    subject = {"bench": row.bench, "model": row.model, "stages": len(row.balance)}
-    settings = {"replicas": row.replicas, "chunks": row.chunks, "checkpoint": row.checkpoint, "peer": peer}
-    return json.dumps({**subject, **settings, **spread(values, BENCHES[row.bench].unit)})
+    summary = {"value": statistics.median(values), "min": min(values), "max": max(values), "values": values}
+    return json.dumps({**row._asdict(), "peer": peer, "unit": BENCHES[row.bench][0], **summary})
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -179,14 +154,13 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
     ratios = [f"{other} / {name}" for name in compared for other in others]
     lines = []
     for row, values in results:
-        bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
         peers = [name for name in medians if name in PEERS]
         theirs = {name: values[name] for name in PLAIN if name in values}
         if peers:
             theirs["best peer"] = values[min(peers, key=medians.__getitem__)]
-        cells = [row.model, str(row.replicas), str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
-        cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
+        cells = [row.model, str(row.replicas), str(len(row.balance)), str(row.chunks), row.checkpoint, BENCHES[row.bench][0]]
+        cells += [f"{medians[name]:.4g}" if name in medians else "" for name in names]
         for name, other in itertools.product(compared, others):
             comparable = other in theirs and medians.get(name, 0) > 0
             cells.append(ratio(theirs[other], values[name]) if comparable else "")

@@ -59,10 +59,6 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("--schedule", options.schedule,
                  "order of forwards and backwards on each worker: " + absl::StrJoin(names, ", ") +
                      ", auto, or @FILE, with one line of actions per worker (see python -m gpipe draw)");
-  app.add_option("--replicas", options.replicas,
-                 "number of equal pipelines, over processes that torchrun starts; each trains on its part of a "
-                 "mini-batch, of --chunks micro-batches, and their gradients are summed")
-      ->check(in_range(1));
   app.add_option_function<std::string>(
          "--checkpoint", [&](const std::string& name) { options.checkpoint = checkpoints().at(name); },
          "which micro-batches recompute their activations instead of storing them: never, except_last, always")

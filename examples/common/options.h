@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gpipe/gpipe.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe::examples {
 
@@ -23,7 +24,6 @@ struct PipelineOptions {
   std::string schedule = "gpipe";
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   std::vector<std::string> devices = {};   ///< of this process's workers, or one for all; empty: GPipe's default
-  int replicas = 1;                        ///< equal pipelines, each for a part of the mini-batch
   std::shared_ptr<Ranks> ranks = nullptr;  ///< the processes that train together; null: this one alone
 };
 
@@ -40,10 +40,23 @@ struct TrainingOptions : PipelineOptions {
   std::int64_t snapshot_every = 0;  ///< steps of an epoch between snapshots; 0: only after each epoch
 };
 
+// A training can run in several processes, which torchrun starts. The first one, rank 0, writes the files and prints.
+// The others print only errors.
+
+/// Whether this process writes and prints.
+inline bool is_first(const std::shared_ptr<Ranks>& ranks) { return !ranks || ranks->rank() == 0; }
+
+/// Calls `work` in the first process. The others wait for it. Errors: as `work`, in the others a
+/// std::runtime_error.
+inline void run_first(const std::shared_ptr<Ranks>& ranks, const std::function<void()>& work) {
+  if (is_first(ranks)) work();
+  if (ranks) ranks->share("");
+}
+
 /// Checks a finite number from `low` to `high`, for CLI::Option::check().
 CLI::Validator in_range(double low, double high = 1 << 20);
 
-/// Adds a flag for each option but checkpoint, replicas and schedule, with the values in `options` as defaults. Call it
+/// Adds a flag for each option but checkpoint and schedule, with the values in `options` as defaults. Call it
 /// before adding other flags, because it also configures what all flags share.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 /// Adds all flags of a training program.

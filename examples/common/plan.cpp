@@ -15,7 +15,6 @@
 #include "balance/plan_model.h"
 #include "balance/profiler.h"
 #include "balance/report.h"
-#include "examples/common/processes.h"
 #include "gpipe/action.h"
 #include "gpipe/options.h"
 #include "gpipe/schedule_source.h"
@@ -29,22 +28,12 @@ int count_workers(const PipelineOptions& options) {
   return *std::max_element(placement.begin(), placement.end()) + 1;
 }
 
-GPipeOptions pipe_options(const PipelineOptions& options) {
-  std::vector<torch::Device> devices(options.devices.begin(), options.devices.end());
-  auto own = static_cast<std::ptrdiff_t>(count_workers(options));
-  if (const auto& ranks = options.ranks) {
-    own = std::ranges::count(ranks->mesh().ranks_of_workers(static_cast<int>(own), ranks->replica()), ranks->rank());
-  }
-  if (devices.size() == 1) devices.resize(static_cast<std::size_t>(own), devices.front());
-  auto made = GPipeOptions().devices(devices).chunks(options.chunks).checkpoint(options.checkpoint);
-  return made.schedule(options.schedule).ranks(options.ranks);
-}
-
 // Measures on the first device. On the CPU, all workers at once.
 Profile measure(const torch::nn::Sequential& model, const PipelineOptions& options, std::int64_t images,
-                std::vector<std::int64_t> shape) {
+                torch::IntArrayRef image_shape) {
   const torch::Device standard = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   const auto device = options.devices.empty() ? standard : torch::Device(options.devices.front());
+  auto shape = image_shape.vec();
   shape.insert(shape.begin(), std::max<std::int64_t>(2, images));  // batch norm can need two images
   const auto measuring = ProfileOptions().workers(device.is_cpu() ? count_workers(options) : 1).param_scale(4);  // Adam
   return profile(model, torch::full(shape, 0.5, device), measuring);
@@ -52,29 +41,42 @@ Profile measure(const torch::nn::Sequential& model, const PipelineOptions& optio
 
 }  // namespace
 
+GPipeOptions pipe_options(const PipelineOptions& options) {
+  std::vector<torch::Device> devices(options.devices.begin(), options.devices.end());
+  if (devices.size() == 1) {
+    const int workers = count_workers(options);
+    const auto& ranks = options.ranks;
+    const auto own = ranks ? std::ranges::count(ranks->mesh().ranks_of_workers(workers, 0), ranks->rank()) : workers;
+    devices.resize(static_cast<std::size_t>(own), devices.front());
+  }
+  auto made = GPipeOptions().devices(devices).chunks(options.chunks).checkpoint(options.checkpoint);
+  return made.schedule(options.schedule).ranks(options.ranks);
+}
+
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
   const auto layers = static_cast<std::int64_t>(model->size());
   if (options.stages > layers) {
     throw std::invalid_argument(
         absl::StrCat("--stages is ", options.stages, ", but the model has ", layers, " layers"));
   }
-  const int processes = options.ranks ? options.ranks->mesh().positions : 1;
-  if (const int workers = count_workers(options); workers < processes) {
+  if (options.ranks) {
+    const int workers = count_workers(options), processes = options.ranks->size();
+    if (workers >= processes) return;
     throw std::invalid_argument(absl::StrCat("the pipeline has ", workers, " workers, but there are ", processes,
-                                             " processes per pipeline; give each at least one, with more --stages"));
+                                             " processes; give each at least one, with more --stages"));
   }
-  auto alone = options;
-  alone.ranks = nullptr;
+  if (!options.layers.empty()) {
+    GPipe(model, options.layers, pipe_options(options));
+    return;
+  }
   torch::nn::Sequential stand_in;
   for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
-  if (processes == 1) GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipe_options(alone));
-  if (processes == 1 && !options.layers.empty()) GPipe(model, options.layers, pipe_options(alone));
+  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipe_options(options));
 }
 
 Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions& options,
-                      const std::vector<std::int64_t>& image_shape) {
-  const auto [begin, end] = part_of(options.ranks, options.batch_size);
-  const auto sizes = micro_batch_sizes(end - begin, options.chunks, /*split_size=*/0);
+                      torch::IntArrayRef image_shape) {
+  const auto sizes = micro_batch_sizes(options.batch_size, options.chunks, /*split_size=*/0);
   RunOptions run{.chunks = static_cast<int>(sizes.size()),
                  .checkpoint = options.checkpoint,
                  .scheduling = {.schedule = options.schedule}};
@@ -90,7 +92,7 @@ Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions&
     for (const auto part : absl::StrSplit(shared, ',')) balance.push_back(std::stoll(std::string(part)));
   }
   auto made = pipe_options(options);
-  made.deferred_batch_norm(true);  // so that scores depend neither on the replicas nor on the first one's images
+  made.deferred_batch_norm(true);
   const GPipe pipe(model, balance, made);
   if (!is_first(options.ranks)) return {pipe};
   std::cout << "plan: balance " << balance_to_text(balance) << ", " << run.chunks << " micro-batches, checkpoint "
@@ -103,7 +105,7 @@ Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions&
 }
 
 GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& options,
-                     const std::vector<std::int64_t>& image_shape) {
+                     torch::IntArrayRef image_shape) {
   check_pipeline(model, options);
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};

@@ -18,6 +18,9 @@ struct Planned {
   std::optional<Prediction> prediction = {};  ///< the first process's, with at least two images per micro-batch
 };
 
+/// The options of a pipeline.
+GPipeOptions pipe_options(const PipelineOptions& options);
+
 /// Checks stages, layers, devices, schedule and processes, before anything is written or measured.
 /// Errors: std::invalid_argument; std::out_of_range for a device that does not exist.
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
@@ -25,10 +28,10 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
 /// Measures the model for images of that shape, cuts it, and prints the plan. Over ranks, rank 0 measures, as if it had
 /// all workers, and tells the others the balance.
 Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions& options,
-                      const std::vector<std::int64_t>& image_shape);
+                      torch::IntArrayRef image_shape);
 
 /// A pipeline for inference only. Measures only if the cut needs it.
 GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& options,
-                     const std::vector<std::int64_t>& image_shape);
+                     torch::IntArrayRef image_shape);
 
 }  // namespace gpipe::examples

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+
 #include <cstdint>
 #include <random>
 
@@ -22,5 +25,10 @@ class Random {
  private:
   std::mt19937_64 engine_;
 };
+
+/// Returns the numbers from 0 to count - 1 in random order.
+inline at::Tensor random_order(std::int64_t count, Random random) {
+  return at::randperm(count, at::detail::createCPUGenerator(random.seed()));
+}
 
 }  // namespace gpipe::examples

@@ -12,17 +12,6 @@ namespace fs = std::filesystem;
 
 bool has_snapshot(const fs::path& folder) { return fs::exists(folder / "snapshot.json"); }
 
-// All processes must start alike, so the first one decides.
-void find_snapshot(TrainingOptions& options) {
-  options.resume.clear();
-  for (const auto* name : {kBestSnapshot, kLatestSnapshot}) {  // a run that is killed early can leave only the best one
-    if (has_snapshot(options.output / name)) options.resume = options.output / name;
-  }
-  if (options.ranks) options.resume = options.ranks->share(options.resume.string());
-  const auto none = options.output.string() + " has no snapshot, so a new training begins";
-  std::cout << "resume: " << (options.resume.empty() ? none : options.resume.string()) << std::endl;
-}
-
 // Whether the snapshot to resume is in the output folder.
 bool resumes_in_place(const TrainingOptions& options) {
   std::error_code error;
@@ -47,7 +36,16 @@ nlohmann::json read_saved(const fs::path& path) {
 }
 
 std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity) {
-  if (options.resume == "auto") find_snapshot(options);
+  if (options.resume == "auto") {
+    options.resume.clear();
+    for (const auto* name :
+         {kBestSnapshot, kLatestSnapshot}) {  // a run that is killed early can leave only the best one
+      if (has_snapshot(options.output / name)) options.resume = options.output / name;
+    }
+    if (options.ranks) options.resume = options.ranks->share(options.resume.string());  // all start alike
+    const auto none = options.output.string() + " has no snapshot, so a new training begins";
+    std::cout << "resume: " << (options.resume.empty() ? none : options.resume.string()) << std::endl;
+  }
   if (options.resume.empty()) return std::nullopt;
   auto saved = read_saved(options.resume);
   check_identity(identity, saved, options.resume);

@@ -23,7 +23,7 @@
 #include "balance/report.h"
 #include "examples/common/files.h"
 #include "examples/common/plan.h"
-#include "examples/common/processes.h"
+#include "examples/common/random.h"
 #include "gpipe/gradients.h"
 #include "gpipe/loss.h"
 #include "gpipe/options.h"
@@ -37,22 +37,10 @@ namespace fs = std::filesystem;
 
 volatile std::sig_atomic_t received = 0;
 
-// The second signal ends the program at once.
-void record_first(int signal) {
-  received = signal;
-  std::signal(SIGINT, SIG_DFL);
-  std::signal(SIGTERM, SIG_DFL);
-}
-
-// torchrun passes on a signal that the terminal has sent already, and ends by force a program that takes too long.
-void record(int signal) {
-  if (received == 0) received = signal;
-}
-
-void record_signals(bool over_ranks) {
+void record_signals() {
   for (const int signal : {SIGINT, SIGTERM}) {
     // A job that was started with a signal ignored continues to ignore it.
-    if (std::signal(signal, over_ranks ? record : record_first) == SIG_IGN) std::signal(signal, SIG_IGN);
+    if (std::signal(signal, [](int sent) { received = sent; }) == SIG_IGN) std::signal(signal, SIG_IGN);
   }
 }
 
@@ -131,7 +119,6 @@ class Trainer {
     load_snapshot(options_.resume, *pipe_, &optimizer_);
     epoch_ = saved.at("epoch");
     batch_ = saved.at("position").at("batch");
-    seen_ = saved.at("position").at("images");
     loss_sum_ = saved.at("position").at("loss_sum");
     history_ = saved.at("history");
     best_ = saved.at("best").get<decltype(best_)>();
@@ -140,10 +127,9 @@ class Trainer {
   // Returns the signal that ended it early, or 0.
   int run() {
     if (writes_) write_history();  // a run that was killed may have written more than its snapshot has
-    const auto replicas = options_.replicas == 1 ? "" : absl::StrCat(" on each of ", options_.replicas, " replicas");
     std::cout << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size
-              << " as " << options_.chunks << " micro-batches" << replicas << std::endl;
-    record_signals(options_.ranks != nullptr);
+              << " as " << options_.chunks << " micro-batches" << std::endl;
+    record_signals();
     while (epoch_ < options_.epochs && !stops()) {
       if (train(epoch_ + 1)) {
         validate(epoch_ + 1);
@@ -157,6 +143,7 @@ class Trainer {
       std::cout << "stopped; to continue, give the same flags and --resume " << latest << std::endl;
       return signal_;
     }
+    if (best_.second == 0) throw std::runtime_error("no epoch has a " + columns_[2] + " that is a number");
     std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], best_.first,
                                  best_.second, options_.output.string())
               << kHistoryFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot << std::endl;
@@ -175,18 +162,20 @@ class Trainer {
     pipe_->train();
     const double factor = (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
     for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
-    auto examples = task_.training(epoch, batch_);
-    const auto before = seen_;
+    const auto images = task_.training_images();
+    const auto order = random_order(images, Random(options_.seed, static_cast<std::uint64_t>(epoch)));
+    const auto batches = order.split(options_.batch_size);
     const auto start = Clock::now();
-    double shown = 0;
-    while (const auto example = examples()) {
-      const double loss = step(*example, std::min(options_.batch_size, task_.training_images() - seen_));
+    std::int64_t seen = 0;
+    for (double shown = 0; batch_ < std::ssize(batches);) {
+      const double loss = step(task_.read(batches[batch_], epoch));
+      seen += batches[batch_++].numel();
       const double passed = seconds_since(start);
-      images_per_second_ = static_cast<double>(seen_ - before) / passed;
+      images_per_second_ = static_cast<double>(seen) / passed;
       if (passed - shown > 10) {
         shown = passed;
-        std::cout << absl::StrFormat("epoch %d: %d/%d images, loss %.4f, %.1f images/s", epoch, seen_,
-                                     task_.training_images(), loss, images_per_second_)
+        std::cout << absl::StrFormat("epoch %d: mini-batch %d of %d, loss %.4f, %.1f images/s", epoch, batch_,
+                                     batches.size(), loss, images_per_second_)
                   << std::endl;
       }
       if (stops()) return false;
@@ -195,8 +184,9 @@ class Trainer {
     return true;
   }
 
-  // Trains on a mini-batch of `images`, of which `example` is this replica's part. Returns the loss.
-  double step(const Example& example, std::int64_t images) {
+  // Returns the loss.
+  double step(const Example& example) {
+    const auto images = example.target.size(0);
     optimizer_.zero_grad();
     record_.begin(pipe_);
     const auto loss = pipe_->step(example.input, example.target, loss_).loss;
@@ -206,24 +196,37 @@ class Trainer {
     const auto value = loss.item<double>();
     if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
     loss_sum_ += value * static_cast<double>(images);
-    seen_ += images;
-    ++batch_;
     return value;
+  }
+
+  // Returns the scores and the loss.
+  std::vector<double> scores(int epoch) {
+    pipe_->trace(nullptr);
+    pipe_->eval();
+    const torch::NoGradGuard no_grad;
+    auto picture = writes_ ? options_.output / absl::StrFormat("epoch_%03d.png", epoch) : fs::path();
+    const auto images = task_.validation_images();
+    double loss_sum = 0;
+    for (const auto& numbers : torch::arange(images).split(options_.batch_size)) {
+      const auto example = task_.read(numbers, /*epoch=*/0);
+      const auto output = pipe_->forward(example.input).cpu();
+      loss_sum += task_.loss(output, example.target).item<double>() * static_cast<double>(numbers.numel());
+      task_.add(example, output, std::exchange(picture, {}));
+    }
+    auto scores = task_.take_scores();
+    scores.push_back(loss_sum / static_cast<double>(images));
+    return scores;
   }
 
   // Validates an epoch and completes it.
   void validate(int epoch) {
-    pipe_->trace(nullptr);
-    pipe_->eval();
-    const auto picture = writes_ ? options_.output / absl::StrFormat("epoch_%03d.png", epoch) : fs::path();
-    const torch::NoGradGuard no_grad;
-    auto values = task_.validate(pipe_, picture);
-    values.insert(values.begin(), {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)});
+    auto values = scores(epoch);
+    values.insert(values.begin(),
+                  {static_cast<double>(epoch), loss_sum_ / static_cast<double>(task_.training_images())});
     values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
     absl::StrAppend(&history_, absl::StrJoin(values, ","), "\n");
     epoch_ = epoch;
     batch_ = 0;
-    seen_ = 0;
     loss_sum_ = 0;
 
     // the latest snapshot is written last: a run that is killed before this repeats the epoch and all its files.
@@ -249,7 +252,7 @@ class Trainer {
 
   void save(const std::string& name) {
     nlohmann::json extra = {{"epoch", epoch_}, {"options", identity_}, {"history", history_}, {"best", best_}};
-    extra["position"] = {{"batch", batch_}, {"images", seen_}, {"loss_sum", loss_sum_}};
+    extra["position"] = {{"batch", batch_}, {"loss_sum", loss_sum_}};
     save_snapshot(options_.output / name, *pipe_, &optimizer_, {.extra = extra.dump()});
   }
 
@@ -270,22 +273,19 @@ class Trainer {
   // The position of the training, which snapshots store.
   int epoch_ = 0;                          // completed epochs
   std::int64_t batch_ = 0;                 // completed mini-batches of the current epoch
-  std::int64_t seen_ = 0;                  // images in them
-  double loss_sum_ = 0;                    // over those images
+  double loss_sum_ = 0;                    // over their images
   std::string history_;                    // the text of history.csv
   std::pair<double, int> best_ = {-1, 0};  // the highest first score, which is not negative, and its epoch
 };
 
 // Joins the processes that torchrun has started together with this one.
-std::shared_ptr<Ranks> join_processes(int replicas) {
+std::shared_ptr<Ranks> join_processes() {
   // A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
   const char* size = std::getenv("WORLD_SIZE");
   if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1"))) {
-    if (replicas == 1) return nullptr;
-    throw std::invalid_argument(
-        absl::StrCat("--replicas is ", replicas, ", but there is one process; start as many per stage with torchrun"));
+    return nullptr;
   }
-  auto ranks = Ranks::from_environment(RanksOptions().replicas(replicas).share_outputs(true));
+  auto ranks = Ranks::from_environment(RanksOptions().share_outputs(true));
   if (!is_first(ranks) && std::freopen("/dev/null", "w", stdout) == nullptr) {
     throw std::runtime_error("cannot open /dev/null");
   }
@@ -295,7 +295,7 @@ std::shared_ptr<Ranks> join_processes(int replicas) {
 }  // namespace
 
 int run_training(TrainingOptions options, const Program& program) {
-  options.ranks = join_processes(options.replicas);
+  options.ranks = join_processes();
   auto identity = program.identity;
   identity.insert({{"--batch-size", absl::StrCat(options.batch_size)},
                    {"--seed", absl::StrCat(options.seed)},
@@ -305,7 +305,7 @@ int run_training(TrainingOptions options, const Program& program) {
                    {"--amp", absl::StrCat(options.amp)}});
   std::vector<std::string> columns = {"epoch", "train_loss"};
   columns.insert(columns.end(), program.scores.begin(), program.scores.end());
-  columns.insert(columns.end(), {"learning_rate", "images_per_second"});
+  columns.insert(columns.end(), {"val_loss", "learning_rate", "images_per_second"});
   const auto start = read_resumed(options, identity);
   if (start && start->at("epoch") >= options.epochs) {
     std::cout << "nothing is left to train: " << options.resume.string() << " has " << start->at("epoch")
@@ -320,10 +320,10 @@ int run_training(TrainingOptions options, const Program& program) {
     prepare_output(options);
     if (program.draw) program.draw();
   });
-  const auto task = program.load(options.ranks);
+  const auto task = program.load();
   identity["images"] = absl::StrCat(task->training_images());
   if (start) check_identity(identity, *start, options.resume);
-  auto planned = plan_training(model, options, task->image_shape());
+  auto planned = plan_training(model, options, task->read(torch::tensor({0}), /*epoch=*/0).input[0].sizes());
   for (const auto& device : planned.pipe->devices()) {
     if (!options.amp) continue;  // on this thread, whose calls of a pipeline hand it on; the loss needs no scaling
     at::autocast::set_autocast_enabled(device.type(), true);

@@ -7,7 +7,6 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,31 +16,29 @@
 
 namespace gpipe::examples {
 
+/// Images, and what is to be learned of each.
 struct Example {
   torch::Tensor input;
   torch::Tensor target;
 };
 
-/// Returns the mini-batches in order, then std::nullopt.
-using Examples = std::function<std::optional<Example>()>;
-
-/// The data, loss and validation of a training program. The rest is the same in all training programs.
+/// The data, loss and scores of a training program. The rest is the same in all training programs.
 class Task {
  public:
   virtual ~Task() = default;
 
   virtual std::int64_t training_images() const = 0;
-  /// The shape of one image: channels, height, width.
-  virtual std::vector<std::int64_t> image_shape() const = 0;
-  /// An epoch's mini-batches from number `first` on, or this replica's parts of them. They depend on the epoch alone.
-  virtual Examples training(int epoch, std::int64_t first) = 0;
+  virtual std::int64_t validation_images() const = 0;
+  /// Reads the images of these numbers. `epoch` is 0 to validate. What is read depends on the arguments alone.
+  virtual Example read(const torch::Tensor& numbers, int epoch) const = 0;
   /// Returns the loss of a mini-batch, or of one micro-batch: a mean over samples, so that the loss of the mini-batch
   /// is the mean of its micro-batches' losses, weighted by samples. Called on the last stage's worker thread.
   virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const = 0;
 
-  /// Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All
-  /// processes get the same scores. Draws a picture of the results, unless its path is empty.
-  virtual std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture) = 0;
+  /// Adds a mini-batch to the scores of a validation. Draws a picture of it, unless the path is empty.
+  virtual void add(const Example& example, const torch::Tensor& output, const std::filesystem::path& picture) = 0;
+  /// Returns the scores, which begin anew.
+  virtual std::vector<double> take_scores() = 0;
 };
 
 /// What a training program adds to the flags of all.
@@ -49,7 +46,7 @@ struct Program {
   Identity identity;                ///< the program's own flags that decide its result
   std::vector<std::string> scores;  ///< that the task computes; the epoch with the highest first score is the best
   std::function<torch::nn::Sequential()> make_model;
-  std::function<std::unique_ptr<Task>(const std::shared_ptr<Ranks>&)> load;  ///< reads the data, and prints what it is
+  std::function<std::unique_ptr<Task>()> load;  ///< reads the data, and prints what it is
   std::function<void()> draw = nullptr;  ///< writes synthetic data into the output folder first, if they are wanted
 };
 

@@ -17,39 +17,32 @@
 
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"
-#include "examples/common/options.h"
+#include "examples/common/plan.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot.h"
 
 namespace gpipe::examples {
 namespace {
 
-struct Options {
+struct Options : PipelineOptions {
   std::filesystem::path model, data, output;
   std::string loss = "cross_entropy";
   std::string optimizer = "sgd";
   double learning_rate = 0.01;
-  std::int64_t batch_size = 8;
   int epochs = 1;
-  std::vector<std::int64_t> balance;
-  int stages = 2;
-  std::int64_t chunks = 2;
-  std::string schedule = "1f1b";
 };
 
 void add_options(CLI::App& app, Options& options) {
-  app.option_defaults()->always_capture_default();
+  options.batch_size = 8;
+  options.schedule = "1f1b";
+  add_pipeline_options(app, options);
   app.add_option("--model", options.model, "file of python -m gpipe export")->required();
   app.add_option("--data", options.data, "safetensors file with inputs and targets")->required();
   app.add_option("--output", options.output, "file for the trained model");
   app.add_option("--loss", options.loss)->check(CLI::IsMember({"cross_entropy", "mse"}));
   app.add_option("--optimizer", options.optimizer)->check(CLI::IsMember({"sgd", "adamw"}));
   app.add_option("--learning-rate", options.learning_rate)->check(in_range(0));
-  app.add_option("-b,--batch-size", options.batch_size, "samples per mini-batch")->check(in_range(1));
   app.add_option("--epochs", options.epochs)->check(in_range(0));
-  auto* balance = app.add_option("--balance", options.balance, "layers per stage, such as 20,35")->delimiter(',');
-  app.add_option("--stages", options.stages, "of equal measured time, without --balance")->excludes(balance);
-  app.add_option("--chunks", options.chunks, "micro-batches per mini-batch")->check(in_range(1));
   app.add_option("--schedule", options.schedule);
 }
 
@@ -94,12 +87,12 @@ LossFunction make_loss(const std::string& name) {
 int finetune(const Options& options) {
   const auto data = read_data(options.data);
   const auto model = load_model(options.model);
-  auto balance = options.balance;
+  auto balance = options.layers;
   if (balance.empty()) {
     const auto sample = std::max<std::int64_t>(2, options.batch_size / options.chunks);
     balance = balance_by_time(options.stages, model, part_of(data.inputs, 0, sample));
   }
-  auto pipe = GPipe(model, balance, GPipeOptions().chunks(options.chunks).schedule(options.schedule));
+  auto pipe = GPipe(model, balance, pipe_options(options));
   std::cout << options.model.string() << ": " << model->size() << " layers in " << balance.size() << " stages\n"
             << std::setprecision(9);
   const auto optimizer = make_optimizer(options, pipe);

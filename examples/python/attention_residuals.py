@@ -7,8 +7,6 @@ A layer with attention residuals (Kimi Team, arXiv:2603.15031) reads the outputs
 each once to each worker that reads it. Prints the losses side by side while it trains.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import nullcontext
 from pathlib import Path

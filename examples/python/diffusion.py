@@ -3,8 +3,6 @@
 docs/start.md shows what else a training needs, such as snapshots.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

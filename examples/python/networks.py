@@ -1,7 +1,5 @@
 """A U-Net as a flat sequence with skip connections. The C++ model has the same layers, keys and shapes."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

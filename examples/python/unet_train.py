@@ -4,8 +4,6 @@ DIR has the layout of the Carvana data set: see examples/README.md. docs/start.m
 as snapshots.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

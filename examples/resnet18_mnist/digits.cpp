@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -24,14 +23,12 @@ at::Tensor read(const std::filesystem::path& path, std::size_t dimensions) {
       throw std::runtime_error(absl::StrCat("not an uncompressed IDX file of bytes in ", dimensions, " dimensions"));
     }
     std::vector<std::int64_t> shape(dimensions, 0);
-    std::size_t announced = 1;
-    for (std::size_t i = 4; i < header; ++i)
+    for (std::size_t i = 4; i < header; ++i) {
       shape[i / 4 - 1] = shape[i / 4 - 1] << 8 | static_cast<std::uint8_t>(bytes[i]);
-    for (const auto size : shape) {
-      if (size < 1 || announced > bytes.size()) throw std::runtime_error("its header announces an impossible size");
-      announced *= static_cast<std::size_t>(size);
     }
-    if (bytes.size() - header != announced) {
+    double announced = 1;  // may exceed 64 bits
+    for (const auto size : shape) announced *= static_cast<double>(size);
+    if (announced < 1 || static_cast<double>(bytes.size() - header) != announced) {
       throw std::runtime_error(
           absl::StrCat(bytes.size() - header, " bytes after the header, which announces ", announced));
     }
@@ -51,9 +48,10 @@ LabelledImages read_idx(const std::filesystem::path& folder, const std::string& 
     throw std::runtime_error(absl::StrCat(folder.string(), " has ", set.images.size(0), " images and ",
                                           set.labels.size(0), " labels of ", part));
   }
-  const auto largest = set.labels.max().item<int>();
-  if (largest < 10) return set;
-  throw std::runtime_error(absl::StrCat(path_of_labels.string(), ": a label is ", largest, "; it must be below 10"));
+  if (const auto largest = set.labels.max().item<int>(); largest >= 10) {
+    throw std::runtime_error(absl::StrCat(path_of_labels.string(), ": a label is ", largest, "; it must be below 10"));
+  }
+  return set;
 }
 
 }  // namespace gpipe::examples::mnist

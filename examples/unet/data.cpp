@@ -1,60 +1,28 @@
 #include "examples/unet/data.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <torch/utils.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <map>
 #include <numeric>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "examples/common/processes.h"
-#include "examples/common/random.h"
 
 namespace gpipe::examples::unet {
 namespace {
 
 namespace fs = std::filesystem;
 
-using FilesByStem = std::map<std::string, fs::path>;
-
-FilesByStem files_by_stem(const fs::path& folder, const std::string& suffix = "") {
-  std::error_code error;
-  fs::directory_iterator entries(folder, error);
-  if (error) throw std::runtime_error("cannot read the folder " + folder.string() + ": " + error.message());
-  FilesByStem files;
-  for (const auto& entry : entries) {
-    if (!is_named_as_image(entry.path())) continue;
-    auto stem = entry.path().stem().string();
-    if (!stem.ends_with(suffix)) {
-      throw std::runtime_error(entry.path().string() + ": the name of a mask must be <image>" + suffix +
-                               entry.path().extension().string());
-    }
-    stem.resize(stem.size() - suffix.size());
-    const auto [other, is_new] = files.emplace(stem, entry.path());
-    if (is_new) continue;
-    throw std::runtime_error("two files have the same stem: " + other->second.string() + " and " +
-                             entry.path().string());
-  }
-  return files;
-}
-
 // Refuses an image or a mask without its counterpart.
 void check_stems(const FilesByStem& wanted, const FilesByStem& present, const std::string& what) {
   for (const auto& [stem, path] : wanted) {
     if (!present.contains(stem)) throw std::runtime_error(path.string() + " has no " + what);
   }
-}
-
-torch::Tensor random_order(std::size_t count, const Random& random) {
-  auto copy = random;
-  return torch::randperm(static_cast<std::int64_t>(count), at::detail::createCPUGenerator(copy.seed()));
 }
 
 // Mirrors both, and recolours the image.
@@ -79,10 +47,31 @@ torch::Tensor to_numbers(const torch::Tensor& colors) {
 
 }  // namespace
 
+FilesByStem images_in(const fs::path& folder, const std::string& suffix) {
+  std::error_code error;
+  fs::directory_iterator entries(folder, error);
+  if (error) throw std::runtime_error("cannot read the folder " + folder.string() + ": " + error.message());
+  FilesByStem files;
+  for (const auto& entry : entries) {
+    if (!is_named_as_image(entry.path())) continue;
+    auto stem = entry.path().stem().string();
+    if (!stem.ends_with(suffix)) {
+      throw std::runtime_error(entry.path().string() + ": the name of a mask must be <image>" + suffix +
+                               entry.path().extension().string());
+    }
+    stem.resize(stem.size() - suffix.size());
+    const auto [other, is_new] = files.emplace(stem, entry.path());
+    if (is_new) continue;
+    throw std::runtime_error("two files have the same stem: " + other->second.string() + " and " +
+                             entry.path().string());
+  }
+  if (files.empty()) throw std::runtime_error(folder.string() + ": no image, such as <image>" + suffix + ".png");
+  return files;
+}
+
 std::vector<Sample> list_samples(const fs::path& folder) {
-  const auto images = files_by_stem(folder / "imgs");
-  const auto masks = files_by_stem(folder / "masks", "_mask");
-  if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no image, such as <image>.jpg");
+  const auto images = images_in(folder / "imgs");
+  const auto masks = images_in(folder / "masks", "_mask");
   check_stems(images, masks, "mask, such as " + (folder / "masks" / "<image>_mask.png").string());
   check_stems(masks, images, "image in " + (folder / "imgs").string());
   std::vector<Sample> samples;
@@ -119,7 +108,7 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
   if (count < 2) throw std::invalid_argument("cannot split a single image into training and validation; give two");
   const auto wanted = std::llround(static_cast<double>(count) * validation_percent / 100);
   const auto validation = std::clamp<std::int64_t>(wanted, 1, count - 1);
-  const auto order = random_order(samples.size(), Random(seed));
+  const auto order = random_order(count, Random(seed));
   Split parts;
   for (std::int64_t i = 0; i < count; ++i) {
     auto& part = order[i].item<std::int64_t>() < validation ? parts.validation : parts.training;
@@ -168,36 +157,23 @@ torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {
   return class_colors(classes).index({labels.to(torch::kLong)}).permute({2, 0, 1});
 }
 
-Examples load(std::vector<Sample> samples, Size size, const LoaderOptions& options) {
-  if (options.epoch) {
-    const auto order = random_order(samples.size(), Random(options.seed, static_cast<std::uint64_t>(*options.epoch)));
-    const auto in_order = std::exchange(samples, {});
-    for (std::int64_t i = 0; i < order.numel(); ++i) samples.push_back(in_order[order[i].item<std::int64_t>()]);
-  }
+Example read_samples(const std::vector<Sample>& samples, Size size, int classes,
+                     const std::vector<Random>& augmenting) {
   const auto count = static_cast<std::int64_t>(samples.size());
-  auto next = options.first_batch * options.batch_size;
-  return [=, samples = std::move(samples)]() mutable -> std::optional<Example> {
-    if (next >= count) return std::nullopt;
-    const auto first = std::exchange(next, std::min(next + options.batch_size, count));
-    const auto [begin, end] = part_of(options.ranks, next - first);
-    auto images = torch::empty({end - begin, 3, size.height, size.width});
-    auto labels = torch::zeros({end - begin, 1, size.height, size.width}, torch::kByte);
-    at::parallel_for(first + begin, first + end, 1, [&, offset = first + begin](std::int64_t from, std::int64_t to) {
-      for (auto i = from; i < to; ++i) {
-        const auto& sample = samples[static_cast<std::size_t>(i)];
-        auto image = read_image(sample.image, size).to(torch::kFloat).div_(255);
-        auto mask = labels[i - offset][0];
-        if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, options.classes), size);
-        if (options.augment) {
-          const auto epoch = static_cast<std::uint64_t>(options.epoch.value_or(0));
-          augment(image, mask, Random(options.seed, (epoch << 32) + static_cast<std::uint64_t>(i) + 1));
-        }
-        images[i - offset].copy_(image);
-        labels[i - offset][0].copy_(mask);
-      }
-    });
-    return Example{images, labels};
-  };
+  auto images = torch::empty({count, 3, size.height, size.width});
+  auto labels = torch::zeros({count, 1, size.height, size.width}, torch::kByte);
+  at::parallel_for(0, count, 1, [&](std::int64_t from, std::int64_t to) {
+    for (auto i = from; i < to; ++i) {
+      const auto& sample = samples[i];
+      auto image = read_image(sample.image, size).to(torch::kFloat).div_(255);
+      auto mask = labels[i][0];
+      if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, classes), size);
+      if (!augmenting.empty()) augment(image, mask, augmenting[i]);
+      images[i].copy_(image);
+      labels[i][0].copy_(mask);
+    }
+  });
+  return {images, labels};
 }
 
 }  // namespace gpipe::examples::unet

@@ -2,13 +2,13 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <memory>
-#include <optional>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "examples/common/image.h"
+#include "examples/common/random.h"
 #include "examples/common/trainer.h"
-#include "gpipe/ranks.h"
 
 namespace gpipe::examples::unet {
 
@@ -19,6 +19,12 @@ struct Sample {
   std::filesystem::path image;
   std::filesystem::path mask = {};  ///< empty if unknown
 };
+
+using FilesByStem = std::map<std::string, std::filesystem::path>;
+
+/// The images in a folder, by their names without suffix and ending. Other files are ignored. Errors: std::runtime_error
+/// if there are none, two have the same name, or one has another suffix.
+FilesByStem images_in(const std::filesystem::path& folder, const std::string& suffix = "");
 
 /// The samples of a folder in the layout of the Carvana data set, sorted by name:
 ///   folder/imgs/<stem>.jpg
@@ -60,22 +66,11 @@ at::Tensor paint_labels(const at::Tensor& labels, int classes);
 
 // --- Mini-batches
 
-struct LoaderOptions {
-  std::int64_t batch_size = 4;
-  int classes = 2;
-  bool augment = false;  ///< mirror and recolour at random; each epoch differs
-  std::uint64_t seed = 0;
-  std::optional<int> epoch = {};           ///< shuffles, by the seed and the epoch; empty: in the order of the samples
-  std::int64_t first_batch = 0;            ///< earlier ones are skipped
-  std::shared_ptr<Ranks> ranks = nullptr;  ///< only the part of each batch that belongs to this replica
-};
-
-/// One pass over the samples in batches of images [n, 3, height, width] from 0 to 1 and labels [n, 1, height, width].
-/// The last batch can be smaller; a part can be empty. A batch does not depend on first_batch.
-///
-/// All samples are resized to one size, masks by the nearest pixel. A sample without a mask gets a mask of zeros. The
-/// calls raise the errors of the files' readers.
-Examples load(std::vector<Sample> samples, Size size, const LoaderOptions& options);
+/// Reads images [n, 3, height, width] from 0 to 1, and labels [n, 1, height, width]. All samples are resized to one size,
+/// masks by the nearest pixel. A sample without a mask gets a mask of zeros. With a source of random numbers for each,
+/// samples are mirrored and recoloured. Errors: as the files' readers.
+Example read_samples(const std::vector<Sample>& samples, Size size, int classes,
+                     const std::vector<Random>& augmenting = {});
 
 // --- Drawn data
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <functional>
 #include <iostream>
-#include <map>
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
@@ -29,7 +28,6 @@ struct Options : PipelineOptions {
   std::vector<fs::path> input;
   fs::path data;
   std::string part = "all";
-  std::optional<double> scale = {};
   fs::path output = "out/predict";
   bool overlay = false;
 };
@@ -51,34 +49,23 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--part", options.part,
                  "which images of --data: all, or those that the training used for training or for validation")
       ->check(CLI::IsMember({"all", "training", "validation"}));
-  app.add_option("-s,--scale", options.scale,
-                 "size of the network's input, relative to the files; by default as in training")
-      ->check(in_range(0.001, 1));
   app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png");
   app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask tinted");
 }
 
 // Refuses images of the same name, because their masks would be the same file.
 std::vector<Sample> list_inputs(const std::vector<fs::path>& inputs) {
-  std::map<std::string, fs::path> by_name;
-  const auto add = [&](const fs::path& image) {
-    const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
-    if (is_new) return;
-    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string());
-  };
+  FilesByStem all;
   for (const auto& input : inputs) {
-    if (!fs::is_directory(input)) {
-      add(input);
-      continue;
+    const bool is_folder = fs::is_directory(input);
+    for (const auto& [stem, image] : is_folder ? images_in(input) : FilesByStem{{input.stem().string(), input}}) {
+      const auto [other, is_new] = all.emplace(stem, image);
+      if (is_new) continue;
+      throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string());
     }
-    const auto before = by_name.size();
-    for (const auto& entry : fs::directory_iterator(input)) {
-      if (is_named_as_image(entry.path())) add(entry.path());
-    }
-    if (by_name.size() == before) throw std::runtime_error(input.string() + ": no image, such as .jpg");
   }
   std::vector<Sample> samples;
-  for (const auto& [name, path] : by_name) samples.push_back({path});
+  for (const auto& [stem, image] : all) samples.push_back({image});
   return samples;
 }
 
@@ -105,7 +92,7 @@ void predict_all(const Options& options, const Identity& flags, const std::vecto
   double scale = 1;
   try {
     model_options = from_flags(flags);
-    scale = options.scale.value_or(std::stod(flags.at("--scale")));
+    scale = std::stod(flags.at("--scale"));
   } catch (const std::logic_error& error) {
     throw std::runtime_error(options.model.string() + " is not a snapshot of unet_train: " + error.what());
   }
@@ -123,16 +110,16 @@ void predict_all(const Options& options, const Identity& flags, const std::vecto
   for (std::size_t begin = 0, end = 0; begin < samples.size(); begin = end) {
     // Consecutive images of the same size share batches.
     const Size size = scaled(sizes[begin], scale);
-    std::vector<Sample> of_size;
-    for (; end < samples.size() && scaled(sizes[end], scale) == size; ++end) of_size.push_back({samples[end].image});
-    const auto batches = load(of_size, size, {.batch_size = options.batch_size});
-    for (std::size_t image = begin; const auto batch = batches();) {
-      const auto probabilities = to_probabilities(pipe->forward(batch->input)).cpu();
-      for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
-        const std::vector<std::int64_t> whole = {sizes[image].height, sizes[image].width};
-        use(image, F::interpolate(probabilities.narrow(0, i, 1),
-                                  F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
-      }
+    std::vector<Sample> batch;
+    while (end < samples.size() && scaled(sizes[end], scale) == size && std::ssize(batch) < options.batch_size) {
+      batch.push_back({samples[end++].image});
+    }
+    const auto logits = pipe->forward(read_samples(batch, size, model_options.classes).input);
+    const auto probabilities = logits.to(torch::kFloat).softmax(1).cpu();
+    for (std::size_t image = begin; image < end; ++image) {
+      const std::vector<std::int64_t> whole = {sizes[image].height, sizes[image].width};
+      use(image, F::interpolate(probabilities.narrow(0, static_cast<std::int64_t>(image - begin), 1),
+                                F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
     }
   }
 }
@@ -149,25 +136,22 @@ void score(const Options& options, const std::vector<Sample>& samples, const std
   std::string csv = "image,dice,iou";
   for (int k = 1; classes > 2 && k < classes; ++k) absl::StrAppend(&csv, ",dice_", k, ",iou_", k);
   csv += "\n";
-  // With two classes, the mean over the classes is the only class.
-  const auto add_row = [&](const std::string& name, const std::vector<Score>& scores) {
+  const auto add_row = [&](const std::string& name, const torch::Tensor& scores) {
     csv += name;
-    for (std::size_t k = 0; k < (classes == 2 ? 1 : scores.size()); ++k) {
-      absl::StrAppendFormat(&csv, ",%.6f,%.6f", scores[k].dice, scores[k].iou);
+    // With two classes, the mean over the classes is the only class.
+    for (int k = 0; k < (classes == 2 ? 1 : classes); ++k) {
+      absl::StrAppendFormat(&csv, ",%.6f,%.6f", scores[k][0].item<double>(), scores[k][1].item<double>());
     }
     csv += "\n";
-    std::cout << absl::StrFormat("%-24s dice %.4f, IoU %.4f\n", name, scores[0].dice, scores[0].iou);
+    const double dice = scores[0][0].item<double>(), iou = scores[0][1].item<double>();
+    std::cout << absl::StrFormat("%-24s dice %.4f, IoU %.4f\n", name, dice, iou);
   };
-  std::vector<Score> means(static_cast<std::size_t>(classes));
+  std::vector<torch::Tensor> all;
   for (std::size_t i = 0; i < samples.size(); ++i) {
-    const auto scores = to_scores(pairs[i]);
-    for (std::size_t k = 0; k < scores.size(); ++k) {
-      means[k].dice += scores[k].dice / static_cast<double>(samples.size());
-      means[k].iou += scores[k].iou / static_cast<double>(samples.size());
-    }
-    add_row(samples[i].image.stem().string(), scores);
+    all.push_back(to_scores(pairs[i]));
+    add_row(samples[i].image.stem().string(), all.back());
   }
-  add_row("(mean of images)", means);
+  add_row("(mean of images)", torch::stack(all).mean(0));
   add_row("(all pixels)", to_scores(torch::stack(pairs).sum(0)));
   write_file(options.output / "scores.csv", csv);
 }

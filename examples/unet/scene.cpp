@@ -30,7 +30,7 @@ Scene draw_scene(std::uint64_t seed, int number, Size size, int classes) {
     image = torch::where(where, color.view({3, 1, 1}), image);
     mask.masked_fill_(where, label < classes ? label : kCar);
   };
-  const auto box = [&](double left, double right, double top, double bottom) {
+  const auto box = [&](const auto& left, const auto& right, double top, double bottom) {
     return (x >= left) & (x < right) & (y >= top) & (y < bottom);
   };
   const auto any_color = [&](double low, double high) { return torch::rand({3}, generator) * (high - low) + low; };
@@ -48,18 +48,14 @@ Scene draw_scene(std::uint64_t seed, int number, Size size, int classes) {
   const bool faces_right = random.chance(0.5);
   const auto along = [&](double part) { return left + length * (faces_right ? part : 1 - part); };
   const double wheel = height * random.between(0.4, 0.5), middle = ground - height, roof = middle - height * 0.8;
-  const auto color = any_color(0, 1);
   // The slopes of the cabin meet its roof after a part of the length.
   const auto slope = (y - middle).abs() / (height * 0.8) * length * random.between(0.05, 0.15);
   const auto cabin = [&](double rear, double front, double top) {
     const double low = std::min(along(rear), along(front)), high = std::max(along(rear), along(front));
-    return (x >= low + slope) & (x < high - slope) & (y >= top) & (y < middle);
+    return box(low + slope, high - slope, top, middle);
   };
-  fill(box(left, left + length, middle, ground - wheel * 0.4), color, kCar);
-  fill(cabin(0.1, 0.75, roof), color, kCar);
-  const auto glass = any_color(0.1, 0.8);
-  fill(cabin(0.15, 0.42, roof + height * 0.15), glass, kWindow);
-  fill(cabin(0.45, 0.7, roof + height * 0.15), glass, kWindow);
+  fill(box(left, left + length, middle, ground - wheel * 0.4) | cabin(0.1, 0.75, roof), any_color(0, 1), kCar);
+  fill(cabin(0.15, 0.42, roof + height * 0.15) | cabin(0.45, 0.7, roof + height * 0.15), any_color(0.1, 0.8), kWindow);
   for (const double hub : {0.2, 0.8}) {
     const auto distance = ((x - along(hub)).square() + (y - (ground - wheel)).square()).sqrt();
     fill(distance < wheel, torch::full({3}, 0.1), kWheel);

@@ -2,7 +2,9 @@
 
 #include <torch/nn/functional/loss.h>
 
-#include "examples/unet/data.h"
+#include <stdexcept>
+
+#include "absl/strings/numbers.h"
 #include "models/unet.h"
 
 namespace gpipe::examples::unet {
@@ -14,8 +16,12 @@ std::map<std::string, std::string> to_flags(const ModelOptions& options) {
 }
 
 ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
-  const auto number = [&](const char* flag) { return std::stoi(flags.at(flag)); };
-  return {.classes = number("--classes"), .depth = number("--depth"), .channels = number("--channels")};
+  const auto number = [&](const char* flag, int least) {
+    int value = 0;
+    if (absl::SimpleAtoi(flags.at(flag), &value) && value >= least) return value;
+    throw std::invalid_argument(std::string(flag) + " is '" + flags.at(flag) + "'");
+  };
+  return {.classes = number("--classes", 2), .depth = number("--depth", 1), .channels = number("--channels", 1)};
 }
 
 torch::nn::Sequential make_model(const ModelOptions& options) {
@@ -35,11 +41,7 @@ torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor
   return cross_entropy + 1 - ((2 * both + 1) / (total + 1)).mean();
 }
 
-torch::Tensor to_probabilities(const torch::Tensor& logits) { return logits.to(torch::kFloat).softmax(1); }
-
-torch::Tensor to_labels(const torch::Tensor& probabilities) {
-  return probabilities.argmax(1, /*keepdim=*/true).to(torch::kByte);
-}
+torch::Tensor to_labels(const torch::Tensor& values) { return values.argmax(1, /*keepdim=*/true).to(torch::kByte); }
 
 torch::Tensor one_hot(const torch::Tensor& labels, int classes) {
   const auto numbers = torch::arange(classes, labels.options()).view({1, classes, 1, 1});
@@ -51,16 +53,12 @@ torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& trut
   return torch::bincount(pairs.flatten(), {}, classes * classes).view({classes, classes});
 }
 
-std::vector<Score> to_scores(const torch::Tensor& pairs) {
-  std::vector<Score> scores(1);
-  const auto classes = static_cast<int>(pairs.size(0));
-  for (int k = 1; k < classes; ++k) {
-    const auto both = pairs[k][k].item<double>();
-    const auto sum = (pairs[k].sum() + pairs.select(1, k).sum()).item<double>();
-    scores.push_back(sum == 0 ? Score{1, 1} : Score{2 * both / sum, both / (sum - both)});
-    scores[0].dice += scores.back().dice / (classes - 1);
-    scores[0].iou += scores.back().iou / (classes - 1);
-  }
+torch::Tensor to_scores(const torch::Tensor& pairs) {
+  const auto counts = pairs.to(torch::kDouble);
+  const auto both = counts.diagonal(), sum = counts.sum(0) + counts.sum(1);
+  const auto dice = torch::where(sum > 0, 2 * both / sum, 1), iou = torch::where(sum > 0, both / (sum - both), 1);
+  auto scores = torch::stack({dice, iou}, 1);
+  scores[0].copy_(scores.slice(0, 1).mean(0));
   return scores;
 }
 

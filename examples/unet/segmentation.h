@@ -19,15 +19,14 @@ struct ModelOptions {
 
 /// Returns the options as flags with their values.
 std::map<std::string, std::string> to_flags(const ModelOptions& options);
-/// The inverse of to_flags(). Errors: std::logic_error for a flag that is missing or no number.
+/// The inverse of to_flags(). Errors: std::logic_error for a flag that is missing or has another value than a training.
 ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);
 
 // The model's output has a channel per class.
-//   logits         [n, classes, h, w]
-//   probabilities  [n, classes, h, w]; they sum to 1 over the classes
-//   labels         [n, 1, h, w], uint8: the class of each pixel
+//   logits  [n, classes, h, w]
+//   labels  [n, 1, h, w], uint8: the class of each pixel
 
 /// Cross-entropy plus 1 - Dice. Dice is the overlap of the probabilities with the labels (Milletari et al.,
 /// arXiv:1606.04797, without the squares), as the mean over images and all classes except 0. Each count is one pixel
@@ -35,25 +34,19 @@ torch::nn::Sequential make_model(const ModelOptions& options);
 /// a mini-batch is the mean of its micro-batches' losses, weighted by images.
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels);
 
-torch::Tensor to_probabilities(const torch::Tensor& logits);
-
-/// The most probable class of each pixel.
-torch::Tensor to_labels(const torch::Tensor& probabilities);
+/// The most probable class of each pixel, of logits or probabilities.
+torch::Tensor to_labels(const torch::Tensor& values);
 
 /// Labels as probabilities that are 0 or 1.
 torch::Tensor one_hot(const torch::Tensor& labels, int classes);
 
-/// How well predicted labels match the true ones. With A the predicted pixels of a class and B the true ones:
-/// Dice = 2 |A and B| / (|A| + |B|), IoU = |A and B| / |A or B|. Both are 1 if A and B are empty.
-struct Score {
-  double dice = 0;
-  double iou = 0;
-};
-
 /// Returns the number of pixels of each true class and predicted class, [classes, classes]. Counts of several images add
 /// up.
 torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& truth, int classes);
-/// Returns the scores of the classes 1 and up, and before them their mean.
-std::vector<Score> to_scores(const torch::Tensor& pairs);
+
+/// Returns how well predicted labels match the true ones, [classes, 2]: Dice and IoU of each class, for class 0 the mean
+/// of the others. With A the predicted pixels of a class and B the true ones, Dice = 2 |A and B| / (|A| + |B|) and
+/// IoU = |A and B| / |A or B|. Both are 1 if A and B are empty.
+torch::Tensor to_scores(const torch::Tensor& pairs);
 
 }  // namespace gpipe::examples::unet

@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "examples/common/image.h"
-#include "examples/common/processes.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/data.h"
 #include "examples/unet/segmentation.h"
@@ -52,7 +51,7 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 std::vector<std::string> score_names(int classes) {
-  std::vector<std::string> names = {"val_dice", "val_iou", "val_loss"};
+  std::vector<std::string> names = {"val_dice", "val_iou"};
   for (int k = 1; k < classes && classes > 2; ++k) names.push_back(absl::StrCat("val_dice_", k));
   return names;
 }
@@ -60,48 +59,39 @@ std::vector<std::string> score_names(int classes) {
 /// Learns to segment images [n, 3, h, w] with values 0 to 1 into logits; see segmentation.h.
 class SegmentationTask : public Task {
  public:
-  SegmentationTask(Split split, Size size, LoaderOptions loading)
-      : split_(std::move(split)), size_(size), loading_(std::move(loading)) {}
+  SegmentationTask(Split split, Size size, const Options& options)
+      : split_(std::move(split)), size_(size), options_(options) {}
 
   std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }
-  std::vector<std::int64_t> image_shape() const override { return {3, size_.height, size_.width}; }
+  std::int64_t validation_images() const override { return static_cast<std::int64_t>(split_.validation.size()); }
 
-  Examples training(int epoch, std::int64_t first) override {
-    auto options = loading_;
-    options.epoch = epoch;
-    options.first_batch = first;
-    return load(split_.training, size_, options);
+  Example read(const torch::Tensor& numbers, int epoch) const override {
+    std::vector<Sample> samples;
+    std::vector<Random> augmenting;
+    for (std::int64_t i = 0; i < numbers.numel(); ++i) {
+      const auto number = static_cast<std::uint64_t>(numbers[i].item<std::int64_t>());
+      samples.push_back(epoch > 0 ? split_.training[number] : split_.validation[number]);
+      if (epoch == 0 || !options_.augment) continue;
+      augmenting.emplace_back(options_.seed, (static_cast<std::uint64_t>(epoch) << 32) + number + 1);
+    }
+    return read_samples(samples, size_, options_.model.classes, augmenting);
   }
 
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override {
     return segmentation_loss(logits, labels);
   }
 
-  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture) override {
-    auto options = loading_;
-    options.augment = false;
-    const auto batches = load(split_.validation, size_, options);
-    const int classes = options.classes;
-    auto pairs = torch::zeros({classes, classes}, torch::kLong);
-    double loss_sum = 0;
-    for (bool first = true; const auto batch = batches(); first = false) {
-      const auto logits = pipe->forward(batch->input).cpu();
-      const auto images = batch->input.size(0);
-      if (images == 0) continue;  // the mean of no losses is not a number
-      const auto probabilities = to_probabilities(logits);
-      const auto labels = to_labels(probabilities);
-      if (first && !picture.empty()) draw(picture, *batch, labels);
-      loss_sum += segmentation_loss(logits, batch->target).item<double>() * static_cast<double>(images);
-      pairs += count_pairs(labels, batch->target, classes);
-    }
-    const auto own = pairs.to(torch::kDouble);
-    const auto* numbers = own.const_data_ptr<double>();
-    const auto sums = pipe->team().sum_over_replicas({numbers, numbers + own.numel()});
-    loss_sum = pipe->team().sum_over_replicas({loss_sum}).front();
-    const auto scores = to_scores(torch::tensor(sums, torch::kDouble).view({classes, classes}));
-    std::vector<double> values = {scores[0].dice, scores[0].iou,
-                                  loss_sum / static_cast<double>(split_.validation.size())};
-    for (std::size_t k = 1; k < scores.size() && classes > 2; ++k) values.push_back(scores[k].dice);
+  void add(const Example& example, const torch::Tensor& logits, const std::filesystem::path& picture) override {
+    const auto labels = to_labels(logits);
+    if (!picture.empty()) draw(picture, example, labels);
+    pairs_ += count_pairs(labels, example.target, options_.model.classes);
+  }
+
+  std::vector<double> take_scores() override {
+    const auto scores = to_scores(pairs_);
+    pairs_.zero_();
+    std::vector<double> values = {scores[0][0].item<double>(), scores[0][1].item<double>()};
+    for (int k = 1; k < scores.size(0) && scores.size(0) > 2; ++k) values.push_back(scores[k][0].item<double>());
     return values;
   }
 
@@ -110,7 +100,7 @@ class SegmentationTask : public Task {
   void draw(const std::filesystem::path& path, const Example& batch, const torch::Tensor& labels) const {
     const auto rows = std::min<std::int64_t>(6, batch.input.size(0));
     const auto painted = [&](const torch::Tensor& of) {
-      const auto colors = class_colors(loading_.classes).to(torch::kFloat) / 255;
+      const auto colors = class_colors(options_.model.classes).to(torch::kFloat) / 255;
       return colors.index({of.slice(0, 0, rows).squeeze(1).to(torch::kLong)}).permute({0, 3, 1, 2});
     };
     write_png(path, draw_table({batch.input.slice(0, 0, rows), painted(batch.target), painted(labels)}));
@@ -118,7 +108,8 @@ class SegmentationTask : public Task {
 
   const Split split_;
   const Size size_;
-  const LoaderOptions loading_;
+  const Options& options_;
+  torch::Tensor pairs_ = torch::zeros({options_.model.classes, options_.model.classes}, torch::kLong);
 };
 
 int train(const Options& options) {
@@ -136,19 +127,14 @@ int train(const Options& options) {
       write_scenes(data, options.samples, size, options.seed, options.model.classes);
     };
   }
-  program.load = [&](const std::shared_ptr<Ranks>& ranks) {
+  program.load = [&] {
     const auto samples = list_samples(data);
-    run_first(ranks, [&] { check_masks(samples, options.model.classes); });
+    check_masks(samples, options.model.classes);
     const auto parts = split(samples, options.validation, options.seed);
     const auto size = scaled(image_size(parts.training.front().image), options.scale);
     std::cout << "data: " << parts.training.size() << " images to train, " << parts.validation.size()
               << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
-    return std::make_unique<SegmentationTask>(parts, size,
-                                              LoaderOptions{.batch_size = options.batch_size,
-                                                            .classes = options.model.classes,
-                                                            .augment = options.augment,
-                                                            .seed = options.seed,
-                                                            .ranks = ranks});
+    return std::make_unique<SegmentationTask>(parts, size, options);
   };
   return run_training(options, program);
 }

@@ -1,7 +1,6 @@
 // The operators of the device. Those without a kernel of their own run the CPU's.
 
 #include <ATen/ATen.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
@@ -121,7 +120,10 @@ class HostCall {
   std::vector<std::pair<Tensor, bool>> used_;       // the device's tensor, whether it is written
 };
 
-bool only_makes_views(const c10::FunctionSchema& schema) {
+/// Whether an operator only makes views, or memory.
+bool has_no_kernel(const c10::FunctionSchema& schema) {
+  const auto& name = schema.name();
+  if (name.starts_with("aten::empty") || name == "aten::resize_") return true;
   return !schema.returns().empty() && std::ranges::all_of(schema.returns(), [](const c10::Argument& result) {
     return result.alias_info() != nullptr && !result.alias_info()->isWrite();
   });
@@ -178,19 +180,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
     replace_tensors((*stack)[i], [&](const Tensor& tensor) { return call.result(tensor); });
   }
-  if (!only_makes_views(schema)) call.launch();
-}
-
-Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout>,
-             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(sizes, &allocator(), kKeys, c10::dtype_or_default(type), format);
-}
-
-Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> type,
-                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
-  const c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(sizes, strides, &allocator(), kKeys, c10::dtype_or_default(type));
+  if (!has_no_kernel(schema)) call.launch();
 }
 
 // As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy
@@ -216,7 +206,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   }
   order.launch(source, "copy", accesses, work);
   if (source != target) order.order(source, target);
-  if (from.device() != to.device()) order.count(&Counts::copies);
   if (on_device(to) || blocks) {
     (on_device(to) ? alias_on_host(to) : to).copy_(values);
     if (blocks) order.synchronize(source);
@@ -228,23 +217,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     to.copy_(values);
   });
   return to;
-}
-
-const Tensor& resize_memory(const Tensor& tensor, c10::IntArrayRef sizes, std::optional<at::MemoryFormat>) {
-  const auto elements = static_cast<std::size_t>(c10::multiply_integers(sizes) + tensor.storage_offset());
-  const auto bytes = elements * tensor.itemsize();
-  const auto storage = tensor.storage();
-  if (bytes > storage.nbytes()) {
-    const c10::DeviceGuard guard(tensor.device());
-    auto data = allocator().allocate(bytes);
-    if (const auto* before = block_of(tensor)) {
-      std::memcpy(block_of(data)->host.mutable_data(), before->host.data(), storage.nbytes());
-    }
-    storage.set_data_ptr(std::move(data));
-    storage.set_nbytes(bytes);
-  }
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return tensor;
 }
 
 Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c10::IntArrayRef sizes,
@@ -304,10 +276,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
-  library.impl("empty.memory_format", TORCH_FN(empty));
-  library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("_copy_from", TORCH_FN(copy_from));
-  library.impl("resize_", TORCH_FN(resize_memory));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
   library.impl("_local_scalar_dense", TORCH_FN(item));
   library.impl("record_stream", TORCH_FN(record_stream));

@@ -1,10 +1,17 @@
 // Pipelines over ranks, on devices that check the order of streams. Threads of this process are the ranks. Tensors pass
 // through the host, or go by wires between the devices.
 
+#include <condition_variable>
+#include <deque>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/ranks.h"
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/device_wire.h"
 #include "gpipe/schedules.h"
 #include "tests/accelerator/device.h"
-#include "tests/accelerator/ranks_training.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/schedule/programs.h"
@@ -12,18 +19,217 @@
 namespace gpipe {
 namespace {
 
-using accelerator::CheckedWires;
+using accelerator::Access;
+using accelerator::alias_on_host;
 using accelerator::device;
 using accelerator::held;
+using accelerator::KernelsOnly;
 using accelerator::stream_order;
 
-class RanksOnDevices : public ::testing::TestWithParam<std::tuple<std::string, Checkpoint, Way>> {};
+constexpr std::chrono::seconds kPatience{60};
+
+// Wires between the devices of ranks, in place of NCCL's.
+
+struct Sent {
+  std::vector<Tensor> values;  // on the host
+  accelerator::Event event;
+  std::int64_t number;  // of the transfer
+};
+
+bool alike(const Tensor& one, const Tensor& other) {
+  return one.dtype() == other.dtype() && one.sizes() == other.sizes() && one.strides() == other.strides();
+}
+
+/// What the wires of a job share.
+struct Wires {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, std::deque<Sent>> sent;  // by wire
+  std::set<std::pair<std::string, int>> ends;    // the ends that are connected
+  std::int64_t transfers = 0;
+  std::set<int> aborted;  // the ranks that have aborted their wires
+};
+
+/// One end of a wire. A transfer reads or writes its tensors on a stream of the wire's. What is wrong is a violation of
+/// stream_order(): tensors that differ from those that were sent, and a receive that is enqueued before its send. To
+/// abort lets held devices go on.
+class Wire : public c10d::Backend {
+ public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  Wire(std::shared_ptr<Wires> wires, std::string name, int rank, int job_rank)
+      : Backend(rank, /*size=*/2), wires_(std::move(wires)), name_(std::move(name)), job_rank_(job_rank) {}
+
+  void eagerConnectSingleDevice(at::Device device) override { device_ = device; }
+  void startCoalescing() override { tensors_.clear(); }
+  Work send(std::vector<Tensor>& tensors, int /*to*/, int /*tag*/) override { return add(tensors); }
+  Work recv(std::vector<Tensor>& tensors, int /*from*/, int /*tag*/) override { return add(tensors); }
+  Work endCoalescing() override {
+    if (std::exchange(is_connected_, true)) transfer();  // the first transfer only connects
+    return {};
+  }
+  void abort() override {
+    std::lock_guard lock(wires_->mutex);
+    wires_->aborted.insert(job_rank_);
+    held() = false;
+    wires_->changed.notify_all();
+  }
+
+ private:
+  Work add(const std::vector<Tensor>& tensors) {
+    tensors_.insert(tensors_.end(), tensors.begin(), tensors.end());
+    return {};
+  }
+
+  void transfer() {
+    const bool sends = getRank() == DeviceLink::kSender;
+    std::vector<Access> accesses;
+    for (const auto& tensor : tensors_) {
+      if (tensor.device() != device_) stream_order().report("a wire of " + device_.str() + " gets a tensor elsewhere");
+      accelerator::add_access(tensor, /*writes=*/!sends, accesses);
+    }
+    std::lock_guard lock(wires_->mutex);
+    TORCH_CHECK(wires_->aborted.empty(), "the wires were aborted");
+    auto& queue = wires_->sent[name_];
+    const KernelsOnly kernels;
+    // As on CUDA: a group has a stream of its own, after and before the work of the current one.
+    const int current = accelerator::current_stream(device_);
+    const int stream = stream_order().index(device_.index(), std::hash<std::string>()(name_) >> 1);
+    stream_order().order(current, stream);
+    const absl::Cleanup join = [&] { stream_order().order(stream, current); };
+    accelerator::Work work;
+    for (const auto& tensor : tensors_) work.bytes += static_cast<double>(tensor.nbytes());
+    if (sends) {
+      auto& sent = queue.emplace_back();
+      for (const auto& tensor : tensors_) sent.values.push_back(alias_on_host(tensor).clone());
+      work.transfer = sent.number = ++wires_->transfers;
+      stream_order().launch(stream, "send", accesses, work);
+      stream_order().record(sent.event, stream);
+      return;
+    }
+    if (queue.empty()) return stream_order().report("a receive is enqueued before its send, on the wire " + name_);
+    const auto sent = std::move(queue.front());
+    queue.pop_front();
+    work.transfer = sent.number;
+    stream_order().launch(stream, "receive", accesses, work);
+    stream_order().comes_after(stream, sent.event);
+    if (!std::ranges::equal(sent.values, tensors_, alike)) {
+      return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
+    }
+    for (std::size_t i = 0; i < tensors_.size(); ++i) alias_on_host(tensors_[i]).copy_(sent.values[i]);
+  }
+
+  const std::shared_ptr<Wires> wires_;
+  const std::string name_;
+  const int job_rank_;
+  c10::Device device_ = c10::kCPU;
+  bool is_connected_ = false;
+  std::vector<Tensor> tensors_;
+};
+
+/// Makes the wires of one rank.
+ConnectDevices connect_by(const std::shared_ptr<Wires>& wires, int job_rank) {
+  const auto connect = [wires, job_rank](const std::string& name, int rank, int size) {
+    if (size != 2 || name.starts_with("sums")) return DeviceGroup();
+    std::unique_lock lock(wires->mutex);
+    if (!wires->ends.insert({name, rank}).second) stream_order().report("a wire is made twice: " + name);
+    wires->changed.notify_all();
+    const bool met = wires->changed.wait_for(lock, kPatience, [&] {
+      return !wires->aborted.empty() || wires->ends.contains({name, 1 - rank});
+    });
+    TORCH_CHECK(met && wires->aborted.empty(), "nobody is at the other end of the wire ", name);
+    return DeviceGroup(c10::make_intrusive<Wire>(wires, name, rank, job_rank));
+  };
+  return [connect](const auto&, auto) { return std::make_unique<DeviceConnections>(accelerator::kType, connect); };
+}
+
+RanksOptions patient() { return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience); }
+
+/// Calls `run` for each rank of a job on a thread of its own, with wires if there are any. Returns the errors'
+/// texts, by rank; empty if there was none. The rank `without_wires` gets none.
+std::vector<std::string> run_ranks(int size, RanksOptions options, const std::shared_ptr<Wires>& wires,
+                                   const std::function<void(const std::shared_ptr<Ranks>&)>& run,
+                                   int without_wires = -1) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(size);
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank, options]() mutable {
+      try {
+        const bool has_wires = wires && rank != without_wires;
+        run(std::make_shared<Ranks>(store, rank, size, options.nccl(has_wires),
+                                    has_wires ? connect_by(wires, rank) : ConnectDevices()));
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+      }
+    });
+  }
+  threads.clear();
+  return errors;
+}
+
+// A training.
+
+using Results = std::vector<Tensor>;
+
+/// A model and a mini-batch, the same each time. The input itself goes to another stage.
+struct Training {
+  Training() {
+    static std::mutex mutex;  // the ranks are threads that share the default generator
+    const std::lock_guard lock(mutex);
+    torch::manual_seed(3);
+    const auto with_gaps = [](Tensor x) { return torch::cat({x, x}, 1).narrow(1, 0, 6); };
+    model = Sequential(Stash("skip"), Linear(6, 6), torch::nn::ReLU(), function_layer(with_gaps), torch::nn::Tanh(),
+                       Linear(6, 6), Pop("skip"), Linear(6, 5));
+    input = torch::randn({8, 6});
+    target = torch::randn({8, 5});
+  }
+
+  Sequential model;
+  Tensor input;
+  Tensor target;
+};
+
+/// Steps, a forward, a backward and an evaluation on two workers, with skips. After some calls, the caller changes the
+/// input in place and the optimizer the parameters. Returns the losses, the output and the gradients. `ranks` may be null.
+Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
+              const std::shared_ptr<Ranks>& ranks) {
+  auto [model, input, target] = Training();
+  input = input.to(devices.front());
+  const auto options = GPipeOptions().devices(devices).chunks(4).intraop_threads(1).ranks(ranks);
+  GPipe pipe(model, Balance{2, 2, 2, 2},
+             GPipeOptions(options).checkpoint(checkpoint).schedule(schedule).stages_per_worker(2));
+  torch::optim::SGD sgd(pipe->parameters(), 0.01);
+  Results results;
+  for (int i = 0; i < 2; ++i) {
+    results.push_back(pipe->step(input, target, kMse).loss.cpu());
+    input.mul_(2);
+    sgd.step();
+  }
+  const auto output = pipe->forward(input);
+  output.square().mean().backward();
+  results.push_back(output.detach().cpu());
+  for (const auto& parameter : pipe->parameters()) results.push_back(parameter.grad().cpu());
+  // Of two stages, nothing comes back to the first one that tells that the input was sent.
+  GPipe of_two(Training().model, Balance{4, 4}, options);
+  const torch::NoGradGuard no_grad;
+  of_two->forward(input);
+  input.mul_(2);
+  return results;
+}
+
+class RanksOnDevices : public ::testing::TestWithParam<std::tuple<std::string, Checkpoint, bool>> {};
 
 TEST_P(RanksOnDevices, WorkIsOrdered) {
-  const auto& [schedule, checkpoint, way] = GetParam();
+  const auto& schedule = std::get<0>(GetParam());
+  const auto checkpoint = std::get<1>(GetParam());
   const auto expected = train(schedule, checkpoint, {torch::kCPU, torch::kCPU}, nullptr);
   stream_order().take_violations();
-  const auto results = train_over_ranks(schedule, checkpoint, way);
+  std::vector<Results> results(2);
+  const auto wires = std::get<2>(GetParam()) ? std::make_shared<Wires>() : nullptr;
+  const auto errors = run_ranks(2, patient().share_outputs(true), wires, [&](const auto& ranks) {
+    results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks);
+  });
+  EXPECT_THAT(errors, Each(IsEmpty()));
   EXPECT_THAT(stream_order().take_violations(), IsEmpty());
   // Losses and output, on all ranks; then the gradients of stages 0 and 2 on rank 0, of 3 on rank 1. Stage 1 has none.
   const std::vector<std::vector<int>> of_all = {{0, 1, 2, 3, 4, 5, 6}, {0, 1, 2, 7, 8}};
@@ -37,10 +243,10 @@ TEST_P(RanksOnDevices, WorkIsOrdered) {
 INSTANTIATE_TEST_SUITE_P(Schedules, RanksOnDevices,
                          ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
                                             ::testing::Values(Checkpoint::kNever, Checkpoint::kAlways),
-                                            ::testing::Values(Way::kHost, Way::kWires)),
+                                            ::testing::Bool()),
                          [](const auto& info) {
                            return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param)) +
-                                  (std::get<2>(info.param) == Way::kHost ? "" : "_wires");
+                                  (std::get<2>(info.param) ? "_wires" : "");
                          });
 
 Sequential two_layers(const std::shared_ptr<FaultPlan>& faults = std::make_shared<FaultPlan>()) {
@@ -63,9 +269,9 @@ TEST(RanksOnDevicesByWires, ReplicasHaveWiresOfTheirOwn) {
   auto alone = GPipe(two_layers(), Balance{1, 2}, GPipeOptions().devices({torch::kCPU, torch::kCPU}).chunks(4));
   const auto expected = step(alone, whole);
   stream_order().take_violations();
-  CheckedWires wires;
+  const auto wires = std::make_shared<Wires>();
   std::vector<Tensor> gradients(4);
-  const auto errors = run_ranks(4, patient_ranks().replicas(2), &wires, [&](const auto& ranks) {
+  const auto errors = run_ranks(4, patient().replicas(2), wires, [&](const auto& ranks) {
     auto pipe = pipe_on_devices(ranks, two_layers());
     const auto [begin, end] = ranks->part(8);
     gradients[ranks->rank()] = step(pipe, whole.slice(0, begin, end));
@@ -75,37 +281,33 @@ TEST(RanksOnDevicesByWires, ReplicasHaveWiresOfTheirOwn) {
   for (const int rank : {0, 1}) expect_close({gradients[rank]}, {expected}, 1e-5, 1e-6);  // these have the first stage
 }
 
-// The devices stand still, so the first rank waits for its own when the last rank fails.
-TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
+// The devices stand still, so the first rank waits for its own. Returns the errors.
+std::vector<std::string> stand_still(const std::shared_ptr<Wires>& wires, std::chrono::seconds timeout,
+                                     bool last_fails) {
   const absl::Cleanup release = [] { held() = false; };
-  CheckedWires wires;
-  const auto errors = run_ranks(2, patient_ranks(), &wires, [](const auto& ranks) {
+  return run_ranks(2, patient().timeout(timeout), wires, [&](const auto& ranks) {
     const auto faults = std::make_shared<FaultPlan>();
     auto pipe = pipe_on_devices(ranks, two_layers(faults));
     pipe->forward(torch::ones({4, 4}));
-    faults->arm(FaultPlan::kForward, [calls = 0]() mutable {
-      if (++calls == 2) throw std::runtime_error("the layer fails");
+    faults->arm(FaultPlan::kForward, [last_fails, calls = 0]() mutable {
+      if (++calls == 2 && last_fails) throw std::runtime_error("the layer fails");
     });
     pipe->team().largest(0);  // all ranks have ended the first call
     held() = true;
     pipe->forward(torch::ones({4, 4}));
   });
-  EXPECT_THAT(errors, ElementsAre(HasSubstr("a rank has failed: rank 1 failed"), HasSubstr("the layer fails")));
-  EXPECT_FALSE(held());
-  EXPECT_EQ(wires.aborted(), 2);
+}
+
+TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
+  const auto wires = std::make_shared<Wires>();
+  EXPECT_THAT(stand_still(wires, kPatience, /*last_fails=*/true),
+              ElementsAre(HasSubstr("a rank has failed: rank 1 failed"), HasSubstr("the layer fails")));
+  EXPECT_EQ(wires->aborted.size(), 2);  // which lets the devices go on
 }
 
 TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
-  const absl::Cleanup release = [] { held() = false; };
-  CheckedWires wires;
-  const auto errors = run_ranks(2, patient_ranks().timeout(std::chrono::seconds(1)), &wires, [](const auto& ranks) {
-    auto pipe = pipe_on_devices(ranks, two_layers());
-    pipe->forward(torch::ones({4, 4}));
-    pipe->team().largest(0);  // all ranks have ended the first call
-    held() = true;
-    pipe->forward(torch::ones({4, 4}));
-  });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
+  EXPECT_THAT(stand_still(std::make_shared<Wires>(), std::chrono::seconds(1), /*last_fails=*/false),
+              Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
 }
 
 // A device runs one transfer at a time, and the hosts' launches take any time.
@@ -126,9 +328,9 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
       GPipe pipe(model, balance, GPipeOptions(own).chunks(4).schedule(schedule).placement(layout.placement));
       pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kMse);
     };
-    CheckedWires wires;
+    const auto wires = std::make_shared<Wires>();
     stream_order().keep_log();
-    EXPECT_THAT(run_ranks(size, patient_ranks(), &wires, step), Each(IsEmpty()));
+    EXPECT_THAT(run_ranks(size, patient(), wires, step), Each(IsEmpty()));
     const auto log = stream_order().take_log();
     for (std::uint64_t seed = 0; seed < 8; ++seed) EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed})) << seed;
     ++programs;
@@ -137,8 +339,8 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
 }
 
 TEST(RanksOnDevicesByWires, AWorkerElsewhereIsRefused) {
-  CheckedWires wires;
-  const auto errors = run_ranks(2, patient_ranks(), &wires, [](const auto& ranks) {
+  const auto wires = std::make_shared<Wires>();
+  const auto errors = run_ranks(2, patient(), wires, [](const auto& ranks) {
     const auto where = ranks->rank() == 0 ? device(0) : c10::Device(c10::kCPU);
     GPipe(two_layers(), Balance{1, 2}, GPipeOptions().devices({where}).ranks(ranks));
   });
@@ -147,9 +349,9 @@ TEST(RanksOnDevicesByWires, AWorkerElsewhereIsRefused) {
 }
 
 TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
-  CheckedWires wires;
+  const auto wires = std::make_shared<Wires>();
   const auto errors = run_ranks(
-      2, patient_ranks(), &wires, [](const auto& ranks) { pipe_on_devices(ranks, two_layers()); }, /*without_wires=*/1);
+      2, patient(), wires, [](const auto& ranks) { pipe_on_devices(ranks, two_layers()); }, /*without_wires=*/1);
   EXPECT_THAT(errors, Each(HasSubstr("the ranks differ in nccl: rank 0 has true, but rank 1 has false")));
 }
 

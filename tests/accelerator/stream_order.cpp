@@ -81,6 +81,7 @@ void StreamOrder::log(Request request) {
 void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses, const Work& work) {
   std::lock_guard<std::mutex> lock(mutex_);
   log({.kind = Request::kLaunch, .stream = stream, .work = work, .operation = operation});
+  if (work.is_copy()) ++counts().copies;
   join(streams_[stream], host());
   ++streams_[stream][stream];
   for (const auto& access : accesses) check(stream, operation, access);
@@ -199,11 +200,6 @@ void StreamOrder::freed(const Allocation& allocation) {
          << " may still use it; the allocator was not told of that stream";
     add_violation(text.str());
   }
-}
-
-void StreamOrder::count(int Counts::*what) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++(counts().*what);
 }
 
 void StreamOrder::report(std::string violation) {

@@ -94,7 +94,6 @@ class StreamOrder {
   /// of.
   void freed(const Allocation& allocation);
 
-  void count(int Counts::*what);
   void report(std::string violation);
 
   /// Returns what was reported since the last call.

@@ -3,7 +3,7 @@
 # ranks_test.sh PROGRAM FOLDER PYTHON
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
-# 29 images for training and 5 for validation: the last mini-batch has one image, so that a replica has none.
+# 29 images for training and 5 for validation: the last mini-batch has one image.
 common=(--samples 34 --validation 16 --size 96x64 --epochs 2 --batch-size 4 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
 # Variables that torchrun also sets, but without torchrun, count for nothing.
 WORLD_SIZE=2 RANK=1 run one --chunks 2 --schedule 1f1b
@@ -11,13 +11,6 @@ together two 2 --chunks 2 --schedule 1f1b
 same one two
 cmp one/epoch_002.png two/epoch_002.png
 [[ $(grep -c '^epoch 1/2' two.log) == 1 ]] || fail "progress is printed twice"
-
-
-# The mini-batch of a run with one pipeline has as many micro-batches as those of all replicas together.
-run alone --stages 1 --chunks 2
-together four 4 --stages 2 --chunks 1 --replicas 2
-close alone four
-says four '^training: 2 epochs, mini-batches of 4 as 1 micro-batches on each of 2 replicas'
 
 # Stopped by the terminal, which signals to all processes.
 common+=(--chunks 2 --epochs 8 --stages 3)
@@ -40,7 +33,6 @@ if (torchrun 2 --output /proc/output) >error.log 2>&1; then fail "an error is no
 says error 'error: cannot create the folder /proc/output'
 says error 'error: .* rank 0 '
 if (torchrun 2 --output few --stages 1) >error.log 2>&1; then fail "too few stages are accepted"; fi
-says error 'the pipeline has 1 workers, but there are 2 processes per pipeline'
+says error 'the pipeline has 1 workers, but there are 2 processes'
 [[ ! -e few ]] || fail "a refused run writes"
-refuse lonely '--replicas is 2, but there is one process' --replicas 2
 echo "all passed"

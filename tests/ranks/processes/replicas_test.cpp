@@ -33,15 +33,10 @@ Sequential noisy_model() {
 }
 
 /// The values and gradients of a pipeline.
-Record record_of(const GPipe& pipe, bool with_buffers = true) {
-  Record record;
-  for (const auto& parameter : pipe->named_parameters()) {
-    record[parameter.key()] = *parameter;
-    record["gradient of " + parameter.key()] = parameter->grad();
-  }
-  for (const auto& buffer : pipe->named_buffers()) {
-    if (with_buffers) record[buffer.key()] = *buffer;
-  }
+Record record_of(const GPipe& pipe) {
+  auto record = gradients_of(pipe);
+  for (const auto& parameter : pipe->named_parameters()) record["value of " + parameter.key()] = *parameter;
+  for (const auto& buffer : pipe->named_buffers()) record["value of " + buffer.key()] = *buffer;
   return record;
 }
 
@@ -64,19 +59,6 @@ void expect_near(const Tensor& actual, const Tensor& expected, const std::string
   expect_close({actual}, {expected}, 1e-10, 1e-12);
 }
 
-void expect_near(const GPipe& over, const GPipe& alone, bool with_buffers) {
-  const auto expected = record_of(alone);
-  for (const auto& [name, tensor] : record_of(over, with_buffers)) expect_near(tensor, expected.at(name), name);
-}
-
-void descend_all(GPipe& pipe) {
-  const torch::NoGradGuard no_grad;
-  for (auto& parameter : pipe->parameters()) {
-    if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.1);
-    parameter.mutable_grad() = Tensor();
-  }
-}
-
 /// A pipeline over the ranks, whose initial values differ from replica to replica, and one in this process that has the
 /// first one's and as many micro-batches as all replicas together.
 struct Pair {
@@ -93,17 +75,32 @@ struct Pair {
     return whole.slice(0, begin, end);
   }
 
-  /// Steps both, which must leave the same.
-  void step(std::int64_t samples, bool with_buffers, const LossFunction& loss = kMse, StepOptions options = {}) {
+  /// Expects that both have the same, and that the replicas have the same bits.
+  void expect_equal() {
+    const auto expected = record_of(alone);
+    for (const auto& [name, tensor] : record_of(over)) expect_near(tensor, expected.at(name), name);
+    expect_equal_replicas(ranks, over);
+  }
+
+  void step(std::int64_t samples, const LossFunction& loss = kMse, StepOptions options = {}) {
     torch::manual_seed(seed);
     const auto expected = alone->step(inputs(samples), targets(samples), loss, options);
     torch::manual_seed(seed + (ranks->rank() == 0 ? 0 : 50));  // the first rank's counts
     const auto result = over->step(own(inputs(samples)), own(targets(samples)), loss, options.return_output(true));
     expect_near(result.loss, expected.loss, "loss");
     EXPECT_EQ(result.output.tensor().size(0), own(inputs(samples)).size(0));
-    expect_near(over, alone, with_buffers);
-    expect_equal_replicas(ranks, over);
+    expect_equal();
     ++seed;
+  }
+
+  void descend() {
+    const torch::NoGradGuard no_grad;
+    for (auto& pipe : {over, alone}) {
+      for (auto& parameter : pipe->parameters()) {
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.1);
+        parameter.mutable_grad() = Tensor();
+      }
+    }
   }
 
   std::shared_ptr<Ranks> ranks;
@@ -116,30 +113,20 @@ struct Pair {
 void compare(const std::shared_ptr<Ranks>& ranks, const MakeModel& model, const Balance& balance,
              const GPipeOptions& options, const std::vector<std::int64_t>& batches) {
   Pair pair(ranks, model, balance, options);
-  auto& [of, seed, over, alone] = pair;
-  expect_near(over, alone, /*with_buffers=*/true);
+  pair.expect_equal();
   for (const auto samples : batches) {
-    pair.step(samples, options.deferred_batch_norm());
-    descend_all(over), descend_all(alone);
+    pair.step(samples);
+    pair.descend();
 
-    torch::manual_seed(++seed);
-    const auto outputs = alone->forward(inputs(samples));
+    torch::manual_seed(++pair.seed);
+    const auto outputs = pair.alone->forward(inputs(samples));
     torch::mse_loss(outputs, targets(samples)).backward();
-    torch::manual_seed(seed);
-    const auto own = over->forward(pair.own(inputs(samples)));
+    torch::manual_seed(pair.seed);
+    const auto own = pair.over->forward(pair.own(inputs(samples)));
     expect_near(own, pair.own(outputs), "output");
     torch::mse_loss(own, pair.own(targets(samples))).backward();
-    expect_near(over, alone, options.deferred_batch_norm());
-    expect_equal_replicas(ranks, over);
-    descend_all(over), descend_all(alone);
-  }
-}
-
-RANKS_TEST(RanksReplicas, OneStageOnEach, 2, {.ranks = patient().replicas(2)}) {
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
-    compare(ranks, plain_model, {7}, options, {8, 9, 3, 1});
-    compare(ranks, noisy_model, {8}, GPipeOptions(options).deferred_batch_norm(true), {12, 8});
+    pair.expect_equal();
+    pair.descend();
   }
 }
 
@@ -155,8 +142,12 @@ RANKS_TEST(RanksReplicas, TwoStagesOnEach, 4, {.ranks = patient().replicas(2).sh
           {16});
 }
 
-RANKS_TEST(RanksReplicas, ThreeOfSeveralStages, 3, {.ranks = patient().replicas(3)}) {
-  compare(ranks, plain_model, {3, 2, 2}, GPipeOptions().chunks(2), {12, 11, 2, 1});
+RANKS_TEST(RanksReplicas, ThreeOfOneStage, 3, {.ranks = patient().replicas(3)}) {
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
+    compare(ranks, plain_model, {3, 2, 2}, options, {12, 11, 2, 1});
+    compare(ranks, noisy_model, {8}, GPipeOptions(options).deferred_batch_norm(true), {18, 12});
+  }
 }
 
 RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas(2)}) {
@@ -177,27 +168,19 @@ RANKS_TEST(RanksReplicas, LargeAndOddParameters, 2, {.ranks = patient().replicas
         Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
   };
   Pair pair(ranks, model, {5}, GPipeOptions().chunks(1));
-  auto& [of, seed, over, alone] = pair;
   const auto x = torch::cat({torch::zeros({4, 6}, torch::kDouble), torch::ones({4, 6}, torch::kDouble)});
-  const auto step_over = [&] { pair.over->step(pair.own(x), pair.own(targets(8)), kMse); };
-  alone->step(x, targets(8), kMse);
-  step_over();
-  expect_near(over, alone, true);
-  expect_equal_replicas(ranks, over);
-  auto gradients = gradients_of(over);
-  EXPECT_FALSE(gradients["0.unused"].defined());
-  EXPECT_TRUE(gradients["0.some"].defined());
-  EXPECT_EQ(gradients["0.transposed"].strides(), gradients_of(alone)["0.transposed"].strides());
+  pair.alone->step(x, targets(8), kMse);
   // What a replica does to its gradients does not reach the other one.
   for (int repeat = 0; repeat < 5; ++repeat) {
-    over->zero_grad();
-    step_over();
-    if (repeat % 2 != ranks->replica()) {
-      expect_near(over, alone, true);
-      continue;
-    }
-    for (auto& parameter : over->parameters()) {
-      if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+    pair.over->zero_grad();
+    pair.over->step(pair.own(x), pair.own(targets(8)), kMse);
+    pair.expect_equal();
+    auto gradients = gradients_of(pair.over);
+    EXPECT_FALSE(gradients["0.unused"].defined());
+    EXPECT_TRUE(gradients["0.some"].defined());
+    EXPECT_EQ(gradients["0.transposed"].strides(), gradients_of(pair.alone)["0.transposed"].strides());
+    for (auto& parameter : pair.over->parameters()) {
+      if (parameter.grad().defined() && repeat % 2 == ranks->replica()) parameter.mutable_grad().zero_();
     }
   }
 }
@@ -232,12 +215,10 @@ RANKS_TEST(RanksReplicas, RunsAreEqualBitByBit, 3, {.ranks = patient().replicas(
     GPipe pipe(Sequential(Linear(6, 1500), torch::nn::Tanh(), Linear(1500, 1000), Linear(1000, 6)), {4},
                GPipeOptions().chunks(2).ranks(ranks));
     torch::manual_seed(2 + ranks->replica());
-    const auto x = torch::rand({8, 6});
-    for (int step = 0; step < 3; ++step) {
-      pipe->step(x, x.sin(), kMse);
-      descend_all(pipe);
+    for (int step = 0; step < 4; ++step) {
+      const auto x = torch::rand({8, 6});
+      pipe->step(x, x.sin(), kMse);  // accumulates
     }
-    pipe->step(x, x.sin(), kMse);
     runs.push_back(record_of(pipe));
     expect_equal_replicas(ranks, pipe);
   }
@@ -276,8 +257,8 @@ TEST(RanksReplicas, NameTheOneThatDoesNotSum) {
 RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2)}) {
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
   const auto sum = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
-  pair.step(9, true, sum, StepOptions().reduction(Reduction::kSum));
-  pair.step(9, true, kMse, StepOptions().scale(4));
+  pair.step(9, sum, StepOptions().reduction(Reduction::kSum));
+  pair.step(9, kMse, StepOptions().scale(4));
   // The weights are those of all replicas' micro-batches.
   const auto count = [](const Value& target) { return target.tensor().sum().abs().item<double>(); };
   const auto x = inputs(9);
@@ -295,28 +276,24 @@ RANKS_TEST(RanksReplicas, SumsCountsAndScales, 2, {.ranks = patient().replicas(2
   EXPECT_NEAR(result.loss.item<double>(), weighted / total, 1e-12);
 }
 
-RANKS_TEST(RanksReplicas, TakeTheFirstOnesBuffers, 2, {.ranks = patient().replicas(2)}) {
+RANKS_TEST(RanksReplicas, TakeTheFirstOnesBuffersWithoutDeferredBatchNorm, 2, {.ranks = patient().replicas(2)}) {
   const auto model = [] { return in_double(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6))); };
-  for (const bool loads : {false, true}) {
-    Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
-    torch::manual_seed(3);
-    GPipe first(model(), {3}, GPipeOptions().chunks(1));
-    if (loads) pair.over->team().note_load();
-    pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kMse);
-    first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kMse);
-    pair.over->eval(), first->eval();
-    const torch::NoGradGuard no_grad;
-    EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
-    EXPECT_TRUE(same(pair.over->named_buffers()["1.running_mean"], first->named_buffers()["1.running_mean"]));
-    expect_equal_replicas(ranks, pair.over);
-  }
+  Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
+  torch::manual_seed(3);
+  GPipe first(model(), {3}, GPipeOptions().chunks(1));
+  pair.over->step(pair.own(inputs(8)), pair.own(targets(8)), kMse);
+  first->step(inputs(8).slice(0, 0, 4), targets(8).slice(0, 0, 4), kMse);
+  pair.over->eval(), first->eval();
+  const torch::NoGradGuard no_grad;
+  EXPECT_TRUE(same(pair.over->forward(inputs(4)), first->forward(inputs(4))));
+  expect_equal_replicas(ranks, pair.over);
 }
 
 RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().replicas(2)}) {
   Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
   auto timeline = std::make_shared<Timeline>();
   pair.over->trace(timeline);
-  pair.step(8, true);
+  pair.step(8);
   pair.over->trace(nullptr);
   EXPECT_NEAR(clip_grad_norm_(*pair.over, 1).item<double>(), clip_grad_norm_(*pair.alone, 1).item<double>(), 1e-12);
   EXPECT_EQ(pair.over->team().largest(ranks->rank()), 3u);
@@ -326,7 +303,6 @@ RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().rep
   const auto whole = read_weights(job_folder() / "s");
   EXPECT_EQ(whole.size(), pair.alone->named_parameters().size() + pair.alone->named_buffers().size());
   for (const auto& each : pair.alone->named_parameters()) expect_near(whole[each.key()], *each, each.key());
-  for (const auto& each : pair.alone->named_buffers()) expect_near(whole[each.key()], *each, each.key());
   EXPECT_EQ(all.workers, 4);
   std::vector<int> spans(4);
   for (const auto& span : all.spans) ++spans.at(span.worker);
@@ -386,8 +362,8 @@ RANKS_TEST(RanksReplicas, TakeTheFirstOnesStateAfterALoad, 4, {.ranks = patient(
     const int seed = by_all ? 20 : 30;
     load(pair.alone, seed);
     if (by_all || ranks->replica() == 0) load(pair.over, seed + ranks->replica());
-    pair.step(8, /*with_buffers=*/true);
-    descend_all(pair.over), descend_all(pair.alone);
+    pair.step(8);
+    pair.descend();
   }
 }
 

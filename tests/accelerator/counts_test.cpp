@@ -1,14 +1,9 @@
-// Pipelines on devices that check the order of streams, and what they ask of the devices. More generated cases:
-//   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 accelerator_tests --gtest_filter='GeneratedOnDevices*'
-
-#include <random>
+// What pipelines ask of the devices.
 
 #include "gpipe/base/clock.h"
 #include "gpipe/gradients.h"
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
-#include "tests/accelerator/scenarios.h"
-#include "tests/gpipe/generated_case.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -16,51 +11,6 @@ namespace {
 
 using accelerator::device;
 using accelerator::stream_order;
-
-class OnDevices : public ::testing::TestWithParam<std::tuple<DeviceLayout, Scenario>> {};
-
-TEST_P(OnDevices, WorkIsOrdered) {
-  const auto& [layout, scenario] = GetParam();
-  const auto violations = violations_of(scenario, layout);
-  EXPECT_TRUE(violations.empty()) << violations.size() << " violations, such as: " << violations.front();
-}
-
-INSTANTIATE_TEST_SUITE_P(Pipeline, OnDevices,
-                         ::testing::Combine(::testing::ValuesIn(device_layouts()), ::testing::ValuesIn(scenarios())),
-                         [](const auto& info) {
-                           return std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
-                         });
-
-constexpr int kWorkers = 4;
-
-/// Devices for a case: one to four, in a third of the cases also the CPU.
-Devices draw_devices(std::uint64_t seed) {
-  std::mt19937_64 random(seed + 3);
-  const int devices = draw(random, 1, accelerator::kDevices);
-  const int first = draw(random, 0, 2) == 0 ? -1 : 0;
-  const auto any = [&]() -> torch::Device {
-    const int index = draw(random, first, devices - 1);
-    return index < 0 ? torch::Device(torch::kCPU) : device(index);
-  };
-  Devices drawn{{}, any(), any(), device(0)};
-  for (int worker = 0; worker < kWorkers; ++worker) drawn.workers.push_back(any());
-  return drawn;
-}
-
-/// What is wrong with a case: a violation, or a difference from the reference.
-std::string fault(const Spec& spec) {
-  stream_order().take_violations();
-  auto outcome = compare(spec, draw_devices(spec.seed));
-  const auto violations = stream_order().take_violations();
-  if (!violations.empty()) return violations.front();
-  return outcome.verdict == Outcome::kDifferent ? outcome.what : "";
-}
-
-TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
-  expect_no_fault(seeds_from_environment(40), /*portable=*/true, fault);
-}
-
-// What a step asks of the devices. docs/design.md has the table.
 
 constexpr int kChunks = 4;
 

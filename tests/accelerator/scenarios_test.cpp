@@ -1,12 +1,15 @@
-#include "tests/accelerator/scenarios.h"
-
+// What users do with a pipeline, and generated cases, on devices that check the order of streams. More generated cases:
+//   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 accelerator_tests --gtest_filter='GeneratedOnDevices*'
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <random>
 #include <sstream>
 
 #include "gpipe/tensors/transfer.h"
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
+#include "tests/gpipe/generated_case.h"
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -24,6 +27,20 @@ Sequential subject_model(const std::shared_ptr<FaultPlan>& faults) {
   return Sequential(Linear(6, 6), Stash("skip"), nn::BatchNorm1d(6), nn::ReLU(), Linear(6, 6), Pop("skip"),
                     nn::Dropout(0.2), Faulty(faults), Linear(6, 5));
 }
+
+/// Three stages with a skip from the first to the last, running statistics, dropout and a layer that can fail.
+struct Subject {
+  explicit Subject(const std::vector<Device>& devices)
+      : pipe(subject_model(faults), Balance{2, 3, 4},
+             GPipeOptions().devices(devices).chunks(4).deferred_batch_norm(true).intraop_threads(1)),
+        adam(pipe->parameters()),
+        x(torch::randn({8, 6}).to(devices.front()) * 2) {}
+
+  std::shared_ptr<FaultPlan> faults = std::make_shared<FaultPlan>();
+  GPipe pipe;
+  torch::optim::Adam adam;
+  Tensor x;
+};
 
 /// Makes a stream of each device current for this thread, for its lifetime. They come after the streams before, and the
 /// streams before come after them.
@@ -62,12 +79,6 @@ std::vector<std::int64_t> place_of_this_thread() {
   return place;
 }
 
-struct AddProductImpl : nn::Module {
-  Tensor forward(const std::vector<Tensor>& in) { return linear(in[0]) + in[1]; }
-  Linear linear = register_module("linear", Linear(128, 128));
-};
-TORCH_MODULE(AddProduct);
-
 void train(Subject& it, const Tensor& input) {
   it.adam.zero_grad();
   it.pipe->forward(input).square().mean().backward();
@@ -76,36 +87,11 @@ void train(Subject& it, const Tensor& input) {
 
 void expect_error(const std::function<void()>& call) { EXPECT_THAT(call, ::testing::Throws<std::runtime_error>()); }
 
-std::vector<Scenario> make_scenarios() {
-  std::vector<Scenario> all;
-  const auto add = [&](const char* name, std::function<void(Subject&)> run) { all.push_back({name, std::move(run)}); };
-  add("step", [](Subject& it) {
-    const auto target = torch::zeros({8, 5}, it.x.options());
-    for (int i = 0; i < 3; ++i) {
-      train(it, it.x);
-      it.adam.zero_grad();
-      it.pipe->step(it.x, target, kMse).loss.item<float>();
-      it.adam.step();
-    }
-  });
-  add("step_with_a_target_elsewhere", [](Subject& it) {
-    for (const auto& where : {device(3), kCpu}) {
-      const auto target = torch::zeros({8, 5}).to(where) + 1;
-      const auto options = StepOptions().return_output(true);
-      it.pipe->step(it.x, target, kMse, options).output.tensor().mul_(2);
-    }
-  });
-  add("split_backward", [](Subject& it) {
-    // Stage 1 sends the gradient of its product's output on, and W reads it later. Stage 0 may add to it.
-    const auto twice = [](Tensor x) -> std::vector<Tensor> { return {x, x}; };
-    GPipe pipe(Sequential(Linear(6, 128), function_layer(twice), AddProduct(), Linear(128, 128), Linear(128, 5)),
-               Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
-    const auto x = it.x.repeat({8, 1}).requires_grad_();
-    const auto target = torch::zeros({64, 5}, it.x.options());
-    for (int i = 0; i < 3; ++i) pipe->step(x, target, kMse);
-    for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
-    x.grad().mul_(2);
-  });
+using Scenarios = std::vector<std::pair<std::string, std::function<void(Subject&)>>>;
+
+Scenarios scenarios() {
+  Scenarios all;
+  const auto add = [&](const char* name, std::function<void(Subject&)> run) { all.emplace_back(name, std::move(run)); };
   add("tied", [](Subject& it) {
     Linear first(6, 128);
     Linear middle(128, 6);
@@ -132,12 +118,6 @@ std::vector<Scenario> make_scenarios() {
       pipe->forward(x).sum().backward();
     }
   });
-  add("loss", [](Subject& it) {
-    const auto x = it.x.clone().requires_grad_();
-    const auto target = torch::zeros({8, 5}, device(1)) + 1;
-    (it.pipe->compute_loss(x, target, kMse) * 2).backward();
-    x.grad().mul_(2);
-  });
   add("loss_on_side_streams", [](Subject& it) {
     const SideStreams streams;
     (it.pipe->compute_loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), kMse) * 2).backward();
@@ -153,13 +133,6 @@ std::vector<Scenario> make_scenarios() {
       const auto count = [](const Value& target) { return target.tensor().ne(-100).sum(); };
       it.pipe->step(it.x * 1, classes, in_place, StepOptions().count(count).check(false));
       it.adam.step();
-    }
-  });
-  add("input_elsewhere", [](Subject& it) {
-    for (const auto& where : {device(3), kCpu}) {
-      const auto x = torch::randn({8, 6}).to(where).mul_(2).requires_grad_();
-      it.pipe->forward(x).sum().backward();
-      x.grad().mul_(2);
     }
   });
   add("output_elsewhere_on_side_streams", [](Subject& it) {
@@ -190,15 +163,6 @@ std::vector<Scenario> make_scenarios() {
     const SideStreams others;
     torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
   });
-  add("graphs", [](Subject& it) {
-    const auto one = it.pipe->forward(it.x);
-    const auto two = it.pipe->forward(it.x * 2);
-    (one.sum() + two.sum()).backward({}, /*retain_graph=*/true);
-    one.sum().backward();
-    it.pipe->forward(it.x * 3);  // dropped
-    const auto x = it.x.clone().requires_grad_();
-    torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
-  });
   add("evaluation", [](Subject& it) {
     it.pipe->eval();
     for (const bool inference : {false, true}) {
@@ -207,10 +171,6 @@ std::vector<Scenario> make_scenarios() {
       it.pipe->forward(it.x).mul_(2);
     }
     it.pipe->train();
-  });
-  add("side_streams", [](Subject& it) {
-    const SideStreams streams;
-    for (int i = 0; i < 2; ++i) train(it, it.x * 2);
   });
   add("backward_on_another_stream", [](Subject& it) {
     it.adam.zero_grad();
@@ -252,40 +212,65 @@ std::vector<Scenario> make_scenarios() {
   return all;
 }
 
-}  // namespace
+/// The devices of the subject's stages.
+using DeviceLayout = std::pair<std::string, std::vector<Device>>;
+const std::vector<DeviceLayout> kLayouts = {{"one_device", {device(0), device(0), device(0)}},
+                                            {"there_and_back", {device(0), device(1), device(0)}},
+                                            {"three_devices", {device(2), device(1), device(0)}},
+                                            {"cpu_in_the_middle", {device(0), kCpu, device(1)}}};
 
-const std::vector<Scenario>& scenarios() {
-  static const auto all = make_scenarios();
-  return all;
-}
+class OnDevices : public ::testing::TestWithParam<std::tuple<DeviceLayout, Scenarios::value_type>> {};
 
-Subject::Subject(const std::vector<Device>& devices)
-    : pipe(subject_model(faults), Balance{2, 3, 4},
-           GPipeOptions().devices(devices).chunks(4).deferred_batch_norm(true).intraop_threads(1)),
-      adam(pipe->parameters()),
-      x(torch::randn({8, 6}).to(devices.front()) * 2) {}
-
-const std::vector<DeviceLayout>& device_layouts() {
-  static const std::vector<DeviceLayout> all = {
-      {"one_device", {device(0), device(0), device(0)}},
-      {"there_and_back", {device(0), device(1), device(0)}},
-      {"three_devices", {device(2), device(1), device(0)}},
-      {"cpu_in_the_middle", {device(0), kCpu, device(1)}},
-  };
-  return all;
-}
-
-std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
+TEST_P(OnDevices, WorkIsOrdered) {
+  const auto& [layout, scenario] = GetParam();
   const auto before = place_of_this_thread();
   stream_order().take_violations();
   const auto names = accelerator::name_actions();
   {
-    Subject subject(layout.devices);
-    scenario.run(subject);
+    Subject subject(layout.second);
+    scenario.second(subject);
   }
-  auto violations = stream_order().take_violations();
-  if (place_of_this_thread() != before) violations.push_back("the caller's current device or stream was changed");
-  return violations;
+  EXPECT_THAT(stream_order().take_violations(), ::testing::IsEmpty());
+  EXPECT_EQ(place_of_this_thread(), before) << "the caller's current device or stream was changed";
 }
 
+INSTANTIATE_TEST_SUITE_P(Pipeline, OnDevices,
+                         ::testing::Combine(::testing::ValuesIn(kLayouts), ::testing::ValuesIn(scenarios())),
+                         [](const auto& info) {
+                           return std::get<0>(info.param).first + "_" + std::get<1>(info.param).first;
+                         });
+
+constexpr int kWorkers = 4;
+
+/// Devices for a case: one to four, in a third of the cases also the CPU.
+Devices draw_devices(std::uint64_t seed) {
+  std::mt19937_64 random(seed + 3);
+  const int devices = draw(random, 1, accelerator::kDevices);
+  const int first = draw(random, 0, 2) == 0 ? -1 : 0;
+  const auto any = [&]() -> torch::Device {
+    const int index = draw(random, first, devices - 1);
+    return index < 0 ? torch::Device(torch::kCPU) : device(index);
+  };
+  Devices drawn{{}, any(), any(), device(0)};
+  for (int worker = 0; worker < kWorkers; ++worker) drawn.workers.push_back(any());
+  return drawn;
+}
+
+/// What is wrong with a case: a violation, or a difference from the reference. Every other case is called on side streams.
+std::string fault(const Spec& spec) {
+  stream_order().take_violations();
+  std::optional<SideStreams> streams;
+  if (spec.seed % 2 == 0) streams.emplace();
+  const auto outcome = compare(spec, draw_devices(spec.seed));
+  streams.reset();
+  const auto violations = stream_order().take_violations();
+  if (!violations.empty()) return violations.front();
+  return outcome.verdict == Outcome::kDifferent ? outcome.what : "";
+}
+
+TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
+  expect_no_fault(seeds_from_environment(40), /*portable=*/true, fault);
+}
+
+}  // namespace
 }  // namespace gpipe
