@@ -1,14 +1,13 @@
 """Conversion of modules: which sizes of inputs a sequence takes, and what it refuses."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import gpipe
 from gpipe import to_sequential
-from test_to_sequential import Returns, assert_equal_in_each_mode, batch, convert
+from small_models import Calls, Returns, assert_equal_in_each_mode, batch
+from test_to_sequential import convert
 
 
 class Recurrent(nn.Module):
@@ -64,24 +63,18 @@ def test_where_a_block_cannot_tell_its_sizes_other_sizes_are_refused(inner):
         sequence(torch.randn(6, 7, 4))
 
 
-class Shortens(nn.Module):
-    def forward(self, x):
-        return x[:, 1:] if self.training else x
-
-
-class Averages(nn.Module):
-    def forward(self, x):
-        return x.exp().sum(1) / x.shape[1]
+def shortens(model, x):
+    x = x[:, 1:] if model.a.training else x
+    return x.exp().sum(1) / x.shape[1]
 
 
 def test_a_number_that_another_module_decides_about_needs_its_mode():
-    model = nn.ModuleDict({"short": Shortens(), "mean": Averages()})
-    model.forward = lambda x: model["mean"](model["short"](x))
-    sequence = to_sequential(model, torch.randn(2, 4), native=True)
-    assert_equal_in_each_mode(sequence, copy.deepcopy(model), torch.randn(3, 7))
-    model.short.eval()
+    model = Calls(shortens)
+    sequence = to_sequential(model, batch(2), native=True)
+    assert_equal_in_each_mode(sequence, Calls(shortens), batch(3)[:, :3])
+    model.a.eval()
     with pytest.raises(RuntimeError, match="with modules in other modes than at the conversion"):
-        sequence(torch.randn(3, 7))
+        sequence(batch(3))
 
 
 class Correlation(nn.Module):

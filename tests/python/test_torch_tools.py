@@ -1,7 +1,6 @@
 """PyTorch's tools in and around a pipeline: compilation, checkpoints, dispatch modes, tracing, the profiler."""
 
 import copy
-import functools
 import itertools
 import os
 import random
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -208,54 +206,49 @@ def test_gradients_are_those_without_a_checkpoint(call):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_checkpoint_repeat_their_draws(reentrant):
-    class Checkpoints(nn.Module):
-        def __init__(self, call):
-            super().__init__()
-            self.linear, self.call = nn.Linear(8, 8), call
+class Draws(nn.Module):
+    """Draws from a generator that no recompute can rewind."""
 
-        def block(self, x):
-            return F.dropout(self.linear(F.dropout(x, 0.3)).tanh(), 0.3)
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.python, self.torch = draw, random.Random(0), torch.Generator()
+        self.numpy = numpy.random.default_rng(0)
 
-        def forward(self, x):
-            return F.dropout(self.call(self.block, F.dropout(x, 0.3)), 0.3)
+    def forward(self, x):
+        return x * self.draw(self)
 
-    results = []
-    for call in (lambda block, x: block(x), functools.partial(checkpoint, use_reentrant=reentrant)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), Checkpoints(call), Checkpoints(call), nn.Linear(8, 8))
-        results.append(training_step(gpipe.GPipe(model, [2, 2], chunks=3), torch.rand(6, 8)))
-    assert all(map(torch.equal, *results))
+
+class Replaces(nn.Module):
+    """Replaces a buffer in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.sum = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: setattr(self, "sum", self.sum + gradient.sum()))
+        return x * 2
 
 
 @pytest.mark.parametrize(
-    "draw",
+    "layer, message",
     [
-        lambda self: random.random(),
-        lambda self: numpy.random.rand(),
-        lambda self: self.python.random(),
-        lambda self: self.numpy.random(),
-        lambda self: torch.rand(3, generator=self.torch),
+        (Draws(lambda self: random.random()), "layer 'odd'"),
+        (Draws(lambda self: numpy.random.rand()), "layer 'odd'"),
+        (Draws(lambda self: self.python.random()), "layer 'odd'"),
+        (Draws(lambda self: self.numpy.random()), "layer 'odd'"),
+        (Draws(lambda self: torch.rand(3, generator=self.torch)), "layer 'odd'"),
+        (Replaces(), "replaced a buffer of layer 'odd'"),
     ],
 )
-def test_a_layer_that_draws_from_other_generators_is_not_recomputed(draw):
-    class Draw(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.python, self.numpy, self.torch = random.Random(0), numpy.random.default_rng(0), torch.Generator()
-
-        def forward(self, x):
-            return x * draw(self)
-
+def test_a_layer_that_cannot_be_repeated_is_not_recomputed(layer, message):
     x = torch.rand(4, 3, requires_grad=True)
-    sums = gpipe.Loss(lambda output, _: output.sum(), reduction="sum")
-    model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), draws=Draw(), two=nn.Linear(3, 3)))
-    pipe = gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="always")
-    with pytest.raises(RuntimeError, match="layer 'draws'") as error:
-        pipe(x).sum().backward()
+    model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), odd=layer, two=nn.Linear(3, 3)))
+    with pytest.raises(RuntimeError, match=message) as error:
+        gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="always")(x).sum().backward()
     assert "checkpoint='never'" in str(error.value)
-    gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="never").step(x, x.detach(), sums)
+    gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="never").step(x, x.detach(), nn.functional.mse_loss)
 
 
 def test_draws_beside_a_forward_are_not_the_layers():
@@ -267,22 +260,6 @@ def test_draws_beside_a_forward_are_not_the_layers():
 
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Passes()), [1, 1], chunks=2, checkpoint="always")
     pipe(torch.rand(4, 3)).sum().backward()
-
-
-def test_a_recompute_whose_backward_replaces_a_buffer_is_refused():
-    class Replaces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sum = nn.Buffer(torch.zeros(()))
-
-        def forward(self, x):
-            if x.requires_grad:
-                x.register_hook(lambda gradient: setattr(self, "sum", self.sum + gradient.sum()))
-            return x * 2
-
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Replaces()), [2], chunks=2, checkpoint="always")
-    with pytest.raises(RuntimeError, match="replaced a buffer of layer '1'.*checkpoint='never'"):
-        pipe(torch.rand(4, 3)).sum().backward()
 
 
 def test_a_signal_handler_cannot_call_a_pipeline_that_waits():
