@@ -132,7 +132,7 @@ def use_groups(ranks, folder):
 
 
 def test_a_new_group_has_new_ranks(tmp_path):
-    assert results_of(2, use_groups, str(tmp_path)) == [(0, 1), (1, 0)]
+    assert run_job(2, use_groups, str(tmp_path)) == [((0, 1), None), ((1, 0), None)]
 
 
 def interrupt(thread, store):
