@@ -78,8 +78,8 @@ def test_the_training_loop_continues_exactly_with_its_plan_and_any_cut(tmp_path,
     pytest.importorskip("tqdm")
     program, *_ = blocks_of("docs/start.md")
     assert program == (ROOT / "examples/python/train_vision.py").read_text()
-    program = program.replace("EPOCHS, BATCH = 3,", "EPOCHS, BATCH = 2,").replace("[256, 64])", "[64, 32, 224])[:2]")
-    assert "BATCH = 2" in program and "[:2]" in program
+    program = program.replace("EPOCHS, BATCH = 3, 32", "EPOCHS, BATCH = 2, 16").replace("[256, 64])", "[32, 16, 272])[:2]")
+    assert "BATCH = 2, 16" in program and "[:2]" in program
     save = snapshot.save
 
     def save_and_stop(*arguments, **options):
@@ -167,7 +167,7 @@ def test_the_links_of_a_page_lead_to_files(page):
 # The three programs of docs/compare train alike and continue from their checkpoints.
 COMPARE = ROOT / "docs/compare"
 PROGRAMS = ["plain.py", "with_gpipe.py", "with_distributed.py"]
-FLAGS = ["--samples", "32", "--size", "64", "--batch-size", "16"]
+FLAGS = ["--samples", "32", "--size", "32", "--batch-size", "16"]
 
 
 def output_of(name, folder, epochs, monkeypatch, capsys):

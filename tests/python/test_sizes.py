@@ -1,11 +1,15 @@
-"""Conversion of modules: which sizes of inputs a sequence takes, and what it refuses."""
+"""Conversion of modules: which sizes of inputs a sequence takes, which dimension is the batch, and what it refuses."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gpipe
 from gpipe import to_sequential
+from helpers import named_gradients
 from small_models import Calls, Returns, assert_equal_in_each_mode, batch
 from test_to_sequential import convert
 
@@ -118,3 +122,54 @@ def test_inputs_unlike_the_example_are_refused(function, wrong, message):
     assert torch.equal(sequence(batch(8)), function(batch(8)))
     with pytest.raises(ValueError, match=message):
         sequence(wrong)
+
+
+# Models whose sequences come first: dimension 1 of inputs, outputs and targets is the batch.
+
+
+class Words(nn.Module):
+    """A model of words, with a hidden state that is carried on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.recurrent, self.decode = nn.Embedding(7, 4), nn.LSTM(4, 4, 2), nn.Linear(4, 7)
+
+    def forward(self, words, hidden, cell):
+        output, (hidden, cell) = self.recurrent(self.embed(words), (hidden, cell))
+        return self.decode(output), hidden, cell
+
+
+def loss(output, target):
+    return F.cross_entropy(output[0].view(-1, 7), target.view(-1), reduction="sum")
+
+
+def test_a_model_whose_sequences_come_first_trains_as_it_is():
+    model = Words().double()
+    plain = copy.deepcopy(model)
+    words, target = torch.randint(7, (2, 5, 6))
+    state = torch.zeros(2, 2, 6, 4).double()
+    sequence = to_sequential(model, words, *state, batch_dim=1)
+    torch.testing.assert_close(sequence((words, *state)), plain(words, *state))
+    first = len(sequence) // 2
+    pipe = gpipe.GPipe(sequence, [first, len(sequence) - first], devices=["cpu", "cpu"], chunks=3)
+    for _ in range(2):
+        found, output = pipe.step((words, *state), target, gpipe.Loss(loss, reduction="sum"), return_output=True)
+        expected = loss(outputs := plain(words, *state), target)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach())
+        torch.testing.assert_close(output, tuple(each.detach() for each in outputs))
+        torch.testing.assert_close(named_gradients(model), named_gradients(plain))
+        state = torch.stack(output[1:])
+    torch.testing.assert_close(pipe(words, *state), plain(words, *state))
+    torch.testing.assert_close(pipe.evaluate((words, *state), target, loss), loss(plain(words, *state), target).detach())
+    with pytest.raises(ValueError, match=r"has the shape \(6,\), but dimension 1 of each must be the batch"):
+        pipe((words, *state[:1], torch.zeros(6)))
+
+
+def test_errors_about_shapes_tell_that_layers_have_the_batch_first():
+    sequence = to_sequential(nn.Sequential(nn.Linear(4, 4)), torch.randn(5, 6, 4), batch_dim=1, native=True)
+    for call in (sequence, gpipe.GPipe(sequence, [1], devices=["cpu"], chunks=2)):
+        with pytest.raises(ValueError, match=r"input 0 has the shape \(\d, 5, 3\)") as error:
+            call(torch.randn(5, 6, 3))
+        assert "swap dimensions 0 and 1" in "".join(error.value.__notes__)

@@ -336,6 +336,10 @@ class MaskedEncoder(nn.TransformerEncoder):
         return super().forward(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
 
 
+def along_1(function):
+    return to_sequential(Returns(function), torch.randn(5, 6, 4), batch_dim=1)
+
+
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -368,7 +372,19 @@ class Packed(nn.Module):
         (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),
         (lambda: to_sequential(make_net()), ValueError, "give an example input"),
         (lambda: to_sequential(make_net(), torch.tensor(1.0)), ValueError, "an input has no dimensions"),
-        (lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)), ValueError, "have 2 and 5 samples; a model whose sequences come first"),
+        (
+            lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)),
+            ValueError,
+            "have 2 and 5 samples; a model whose sequences come first needs batch_dim",
+        ),
+        (lambda: to_sequential(make_net(), batch(), batch_dim=2), ValueError, "batch_dim must be 0 or 1, but is 2"),
+        (lambda: along_1(lambda x: x.view(-1, 4) * 2), ValueError, r"\(5\*samples, 4\), without the batch as dimension 1; return it"),
+        (lambda: along_1(lambda x: x.softmax(1)), ValueError, "cuts along dimension 1; leave out batch_dim, and compute losses"),
+        (
+            lambda: to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1),
+            ValueError,
+            "dimension 1 of each input must be the batch, but the example's have 6 and 7 samples$",
+        ),
         (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "it is compiled by TorchScript; use"),
         (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"use the .* and call compile\(\) of its blocks"),
         (lambda: to_sequential(Packed(), batch()), ValueError, r"'rnn' \(RNN\) .* takes or returns something else than tensors"),

@@ -70,12 +70,8 @@ MODELS = {
     "untied": lambda: Decoder(tied=False, bias=True),
     "persistent tables": lambda: Decoder(persistent=True),
     "bfloat16": lambda: Decoder().bfloat16(),
-    "double": lambda: Decoder().double(),
-    "wide": lambda: Decoder(16, tied=False),
     "gpt2": lambda: of_transformers("gpt2", n_layer=2, n_embd=16, n_head=2, n_positions=16),
-    "llama": lambda: of_transformers("llama", **LLAMA),
     "tied llama": lambda: of_transformers("llama", tie_word_embeddings=True, **LLAMA),
-    "qwen2": lambda: of_transformers("qwen2", **LLAMA),
 }
 
 
