@@ -123,22 +123,19 @@ class Reads(nn.Linear):
         return x * SETTINGS.scale
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda module, patch: setattr(module, "in_features", 2.0), "attribute 'in_features'"),
-        (lambda module, patch: delattr(module, "in_features"), "attribute 'in_features'"),
-        (lambda module, patch: module.sizes.append(3), "attribute 'sizes'"),
-        (lambda module, patch: module.shape[1][1].append(3), "attribute 'shape'"),
-        (lambda module, patch: module.random.random(), "attribute 'random'"),
-        (lambda module, patch: module.kinds.add(9), "attribute 'kinds'"),
-        (lambda module, patch: setattr(module, "forward", lambda x: x), "attribute 'forward'"),
-        (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
-        (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
-        (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
-        (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"'test_blocks\.SETTINGS\.scale' has changed"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda module, patch: setattr(module, "in_features", 2.0), "attribute 'in_features'"),
+    (lambda module, patch: delattr(module, "in_features"), "attribute 'in_features'"),
+    (lambda module, patch: module.sizes.append(3), "attribute 'sizes'"),
+    (lambda module, patch: module.shape[1][1].append(3), "attribute 'shape'"),
+    (lambda module, patch: module.random.random(), "attribute 'random'"),
+    (lambda module, patch: module.kinds.add(9), "attribute 'kinds'"),
+    (lambda module, patch: setattr(module, "forward", lambda x: x), "attribute 'forward'"),
+    (lambda module, patch: setattr(module, "__class__", nn.Linear), "its class"),
+    (lambda module, patch: setattr(module, "bias", None) or module._parameters.pop("bias"), "its parameters"),
+    (lambda module, patch: module.register_forward_hook(print), "its forward hooks"),
+    (lambda module, patch: patch.setattr(SETTINGS, "scale", 2.0), r"'test_blocks\.SETTINGS\.scale' has changed"),
+])  # fmt: skip
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
 def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
@@ -190,13 +187,10 @@ class Grows(nn.Linear):
         return super().forward(x) + self.table
 
 
-@pytest.mark.parametrize(
-    ("odd", "reason"),
-    [
-        (OwnBackward(4, 4), "calls a torch.autograd.Function with its own backward"),
-        (Grows(), "changes the shape of a buffer"),
-    ],
-)
+@pytest.mark.parametrize(("odd", "reason"), [
+    (OwnBackward(4, 4), "calls a torch.autograd.Function with its own backward"),
+    (Grows(), "changes the shape of a buffer"),
+])  # fmt: skip
 def test_what_cannot_be_native_is_kept_whole(odd, reason):
     model = nn.Sequential(nn.Linear(4, 4), odd, nn.Tanh())
     sequence = to_sequential(nn.Sequential(model), batch().float(), native=True)

@@ -20,7 +20,7 @@ import gpipe
 from conftest import long
 from habits import HABITS, numbers
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
@@ -245,17 +245,18 @@ NATIVE = """
     adapter, after | another layer | weight_norm, after | forward hook of a child, after | global hook | number | global
     number in a list of a configuration | attribute of the class | float32 input | float() | dropout.p | norm.eval()
     mode of another module | partial | hook of a tensor that logs | parameter that comes | parameter that goes | autocast
-    another parameter | tied parameters, after | assert | _check_tensor_all()
+    another parameter | tied parameters, after | assert | _check_tensor_all() | autocast inside
 """
 # Habits that resemble others.
 SIBLINGS = """
     own parametrization, before | prune, before | tied parameters, before | requires_grad, before | own forward, before
-    forward of a child, before | adapter, before | hook of a parameter, before | pre-hook, after | device | vmap() | %
-    backward hook of a child, after | stride() | number in an object | negative_slope | functional dropout | frozen norm
-    momentum None | functional_call() | load_state_dict() | ** negative | _check_tensor_all() | returns a view
-    returns a tuple | takes a dict | takes a number | ModuleDict | ParameterList | part of a block | autocast inside
+    forward of a child, before | adapter, before | hook of a parameter, before | pre-hook, after | device | vmap()
+    backward hook of a child, after | stride() | frozen norm | functional_call() | _check_tensor_all() | returns a view
+    takes a dict | ModuleDict | part of a block | autocast inside
 """
-SHORT = {*[*HABITS][::4], "LSTM", "causal mask", "batch second"}  # one of four, and kinds that nothing else has
+# One of four, and kinds that nothing else has.
+KINDS = {"LSTM", "causal mask", "batch second", "caches by size", "default dtype", "mode of another module", "input.requires_grad", "**"}
+SHORT = KINDS | {*[*HABITS][::4]}
 LONG = {name.strip() for name in re.split(r"[|\n]", SIBLINGS)} | HABITS.keys() - SHORT
 
 

@@ -111,14 +111,11 @@ def test_suggest_prints_a_table_or_json(run):
     assert "nothing fits" in run(*flags, "--memory", "1KB", code=1)
 
 
-@pytest.mark.parametrize(
-    "factory, flags",
-    [
-        ("test_main:nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))", ["--input", "8,4"]),
-        ("test_main:product_of_two()", []),
-        ("test_main:product_by_name", ["--schedule", "gpipe"]),
-    ],
-)
+@pytest.mark.parametrize("factory, flags", [
+    ("test_main:nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))", ["--input", "8,4"]),
+    ("test_main:product_of_two()", []),
+    ("test_main:product_by_name", ["--schedule", "gpipe"]),
+])  # fmt: skip
 def test_the_code_of_a_suggestion_runs(run, factory, flags):
     made = json.loads(run("suggest", factory, *flags, "--chunks", "2", "--seconds", "0", "--json"))
     names = {}

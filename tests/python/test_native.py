@@ -14,7 +14,6 @@ from gpipe.losses import native_loss
 from helpers import named_gradients
 from small_models import batch, make_net
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNKS = 3
 
 

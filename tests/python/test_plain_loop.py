@@ -318,7 +318,7 @@ def differences(spec):
 
 
 @pytest.mark.parametrize("schedule", ["", *gpipe.SCHEDULES])
-def test_generated_pipelines_equal_a_plain_loop(schedule, one_thread):
+def test_generated_pipelines_equal_a_plain_loop(schedule):
     for number in range(SEED, SEED + CASES // 13):
         spec = generate(random.Random(f"{schedule} {number}"), schedule)
         print(f"number {number}: {spec}")  # pytest shows it after a failure

@@ -54,7 +54,7 @@ def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, m
     assert not measures or plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
 
 
-def test_each_stage_of_a_worker_has_its_checkpoint_mode(one_thread):
+def test_each_stage_of_a_worker_has_its_checkpoint_mode():
     x, y = torch.randn(12, 8), torch.randint(3, (12,))
     plan = {"balance": [2, 2, 2, 3], "placement": [0, 0, 1, 1], "schedule": "1f1b", "chunks": 4, "checkpoint": "never"}
     plain = gpipe.GPipe.from_module(perceptron(), x, **plan)

@@ -18,10 +18,14 @@ from helpers import results_of
 from torch import nn
 
 
+def make_pipe(**options):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return gpipe.GPipe(model, [1, 2], chunks=4, schedule="1f1b", **options)
+
+
 @pytest.fixture
 def pipe():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    return gpipe.GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=4, schedule="1f1b")
+    return make_pipe(devices=["cpu", "cpu"])
 
 
 def train(pipe, steps=2):
@@ -67,8 +71,7 @@ def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe
 
 
 def report_and_watch(ranks):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    pipe = gpipe.GPipe(model, [1, 2], chunks=4, schedule="1f1b", group=ranks)
+    pipe = make_pipe(group=ranks)
     pipe.trace(gpipe.Timeline())
     train(pipe)
     pipe.trace(None)

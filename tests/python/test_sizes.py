@@ -106,17 +106,14 @@ def test_one_sample_is_taken_unless_the_code_treats_it_differently():
         sequence((x[:1], y[:1]))
 
 
-@pytest.mark.parametrize(
-    ("function", "wrong", "message"),
-    [
-        (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
-        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
-        (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
-        (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
-        (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
-        (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
-    ],
-)
+@pytest.mark.parametrize(("function", "wrong", "message"), [
+    (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
+    (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
+    (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
+    (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
+    (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
+    (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
+])  # fmt: skip
 def test_inputs_unlike_the_example_are_refused(function, wrong, message):
     sequence = convert(function)
     assert torch.equal(sequence(batch(8)), function(batch(8)))

@@ -188,16 +188,13 @@ def test_generators_continue(tmp_path):
     assert [(torch.rand(3).tolist(), random.random(), numpy.random.rand()) for _ in range(2)] == drawn
 
 
-@pytest.mark.parametrize(
-    "make_scheduler",
-    [
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
-        ),
-    ],
-)
+@pytest.mark.parametrize("make_scheduler", [
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
+    ),
+])  # fmt: skip
 def test_schedulers_and_scalers_continue(make_scheduler, tmp_path):
     def rates(optimizer, scheduler, scaler, steps):
         for step in range(steps):
@@ -227,18 +224,15 @@ def states(pipe, optimizer):
     return copy.deepcopy([dict(pipe.state_dict()), optimizer.state_dict()])
 
 
-@pytest.mark.parametrize(
-    "model, optimizer, message",
-    [
-        (nn.Sequential(*make_model()[:3]), None, r"'3.weight' is missing in the snapshot and torch.float32 of shape \(2, 4\)"),
-        (nn.Sequential(*make_model(), nn.PReLU()), None, r"'4.weight' is torch.float32 of shape \(1,\) in the snapshot and mis"),
-        (None, lambda pipe: SGD(pipe.parameters()), "it is of class SGD, but this one is of class AdamW"),
-        (None, lambda pipe: AdamW(pipe.parameters()), "it has 1 groups of parameters, but this one has 2"),
-        (None, lambda pipe: AdamW([{"params": pipe[0].parameters()}, {"params": pipe[1].parameters()}]), "also has '0.bias'"),
-        (None, lambda pipe: AdamW([{"params": [pipe[0].weight]}, {"params": [pipe[0].bias]}]), "group 1 lacks '1.bias'"),
-        (None, None, "the snapshot has no optimizer, because save"),
-    ],
-)
+@pytest.mark.parametrize("model, optimizer, message", [
+    (nn.Sequential(*make_model()[:3]), None, r"'3.weight' is missing in the snapshot and torch.float32 of shape \(2, 4\)"),
+    (nn.Sequential(*make_model(), nn.PReLU()), None, r"'4.weight' is torch.float32 of shape \(1,\) in the snapshot and mis"),
+    (None, lambda pipe: SGD(pipe.parameters()), "it is of class SGD, but this one is of class AdamW"),
+    (None, lambda pipe: AdamW(pipe.parameters()), "it has 1 groups of parameters, but this one has 2"),
+    (None, lambda pipe: AdamW([{"params": pipe[0].parameters()}, {"params": pipe[1].parameters()}]), "also has '0.bias'"),
+    (None, lambda pipe: AdamW([{"params": [pipe[0].weight]}, {"params": [pipe[0].bias]}]), "group 1 lacks '1.bias'"),
+    (None, None, "the snapshot has no optimizer, because save"),
+])  # fmt: skip
 def test_a_refused_load_changes_nothing(model, optimizer, message, tmp_path):
     whole = gpipe.GPipe(make_model() if model is None else model, [1, len(model or "1234") - 1], chunks=2)
     snapshot.save(tmp_path, whole, optimizer=make_adam(whole) if model is not None else optimizer and optimizer(whole))
@@ -260,20 +254,17 @@ def dotted():
     return model
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
-        ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
-        ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
-        ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
-        ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
-        ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
-        ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
-        ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
-        ({"pipe": dotted()}, ValueError, "begins with a dot"),
-    ],
-)
+@pytest.mark.parametrize("arguments, error, message", [
+    ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
+    ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
+    ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
+    ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
+    ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
+    ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
+    ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
+    ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
+    ({"pipe": dotted()}, ValueError, "begins with a dot"),
+])  # fmt: skip
 def test_what_cannot_be_saved_leaves_the_snapshot_before(arguments, error, message, tmp_path):
     pipe, _ = make([1, 3])
     snapshot.save(tmp_path, pipe, step=1)

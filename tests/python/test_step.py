@@ -110,17 +110,14 @@ def ignoring():
     return x, y
 
 
-@pytest.mark.parametrize(
-    ("loss", "count"),
-    [
-        (F.cross_entropy, None),
-        (nn.CrossEntropyLoss(reduction="sum"), None),
-        (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), None),
-        (functools.partial(F.cross_entropy, weight=WEIGHTS), None),
-        (functools.partial(F.cross_entropy, reduction="sum"), None),
-        (lambda *both: F.cross_entropy(*both, weight=WEIGHTS), lambda target: WEIGHTS[target[target >= 0]].sum()),
-    ],
-)
+@pytest.mark.parametrize(("loss", "count"), [
+    (F.cross_entropy, None),
+    (nn.CrossEntropyLoss(reduction="sum"), None),
+    (nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2), None),
+    (functools.partial(F.cross_entropy, weight=WEIGHTS), None),
+    (functools.partial(F.cross_entropy, reduction="sum"), None),
+    (lambda *both: F.cross_entropy(*both, weight=WEIGHTS), lambda target: WEIGHTS[target[target >= 0]].sum()),
+])  # fmt: skip
 def test_losses_have_the_gradients_of_the_whole_mini_batch(loss, count):
     pipe, (x, y) = make_pipe(), ignoring()
     expected = loss(nn.Sequential(*pipe)(x), y)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from helpers import gradients, make_dropouts, make_linears, training_step
+from small_models import Returns
 
 
 class Count(TorchDispatchMode):
@@ -72,19 +73,16 @@ def with_a_parameters_tangent(pipe, x):
         torch.func.functional_call(pipe, {"partitions.0.0.weight": weight}, (x,))
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda pipe, x: torch.export.export(pipe, (x,)), r"cannot be traced \(torch.export\)"),
-        (lambda pipe, x: make_fx(pipe)(x), r"cannot be traced \(make_fx\)"),
-        (under_fake_tensors, r"cannot be traced \(FakeTensorMode\)"),
-        (lambda pipe, x: torch.jit.trace(pipe, (x,)), "torch.jit.trace cannot trace a pipeline"),
-        (lambda pipe, x: torch.func.vmap(pipe)(x[None]), "cannot run under a torch.func transform"),
-        (lambda pipe, x: torch.func.grad(lambda x: pipe(x).sum())(x), "cannot run under a torch.func transform"),
-        (lambda pipe, x: torch.func.functionalize(pipe)(x), "cannot run under a torch.func transform"),
-        (with_a_parameters_tangent, "no forward-mode derivative"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda pipe, x: torch.export.export(pipe, (x,)), r"cannot be traced \(torch.export\)"),
+    (lambda pipe, x: make_fx(pipe)(x), r"cannot be traced \(make_fx\)"),
+    (under_fake_tensors, r"cannot be traced \(FakeTensorMode\)"),
+    (lambda pipe, x: torch.jit.trace(pipe, (x,)), "torch.jit.trace cannot trace a pipeline"),
+    (lambda pipe, x: torch.func.vmap(pipe)(x[None]), "cannot run under a torch.func transform"),
+    (lambda pipe, x: torch.func.grad(lambda x: pipe(x).sum())(x), "cannot run under a torch.func transform"),
+    (lambda pipe, x: torch.func.functionalize(pipe)(x), "cannot run under a torch.func transform"),
+    (with_a_parameters_tangent, "no forward-mode derivative"),
+])  # fmt: skip
 def test_tracing_and_transforms_are_refused(call, message):
     pipe, x = make_pipe(), torch.rand(4, 3)
     state = copy.deepcopy(pipe.state_dict())
@@ -95,15 +93,14 @@ def test_tracing_and_transforms_are_refused(call, message):
 
 
 def test_a_pipeline_runs_while_another_thread_exports():
-    class Elsewhere(nn.Module):
-        def forward(self, x):
-            if torch.compiler.is_exporting():
-                with ThreadPoolExecutor(1) as threads:
-                    outputs.append(threads.submit(pipe, real).result())
-            return x * 2
+    def elsewhere(x):
+        if torch.compiler.is_exporting():
+            with ThreadPoolExecutor(1) as threads:
+                outputs.append(threads.submit(pipe, real).result())
+        return x * 2
 
     pipe, real, outputs = make_pipe(), torch.rand(4, 3), []
-    torch.export.export(Elsewhere(), (real,))
+    torch.export.export(Returns(elsewhere), (real,))
     assert outputs and all(output.shape == (4, 3) for output in outputs)
 
 
@@ -231,17 +228,14 @@ class Replaces(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize(
-    "layer, message",
-    [
-        (Draws(lambda self: random.random()), "layer 'odd'"),
-        (Draws(lambda self: numpy.random.rand()), "layer 'odd'"),
-        (Draws(lambda self: self.python.random()), "layer 'odd'"),
-        (Draws(lambda self: self.numpy.random()), "layer 'odd'"),
-        (Draws(lambda self: torch.rand(3, generator=self.torch)), "layer 'odd'"),
-        (Replaces(), "replaced a buffer of layer 'odd'"),
-    ],
-)
+@pytest.mark.parametrize("layer, message", [
+    (Draws(lambda self: random.random()), "layer 'odd'"),
+    (Draws(lambda self: numpy.random.rand()), "layer 'odd'"),
+    (Draws(lambda self: self.python.random()), "layer 'odd'"),
+    (Draws(lambda self: self.numpy.random()), "layer 'odd'"),
+    (Draws(lambda self: torch.rand(3, generator=self.torch)), "layer 'odd'"),
+    (Replaces(), "replaced a buffer of layer 'odd'"),
+])  # fmt: skip
 def test_a_layer_that_cannot_be_repeated_is_not_recomputed(layer, message):
     x = torch.rand(4, 3, requires_grad=True)
     model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), odd=layer, two=nn.Linear(3, 3)))
@@ -252,13 +246,12 @@ def test_a_layer_that_cannot_be_repeated_is_not_recomputed(layer, message):
 
 
 def test_draws_beside_a_forward_are_not_the_layers():
-    class Passes(nn.Module):
-        def forward(self, x):
-            if not gpipe.is_recomputing():
-                random.random()  # as another thread would
-            return x
+    def passes(x):
+        if not gpipe.is_recomputing():
+            random.random()  # as another thread would
+        return x
 
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Passes()), [1, 1], chunks=2, checkpoint="always")
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Returns(passes)), [1, 1], chunks=2, checkpoint="always")
     pipe(torch.rand(4, 3)).sum().backward()
 
 

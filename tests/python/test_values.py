@@ -161,21 +161,18 @@ def in_a_layer(forward):
 
 
 @pytest.mark.parametrize("in_pipeline", [False, True])
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (in_a_layer(lambda self, x: stash("b", x)), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
-        (in_a_layer(lambda self, x: pop("a")), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
-        (in_a_layer(yields_its_input), TypeError, r"yielded tensor.*yield only stash\(...\), pop\(...\) and peek\(...\)"),
-        (lambda _: Add()(torch.zeros(1)), RuntimeError, "'skip'.* stashed"),
-        (lambda _: stash("a", torch.zeros(1)), RuntimeError, r"stash\('a'\) was called outside the forward of a @skippable layer"),
-        (lambda _: stash("a", 1), TypeError, "must be a torch.Tensor or None"),
-        (lambda _: skippable(pop=["c"])(Add), TypeError, "skippable already"),
-        (lambda _: skippable(stash=[1]), TypeError, None),
-        (lambda _: Stash().isolate(Namespace(), only=["unknown"]), ValueError, "'unknown'"),
-        (lambda _: gpipe.GPipe(nn.Sequential(Stash()), [1]), TypeError, r"do not match:\n  \* layer '0' \(0\) stashes 'skip', which no"),
-    ],
-)
+@pytest.mark.parametrize("call, error, message", [
+    (in_a_layer(lambda self, x: stash("b", x)), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
+    (in_a_layer(lambda self, x: pop("a")), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
+    (in_a_layer(yields_its_input), TypeError, r"yielded tensor.*yield only stash\(...\), pop\(...\) and peek\(...\)"),
+    (lambda _: Add()(torch.zeros(1)), RuntimeError, "'skip'.* stashed"),
+    (lambda _: stash("a", torch.zeros(1)), RuntimeError, r"stash\('a'\) was called outside the forward of a @skippable layer"),
+    (lambda _: stash("a", 1), TypeError, "must be a torch.Tensor or None"),
+    (lambda _: skippable(pop=["c"])(Add), TypeError, "skippable already"),
+    (lambda _: skippable(stash=[1]), TypeError, None),
+    (lambda _: Stash().isolate(Namespace(), only=["unknown"]), ValueError, "'unknown'"),
+    (lambda _: gpipe.GPipe(nn.Sequential(Stash()), [1]), TypeError, r"do not match:\n  \* layer '0' \(0\) stashes 'skip', which no"),
+])  # fmt: skip
 def test_wrong_uses_of_skips_are_refused(call, error, message, in_pipeline):
     with pytest.raises(error, match=message):
         call(in_pipeline)
