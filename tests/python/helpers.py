@@ -278,5 +278,6 @@ def content_of_snapshot(folder):
         group["params"].sort()
     for file in content.pop("files"):
         tensors = safetensors.torch.load_file(folder / file)
-        content |= {name: (value.dtype, value.tolist()) for name, value in tensors.items()}
+        bytes_of = {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+        content |= {name: (value.dtype, value.shape, bytes_of[name]) for name, value in tensors.items()}
     return content
