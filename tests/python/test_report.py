@@ -37,6 +37,15 @@ def simulated(seconds=(1, 1, 2, 1, 1), chunks=2, schedule="1f1b", workers=2, che
     return _C.Schedule(schedule, [*range(workers)], chunks, checkpoint).simulate(seconds).timeline
 
 
+def assert_filled(step, rel=None):
+    """The parts of a step fill it, and the work and waits of each of two workers do."""
+    wall = step["end"] - step["start"]
+    assert sum(step["parts"].values()) == pytest.approx(wall)
+    filled = sum(end - start for _, start, end, _ in step["waits"])
+    filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
+    assert filled == pytest.approx(2 * wall, rel=rel)
+
+
 def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     with pytest.raises(RuntimeError, match="nothing has been traced"):
         pipe.report()
@@ -47,11 +56,7 @@ def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     report = pipe.report()
     assert len(report.steps) == 3 and len(report.steps[0]["spans"]) == 2 * 2 * 4 + 2 * 3  # all but the last recompute
     for step in report.steps:
-        wall = step["end"] - step["start"]
-        assert sum(step["parts"].values()) == pytest.approx(wall)
-        filled = sum(end - start for _, start, end, _ in step["waits"])
-        filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
-        assert filled == pytest.approx(2 * wall)
+        assert_filled(step)
     pipe.trace(pipe._timeline)  # goes on
     train(pipe)
     assert [step["step"] for step in pipe.report().steps] == [0, 1, 2, 3, 4]
@@ -85,10 +90,7 @@ def test_over_ranks_rank_0_reports_and_shows():
     (steps, log), others = results_of(2, report_and_watch)
     assert others == ([], "") and log.count("\n") == 2
     for step in steps:
-        wall = step["end"] - step["start"]
-        filled = sum(end - start for _, start, end, _ in step["waits"])
-        filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
-        assert filled == pytest.approx(2 * wall, rel=0.005) and sum(step["parts"].values()) == pytest.approx(wall)
+        assert_filled(step, 0.005)
     assert len(steps) == 2
 
 
