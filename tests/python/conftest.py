@@ -1,9 +1,13 @@
-"""Fixtures of several tests."""
+"""Settings of all tests."""
 
 import os
 
 import pytest
 import torch
+
+
+# Every stage uses as many threads as one stage does, and small models do not wait for threads.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
@@ -16,13 +20,3 @@ def pytest_collection_modifyitems(items):
 def long(*arguments):
     """Marks parameters whose test takes long."""
     return pytest.param(*arguments, marks=pytest.mark.long)
-
-
-@pytest.fixture
-def one_thread():
-    """Runs each operator on one thread. So every stage uses as many as one stage does, and small models do not wait for
-    threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

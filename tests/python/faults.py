@@ -16,6 +16,7 @@ from torch import nn
 
 import gpipe
 from helpers import results_of
+from small_models import Returns
 
 SAMPLES, WIDTH = 512, 384
 
@@ -36,38 +37,17 @@ class Work(nn.Module):
         return x
 
 
-class Widen(nn.Module):
-    def forward(self, x):
-        return x.repeat(1, 100)
-
-
-class Narrow(nn.Module):
-    def forward(self, x):
-        return x[:, :WIDTH]
-
-
-class Loader:
-    """Sleeps before each mini-batch."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __call__(self):
-        time.sleep(self.seconds)
-        return torch.randn(SAMPLES, WIDTH)
-
-
 def report_of(layers, balance, chunks=16, checkpoint="never", seconds=0.0, ranks=None):
     """Trains. Returns the names of costs, the largest first, the stage that takes longest, and the report in words."""
     torch.manual_seed(0)
     devices = ["cpu"] * (len(balance) // (ranks.size if ranks else 1))
     options = {"chunks": chunks, "checkpoint": checkpoint, "schedule": "1f1b", "devices": devices, "group": ranks}
     pipe = gpipe.GPipe(nn.Sequential(*layers), balance, **options)
-    load = Loader(seconds)
     for traced in (False, True):
         pipe.trace(gpipe.Timeline() if traced else None)
         for _ in range(6 if traced else 2):
-            x = load()
+            time.sleep(seconds)  # of the loader
+            x = torch.randn(SAMPLES, WIDTH)
             pipe.step(x, x, nn.functional.mse_loss)
     report = pipe.report()
     return [*report.parts][1:], report.busiest, str(report)
@@ -105,7 +85,7 @@ def held_lock(rng):
 
 
 def slow_wire(rng):
-    layers = [Work(1), Widen(), Narrow(), Work(1)]
+    layers = [Work(1), Returns(lambda x: x.repeat(1, 100)), Returns(lambda x: x[:, :WIDTH]), Work(1)]
     return lambda ranks=None: report_of(layers, [2, 2], chunks=4, ranks=ranks), "wires", None
 
 

@@ -144,9 +144,6 @@ HABITS = {
         "n = x.shape[1]; return x + self.cache.setdefault(n, torch.ones(n, 1) * n)", "self.cache = {}", **LONGER
     ),
     "number": H("return x * self.scale", "self.scale = 1.0", after="self.scale = 2.0"),
-    "number in an object": H(
-        "return x * self.config.rate", "self.config = SimpleNamespace(rate=1.0)", after="self.config.rate = 2.0"
-    ),
     "global": H("return x * GLOBAL.scale", before="GLOBAL.scale = 1.0", after="GLOBAL.scale = 2.0", guard="global"),
     "global counter": H("GLOBAL.calls += 1; return x * 2", before="GLOBAL.calls = 0", guard="global"),
     "number in a list of a configuration": H(
@@ -176,11 +173,9 @@ HABITS = {
     "text": H("return x.sin() if self.act == 'sin' else x.cos()", "self.act = 'sin'", after="self.act = 'cos'"),
     "function": H("return self.act(x)", "self.act = torch.tanh", after="self.act = torch.sin"),
     "dropout.p": H("return x + self.drop(x)", "self.drop = nn.Dropout(0.0)", after="self.drop.p = 1.0"),
-    "functional dropout": H("return x + F.dropout(x, self.rate, self.training)", "self.rate = 1.0"),
     "drop path": H(
         "return x / (1 - self.rate) if self.rate and self.training else x", "self.rate = 0.0", after="self.rate = 0.5"
     ),
-    "negative_slope": H("return self.act(x)", "self.act = nn.LeakyReLU()", after="self.act.negative_slope = 0.5"),
     # Random numbers that do not depend on the order of the blocks.
     "random.Random": H("return x * self.draw.random()", "self.draw = random.Random(0)"),
     "numpy generator": H("return x * float(self.draw.random())", "self.draw = numpy.random.default_rng(0)"),
@@ -242,7 +237,6 @@ def train(self, mode=True):
         "return x * (2 if self.dense.training else 3)", after="self.dense.eval()", guard="modes"
     ),
     "momentum": H(USE_NORM, NORM, after="self.norm.momentum = 0.7"),
-    "momentum None": H(USE_NORM, NORM, after="self.norm.momentum = None"),
     "eps": H(USE_NORM, NORM, after="self.norm.eps = 0.5"),
     "reset_running_stats()": H(
         USE_NORM, NORM, before="self.norm.running_var *= 3", after="self.norm.reset_running_stats()"
@@ -288,7 +282,6 @@ with torch.enable_grad():
         "return x * getattr(self, 'less', 1)", "self.less = nn.Parameter(torch.ones(4))", after="del self.less"
     ),
     "part of a buffer": H("return x + self.rows[: x.shape[1]]", "self.rows = nn.Buffer(torch.randn(8, 4))", **LONGER),
-    "load_state_dict()": H(whole="called.load_state_dict({k: v * 0.5 for k, v in called.state_dict().items()})"),
     "assign=True": H(whole="called.load_state_dict({k: v * 0.5 for k, v in called.state_dict().items()}, assign=True)"),
     "replaces a buffer": H(
         "y = self.mean; self.mean = y * 0.9 + x.detach().mean((0, 1)); return x if self.training else x - y",
@@ -328,16 +321,13 @@ def _load_from_state_dict(self, state, prefix, *others):
     "_check_tensor_all()": H("torch._check_tensor_all(input < 1000); return x", bad="numbers() * 1e6", **WITH_INPUT),
     "raise": H("if x.shape[1] > 3: raise ValueError('too long')\nreturn x", bad="numbers(5, 4, 4)"),
     "//": H("n = x.shape[1]; return x * ((1 - n) // 2) + x * (n // 2)", **LONGER),
-    "%": H("return x * (-x.shape[1] % 3 + 1)", **LONGER),
     "**": H("n = x.shape[1]; return x * (n - 5) ** 3 / n**2", **LONGER),
-    "** negative": H("return x * x.shape[1] ** -2", **LONGER),
     # Changes in place.
     "changes a view": H("y = x * 1; y[:, :, 1:].mul_(2); y.transpose(1, 2)[:, 0].add_(1); return y"),
     "changes its input": H(forward="x.mul_(2); return x + self.dense(x).sin()", call="return block(x) + x"),
     # Interfaces of blocks.
     "returns its input": H(forward="return x"),
     "returns a view": H(forward="return x[:, :, 1:]", call="return torch.cat([block(x), x[:, :, :1]], 2)"),
-    "returns a tuple": H(forward="return x, self.dense(x).sin()", call="a, b = block(x); return a + b"),
     "returns a dict": H(forward="return {'x': self.dense(x).sin(), 'none': None}", call="return x + block(x)['x']"),
     "returns a named tuple": H(
         forward="return Pair(self.dense(x).sin(), [x])", call="y = block(x); return y.first + y.second[0]"
@@ -346,7 +336,6 @@ def _load_from_state_dict(self, state, prefix, *others):
     "takes a keyword": H(
         forward="return x + self.dense(x).sin() * (1 if key is None else key)", call="return block(x, key=input)"
     ),
-    "takes a number": H(forward="return x + self.dense(x).sin() * input", call="return block(x, 0.5)"),
     "takes a dict": H(
         forward="return x['x'] + self.dense(x['y'][0]).sin()", call="return block({'x': x, 'y': [input, None]})"
     ),
@@ -382,9 +371,6 @@ def _load_from_state_dict(self, state, prefix, *others):
     "longer list": H(
         "return sum(each(x) for each in self.members)", "self.members = nn.ModuleList([nn.Linear(4, 4)])",
         after="self.members.append(nn.Linear(4, 4).double())",
-    ),
-    "ParameterList": H(
-        "return x * self.members[0]", "self.members = nn.ParameterList([torch.ones(4), torch.zeros(4)])"
     ),
     "script": H("return self.inner(x)", "self.inner = torch.jit.script(nn.Linear(4, 4))"),
     "compile": H("return self.inner(x)", "self.inner = torch.compile(nn.Linear(4, 4), backend='eager')"),

@@ -1,6 +1,7 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -214,12 +215,15 @@ def run_on_two_ranks(program, folder, *arguments):
     return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
-def _run(rank, size, folder, body, arguments):
+def _start(rank, size, folder):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    join(rank, size, folder)
+
+
+def _run(body, arguments):
     result = error = None
     try:
-        join(rank, size, folder)
         with gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60) as ranks:
             result = body(ranks, *arguments)
     except BaseException as raised:
@@ -227,18 +231,40 @@ def _run(rank, size, folder, body, arguments):
     return pickle.dumps((result, error))  # as they are, tensors would share their memory
 
 
+class _Job:
+    """New processes, which are the default process group of torch.distributed."""
+
+    def __init__(self, size):
+        self.folder = tempfile.TemporaryDirectory()
+        options = {"mp_context": _context, "initializer": _start}
+        ranks = range(size)
+        self.processes = [ProcessPoolExecutor(1, initargs=(rank, size, self.folder.name), **options) for rank in ranks]
+
+    def run(self, body, arguments):
+        results = [process.submit(_run, body, arguments) for process in self.processes]
+        return [pickle.loads(result.result()) for result in results]
+
+
 def run_job(size, body, *arguments):
     """Calls ``body(ranks, *arguments)`` in new processes. Returns for each rank a tuple (result, error), where the error is
     the text of the exception that ended it, or None."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, mp_context=_context) as processes:
-        results = [processes.submit(_run, rank, size, folder, body, arguments) for rank in range(size)]
-        return [pickle.loads(each.result()) for each in results]
+    job = _Job(size)
+    results = job.run(body, arguments)
+    for wait in (False, True):  # the processes may wait for each other at their end
+        for process in job.processes:
+            process.shutdown(wait)
+    return results
+
+
+_lasting_job = functools.cache(_Job)
 
 
 def results_of(size, body, *arguments):
-    """The results of a job in which no rank fails."""
-    results = run_job(size, body, *arguments)
+    """The results of a job in which no rank fails. Its processes remain for the next one."""
+    results = _lasting_job(size).run(body, arguments)
     errors = [error for _, error in results]
+    if any(errors):
+        _lasting_job.cache_clear()
     assert errors == [None] * size, errors
     return [result for result, _ in results]
 
@@ -252,5 +278,6 @@ def content_of_snapshot(folder):
         group["params"].sort()
     for file in content.pop("files"):
         tensors = safetensors.torch.load_file(folder / file)
-        content |= {name: (value.dtype, value.tolist()) for name, value in tensors.items()}
+        bytes_of = {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+        content |= {name: (value.dtype, value.shape, bytes_of[name]) for name, value in tensors.items()}
     return content

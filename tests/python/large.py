@@ -2,7 +2,7 @@
 
     python large.py MILLIONS    e.g. 800: so many parameters, of 16 bytes each with gradient and Adam, over four processes
 
-Four processes plan, train three steps, save, train on and are killed. Three processes with another cut load the snapshot and
+Four processes plan, train two steps, save, train on and are killed. Three processes with another cut load the snapshot and
 must have the same losses. From 300 millions on, each has a limit of memory in which one process cannot hold the parameters and
 gradients. The kernel tells the most resident memory in each phase, beyond that of the same process after a small model. It must
 be at most 1.15 x (parameters + gradients + Adam's state + counted activations of the rank) + 60 MiB, or 100 MiB for smaller
@@ -25,7 +25,7 @@ from torch import nn
 
 import gpipe
 
-WORDS, LENGTH, SAMPLES, CHUNKS = 1000, 16, 4, 2
+WORDS, LENGTH, SAMPLES, CHUNKS = 1000, 8, 4, 2
 MIB = 1 << 20
 
 
@@ -107,15 +107,15 @@ def run(ranks, folder, width, balance, resumes, phases):
     if resumes:
         phases("loaded", lambda: gpipe.snapshot.load(folder, pipe, optimizer=optimizer))
     else:
-        phases("trained", lambda: train(pipe, optimizer, range(3)))
+        phases("trained", lambda: train(pipe, optimizer, range(2)))
         phases("saved", lambda: gpipe.snapshot.save(folder, pipe, optimizer=optimizer))
     timeline = gpipe.Timeline()
     pipe.trace(timeline)
-    losses = phases("trained on", lambda: train(pipe, optimizer, range(3, 6)))
+    losses = phases("trained on", lambda: train(pipe, optimizer, range(2, 4)))
     parameters = size_of(pipe)
     activations = max(timeline.peak_bytes()) - parameters  # without gradients
     told = {"losses": losses, "balance": pipe.balance, "parameters": parameters, "activations": activations}
-    return told, lambda: train(pipe, optimizer, range(6, 1000000))
+    return told, lambda: train(pipe, optimizer, range(4, 1000000))
 
 
 def child(folder, width, balance, limit):

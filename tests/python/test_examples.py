@@ -43,7 +43,7 @@ def carvana(tmp_path):
     return tmp_path / "data"
 
 
-def test_unet_learns_from_carvanas_files(carvana, tmp_path, monkeypatch, capsys, one_thread):
+def test_unet_learns_from_carvanas_files(carvana, tmp_path, monkeypatch, capsys):
     plan = {"balance": [5, 18], "chunks": 2, "checkpoint": "never", "schedule": "1f1b", "placement": [0, 1]}
     monkeypatch.setattr("gpipe.pipeline.choose_plan", lambda *arguments, **options: plan)
     flags = "--depth 1 --channels 4 --scale 0.5 --batch-size 4 --workers 0 --epochs 60"

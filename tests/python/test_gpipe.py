@@ -1,15 +1,15 @@
-"""A pipeline as a module: attributes, options, micro-batches, copies, hooks and timelines."""
+"""A pipeline as a module: attributes, options, copies and hooks. Batch norm with running statistics of whole mini-batches."""
 
 import copy
 import importlib
 import pickle
-import pydoc
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
+from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Double, make_linears, make_tied_model, tied_batch
 
 
@@ -17,17 +17,13 @@ def test_attributes_and_layers():
     layers = make_linears()
     pipe = gpipe.GPipe(layers, [1, 3], devices=["cpu"] * 4, chunks=42.0, checkpoint="always")
     assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([1, 3], 42, "always")
-    assert pipe.devices == [torch.device("cpu")] * 2
+    assert pipe.devices == [torch.device("cpu")] * 2 and pipe.module is layers
     assert [len(partition) for partition in pipe.partitions] == [1, 3]
-    assert len(pipe) == 4
-    assert list(pipe) == list(layers)
-    assert pipe[-1] is layers[3]
-    with pytest.raises(IndexError):
-        pipe[4]
-    with pytest.raises(TypeError):
-        pipe[1:]
+    assert len(pipe) == 4 and list(pipe) == list(layers) and pipe[-1] is layers[3]
+    for wrong, error in ((4, IndexError), (slice(1, None), TypeError)):
+        with pytest.raises(error):
+            pipe[wrong]
     assert dict(pipe.named_modules()).keys() == dict(layers.named_modules()).keys()
-    assert pipe.module is layers
     text = repr(gpipe.GPipe(layers, [2, 2], chunks=8, checkpoint="always", deferred_batch_norm=True))
     options = "balance=[2, 2], devices=[cpu, cpu], chunks=8, checkpoint='always', schedule='gpipe'"
     assert text.startswith(f"GPipe(\n  {options}, deferred_batch_norm=True\n") and text.count("Linear(in_features=3") == 4
@@ -54,21 +50,16 @@ def test_copies_are_independent(copies):
     assert copied[6] is copied.module[6] is layer
 
 
-@pytest.mark.parametrize(
-    "replace",
-    [
-        lambda pipe: setattr(pipe[3], "weight", nn.Parameter(torch.eye(3))),
-        lambda pipe: pipe.partitions[1].__setitem__(1, Double()),
-        lambda pipe: setattr(pipe, "3", Double()),
-    ],
-)
-def test_parameters_and_layers_can_be_replaced(replace):
-    pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2)
-    x = torch.rand(4, 3)
-    pipe(x)
-    replace(pipe)
-    expected = nn.Sequential(*pipe)(x)
-    torch.testing.assert_close(pipe(x), expected)
+def test_parameters_and_layers_can_be_replaced():
+    pipe, x = gpipe.GPipe(make_linears(), [2, 2], chunks=2), torch.rand(4, 3)
+    for replace in (
+        lambda: None,
+        lambda: setattr(pipe[3], "weight", nn.Parameter(torch.eye(3))),
+        lambda: pipe.partitions[1].__setitem__(1, Double()),
+        lambda: setattr(pipe, "3", nn.Tanh()),
+    ):
+        replace()
+        torch.testing.assert_close(pipe(x), nn.Sequential(*pipe)(x))
 
 
 def test_hooks_of_pipeline_stages_layers_and_parameters_run():
@@ -109,26 +100,60 @@ def test_the_names_of_the_package_are_few_and_those_of_torchgpipe_are_where_it_h
             assert hasattr(importlib.import_module(f"gpipe{module}"), name), name
 
 
-def test_a_converted_model_takes_the_arguments_of_its_module():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+@pytest.mark.parametrize(("convert", "norm"), [(False, nn.BatchNorm2d(4)), (True, nn.BatchNorm2d(4, momentum=None))])
+def test_statistics_equal_those_of_the_whole_mini_batch(convert, norm):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(norm), nn.ReLU())
+    model = copy.deepcopy(plain)
+    if convert:
+        model = DeferredBatchNorm.convert_deferred_batch_norm(model)
+    pipe = gpipe.GPipe(model, [1, 1, 1], chunks=4, checkpoint="always", deferred_batch_norm=not convert)
+    for batch in (8, 3, 8):  # a batch of 3 makes only three micro-batches
+        x = torch.rand(batch, 3, 8, 8)
+        if batch == 3:
+            pipe.step(x, x, gpipe.Loss(lambda output, _: output.sum(), reduction="sum"))
+        else:
+            pipe(x).sum().backward()
+        plain(x)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(pipe[1], name), getattr(plain[1], name))
+    pipe.eval()
+    plain.eval()
+    torch.testing.assert_close(pipe(x), plain(x))
+    assert list(pipe.state_dict()) == list(plain.state_dict())
 
-        def forward(self, x, mask=None, scale=1.0):
-            return self.second(torch.tanh(self.first(x)) * mask)
 
-    module, x, mask = Masked(), torch.rand(4, 3), torch.rand(4, 3)
-    for args, kwargs in ((), {"x": x, "mask": mask}), ((x,), {"mask": mask}), ((x, mask), {}):
-        pipe = gpipe.GPipe(gpipe.to_sequential(module, *args, **kwargs), [1, 1], chunks=2)
-        torch.testing.assert_close(pipe(*args, **kwargs), module(x, mask))
-        torch.testing.assert_close(pipe(*args, **kwargs, other=None), module(x, mask))
-        with pytest.raises(TypeError):
-            pipe(*args, **kwargs, scale=2.0)  # which the conversion did not see
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_micro_batches_without_values(momentum):
+    deferred = DeferredBatchNorm(2, momentum=momentum, chunks=2)
+    plain = nn.BatchNorm1d(2, momentum=momentum)
+    with pytest.raises(ValueError, match="more than 1 value"):  # and does not count
+        deferred(torch.full((1, 2), 1e6))
+    empty = torch.rand(0, 2)
+    for parts in ([torch.rand(4, 2), empty], [empty, torch.rand(4, 2)], [empty, empty], [torch.rand(2, 2)] * 2):
+        for part in parts:
+            deferred(part)
+        plain(torch.cat(parts))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(deferred, name), getattr(plain, name))
 
 
-def test_the_help_begins_with_the_pipeline():
-    text = pydoc.plain(pydoc.render_doc(gpipe.GPipe))
-    names = ("Methods: step", "Args:", " step(", " register_forward_hook(")
-    places = [text.replace(":meth:`", "").find(name) for name in names]
-    assert -1 not in places and places == sorted(places)
+def test_the_variance_is_accurate_for_a_large_mean():
+    torch.manual_seed(0)
+    x = (torch.randn(64, 2) * 3000 + 1e5).bfloat16()
+    deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
+    for part in x.chunk(2):
+        deferred(part)
+    torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=1e-5, atol=0)
+
+
+def test_converting_shares_parameters_and_buffers():
+    norm = nn.BatchNorm1d(2).eval()
+    converted = DeferredBatchNorm.convert_deferred_batch_norm(norm, chunks=2)
+    assert isinstance(converted, DeferredBatchNorm) and not converted.training
+    assert converted.weight is norm.weight and converted.running_mean is norm.running_mean
+    assert DeferredBatchNorm.convert_deferred_batch_norm(converted, chunks=2) is converted
+    untracked = nn.BatchNorm1d(2, track_running_stats=False)
+    assert DeferredBatchNorm.convert_deferred_batch_norm(untracked) is untracked
+    nested = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
+    assert isinstance(DeferredBatchNorm.convert_deferred_batch_norm(nested)[0][0], DeferredBatchNorm)

@@ -20,7 +20,7 @@ import gpipe
 from conftest import long
 from habits import HABITS, numbers
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
@@ -244,17 +244,19 @@ MAY_REFUSE = {
 NATIVE = """
     adapter, after | another layer | weight_norm, after | forward hook of a child, after | global hook | number | global
     number in a list of a configuration | attribute of the class | float32 input | float() | dropout.p | norm.eval()
-    mode of another module | partial | hook of a tensor that logs | parameter that comes | autocast
+    mode of another module | partial | hook of a tensor that logs | parameter that comes | parameter that goes | autocast
+    another parameter | tied parameters, after | assert | _check_tensor_all() | autocast inside
 """
 # Habits that resemble others.
 SIBLINGS = """
     own parametrization, before | prune, before | tied parameters, before | requires_grad, before | own forward, before
-    forward of a child, before | adapter, before | hook of a parameter, before | pre-hook, after | device | vmap() | %
-    backward hook of a child, after | stride() | number in an object | negative_slope | functional dropout | frozen norm
-    momentum None | functional_call() | load_state_dict() | ** negative | _check_tensor_all() | returns a view
-    returns a tuple | takes a dict | takes a number | ModuleDict | ParameterList | part of a block | autocast inside
+    forward of a child, before | adapter, before | hook of a parameter, before | pre-hook, after | device | vmap()
+    backward hook of a child, after | stride() | frozen norm | functional_call() | _check_tensor_all() | returns a view
+    takes a dict | ModuleDict | part of a block | autocast inside
 """
-SHORT = {*[*HABITS][::4], "LSTM", "causal mask", "batch second"}  # one of four, and kinds that nothing else has
+# One of four, and kinds that nothing else has.
+KINDS = {"LSTM", "causal mask", "batch second", "caches by size", "default dtype", "mode of another module", "input.requires_grad", "**"}
+SHORT = KINDS | {*[*HABITS][::4]}
 LONG = {name.strip() for name in re.split(r"[|\n]", SIBLINGS)} | HABITS.keys() - SHORT
 
 
@@ -285,12 +287,20 @@ def test_a_pipeline_works_again_when_a_change_is_undone(native):
         assert torch.equal(pipe(x), expected)
 
 
-def test_a_module_that_was_replaced_before_the_pipeline_was_made_is_named():
-    model, _ = made("", "root")
-    sequence = gpipe.to_sequential(model, numbers(), native=True)
-    model.blocks[1].dense = nn.Linear(4, 4).double()
-    with pytest.raises(RuntimeError, match=r"'blocks\.1\.dense' of the model was replaced since the conversion"):
-        gpipe.GPipe(sequence, [1, len(sequence) - 1], chunks=2)
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_module_that_is_replaced_is_named_or_used_and_stays_in_the_model(calls):
+    for native in (True, False):
+        model, _ = made("", "root")
+        sequence, x = gpipe.to_sequential(model, numbers(), native=native), numbers(seed=2)
+        for _ in range(calls):
+            sequence(x)
+        model.blocks[1].dense = replaced = nn.Linear(4, 4).double()
+        if native:
+            with pytest.raises(RuntimeError, match=r"'blocks\.1\.dense' of the model was replaced since the conversion"):
+                sequence(x) if calls else gpipe.GPipe(sequence, [1, len(sequence) - 1], chunks=2)
+        else:
+            torch.testing.assert_close(gpipe.GPipe(sequence, [1, len(sequence) - 1], chunks=1)(x), model(x))
+            assert model.blocks[1].dense is replaced
 
 
 @pytest.mark.parametrize("name", ["logs", "random.Random", "max_norm"])

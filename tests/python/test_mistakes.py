@@ -11,6 +11,7 @@ from torch import nn
 import gpipe
 from gpipe import balance
 from helpers import Fail, make_linears, notes
+from small_models import Returns
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -144,8 +145,14 @@ MISTAKES = [
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2, seconds=0).decode, AttributeError, r"; .* use \.module\.decode"),
+    (lambda: setattr(pipe(), "chunk", 8), AttributeError, "a pipeline has no 'chunk'; did you mean 'chunks'?"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
+    (lambda: gpipe.GPipe.from_module(Whole(), X, 2), TypeError, "kwargs must be a dict of .* arguments, but is 2; give stages by name"),
+    (lambda: gpipe.GPipe.from_module(Whole(), {"x": X}), ValueError, "not dict; give arguments by name as kwargs="),
+    (lambda: gpipe.GPipe.from_module(Whole(), [X.tolist()]), ValueError, "give an example input, with tensors"),
+    (lambda: from_module(chunk=4), TypeError, "unexpected keyword argument 'chunk'"),
+    (lambda: from_module(balance=[1, 1], memory=10, seconds=0), RuntimeError, "nothing fits: the plan that lacks least"),
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), ValueError, "no schedule and number of replicas suits 1 devices"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
@@ -249,16 +256,13 @@ class UseForeign(nn.Module):
         return x * FOREIGN
 
 
-@pytest.mark.parametrize(
-    "layer, error, text, place",
-    [
-        (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
-        # Unlike a raise, this makes no exception object.
-        (Fails(lambda x: x.register_hook(lambda _: 1 / 0)), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
-        (Fails(not_twice), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
-        (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
-    ],
-)
+@pytest.mark.parametrize("layer, error, text, place", [
+    (Fail(), ValueError, "from the layer", "forward of micro-batch 0 on stage 1, layer '1'"),
+    # Unlike a raise, this makes no exception object.
+    (Fails(lambda x: x.register_hook(lambda _: 1 / 0)), ZeroDivisionError, "by zero", "backward of micro-batch 1 on stage 1"),
+    (Fails(not_twice), LookupError, "not twice", "recompute of micro-batch 1 on stage 1, layer '1'"),
+    (UseForeign(), ValueError, "parameter.* nor an input", "recompute of micro-batch 1 on stage 1"),
+])  # fmt: skip
 @needs_notes
 def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), layer), [1, 1], chunks=2, checkpoint="always")
@@ -272,11 +276,14 @@ def test_an_error_gets_a_note_of_its_place(layer, error, text, place):
 
 
 @needs_notes
-def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
-        gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(1, 3))
-    assert "use fewer chunks" in notes(raised.value)[0] and "drop_last=True" in notes(raised.value)[0]
+@pytest.mark.parametrize("layer, batch, words", [
+    (nn.BatchNorm1d(3), X[:1], ("use fewer chunks", "drop_last=True")),
+    (Returns(lambda x: (x, x)), X, ("here a tuple; take a tensor of it, such as lambda output, target: criterion(output[0], target)",)),
+])  # fmt: skip
+def test_a_note_tells_what_to_do(layer, batch, words):
+    with pytest.raises((AttributeError, TypeError, ValueError)) as raised:
+        gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), layer), [1, 1], chunks=2).step(batch, batch, F.mse_loss)
+    assert all(each in notes(raised.value)[0] for each in words)
 
 
 def test_layers_learn_whether_they_are_recomputed():

@@ -17,7 +17,6 @@ from gpipe import _C
 
 FINETUNE = Path(os.environ["GPIPE_BUILD_DIR"]) / "examples" / "finetune" / "finetune"
 BATCH, STEPS = 4, 4
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

@@ -15,6 +15,7 @@ import gpipe
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.skip import skippable, stash
 from helpers import Add, gradients, make_tied_model, results_of, tied_batch
+from small_models import batch, make_net
 
 
 def make_model():
@@ -22,21 +23,14 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def test_parameters_buffers_and_layers_are_found_by_name():
-    pipe = gpipe.GPipe(make_model(), [1, 3])
-    assert next(pipe.named_parameters("x"))[0] == "x.0.weight"
-    pipe.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    assert "scale" in dict(pipe.named_parameters())
-    assert pipe.get_parameter("3.weight") is pipe[3].weight
-    assert pipe.get_buffer("1.running_mean") is pipe[1].running_mean
-    with pytest.raises(AttributeError, match="no attribute '7'"):
-        getattr(pipe, "7")
-    assert not hasattr(gpipe.GPipe.__new__(gpipe.GPipe), "0")
+def taken_names(*others):
+    """The names of what a pipeline has that a module has not."""
+    taken = [*vars(gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])), *vars(gpipe.GPipe), *others]
+    return [name for name in dict.fromkeys(taken) if not hasattr(nn.Sequential(), name)]
 
 
 def test_layers_may_have_the_names_of_what_a_pipeline_has():
-    taken = [*vars(gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])), *vars(gpipe.GPipe), "partitions", "_run", "_kept"]
-    names = [name for name in dict.fromkeys(taken) if not hasattr(nn.Sequential(), name)]
+    names = taken_names("partitions", "_run", "_kept")
     assert {"balance", "chunks", "partitions", "step"} <= set(names)
     half = len(names) // 2
     torch.manual_seed(0)
@@ -46,9 +40,9 @@ def test_layers_may_have_the_names_of_what_a_pipeline_has():
     gpipe.GPipe.step(pipe, x, target, F.mse_loss)
     F.mse_loss(plain(x), target).backward()
     torch.testing.assert_close(gradients(pipe), gradients(plain))
-    assert list(pipe.state_dict()) == list(plain.state_dict())
     state = scaled(plain.state_dict())
     pipe.load_state_dict(state)
+    assert list(pipe.state_dict()) == list(state)
     assert all(torch.equal(pipe.get_parameter(name), value) for name, value in state.items())
     assert pipe.partitions[0] is not plain.partitions
 
@@ -74,9 +68,7 @@ class Named(nn.Module):
 )
 def test_a_converted_model_may_have_the_names_of_what_a_pipeline_has(make, native):
     x = torch.randn(4, 3)
-    sequence = gpipe.to_sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), x, native=True)
-    taken = [*vars(gpipe.GPipe(sequence, [2])), *vars(sequence), "original", "own"]
-    names = [name for name in dict.fromkeys(taken) if not hasattr(nn.Sequential(), name)]
+    names = taken_names(*vars(gpipe.to_sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), x)), "original", "own")
     few = "_sequence", "guards", "original", "own"
     model = Named(names, make, Named(few, lambda: nn.Linear(3, 3), nn.Tanh()))
     sequence = gpipe.to_sequential(model, x, native=native)
@@ -103,11 +95,14 @@ def scaled(state):
     return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
 
 
-@pytest.mark.parametrize("make", [make_model, make_tied_model])
+@pytest.mark.parametrize("make", [make_model, make_tied_model, make_net])
 def test_names_and_states_are_those_of_the_unpartitioned_model(make):
-    plain, pipe, other = make(), *(gpipe.GPipe(make(), [first, len(make()) - first]) for first in (1, 2))
+    plain = make()
+    layers = [gpipe.to_sequential(make(), batch()) if make is make_net else make() for _ in range(2)]
+    pipe, other = (gpipe.GPipe(each, [first, len(each) - first]) for first, each in enumerate(layers, start=1))
     for what in ("named_parameters", "named_buffers", "state_dict"):
         assert list(dict(getattr(pipe, what)())) == list(dict(getattr(plain, what)()))
+    assert next(pipe.named_parameters("x"))[0] == f"x.{next(plain.named_parameters())[0]}"
     duplicates = {"remove_duplicate": False}
     assert [*dict(pipe.named_parameters(**duplicates))] == [*dict(plain.named_parameters(**duplicates))]
     state = pipe.state_dict()
@@ -121,8 +116,9 @@ def test_names_and_states_are_those_of_the_unpartitioned_model(make):
     nested = nn.ModuleDict({"pipe": pipe})
     assert list(nested.state_dict()) == [f"pipe.{key}" for key in state]
     nested.load_state_dict(nested.state_dict())
-    del state["0.weight"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+    first = next(iter(state))
+    state["more"] = state.pop(first)
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{first}"(.|\n)*: "more"'):
         other.load_state_dict(state)
 
 
@@ -161,20 +157,12 @@ def test_functional_call_computes_the_same_with_a_pipeline():
         y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves), state["1.running_mean"]])
     torch.testing.assert_close(results[1], results[0])
+    pipe.checkpoint = "always"
+    y = functional_call(pipe, state, (x,))
+    with pytest.raises(RuntimeError, match="parameters of layer '[03]' were replaced between"):
+        y.sum().backward()  # when it recomputes, the layers have their own parameters again
     assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
     assert pipe[0].weight.grad is None
-
-
-def test_functional_call_with_a_recompute_is_an_error():
-    """When the backward runs, the layers have their own parameters again."""
-    pipe = gpipe.GPipe(make_model().requires_grad_(False), [2, 2], checkpoint="always")
-    state = scaled(pipe.state_dict())
-    state["3.weight"].requires_grad_()
-    before = copy.deepcopy(pipe.state_dict())
-    y = functional_call(pipe, state, (torch.rand(6, 3),))
-    with pytest.raises(RuntimeError, match="parameters of layer '[03]' were replaced between"):
-        y.sum().backward()
-    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
 
 
 def test_distributed_checkpoints_are_those_of_the_unpartitioned_model():
@@ -213,9 +201,9 @@ def shard(ranks):
     def train(loss):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for batch in batches:
-            loss(batch[ranks.rank]).backward()
-            (sum(mean(model(part), None) for part in batch) / 2).backward()
+        for parts in batches:
+            loss(parts[ranks.rank]).backward()
+            (sum(mean(model(part), None) for part in parts) / 2).backward()
         torch.testing.assert_close([each.full_tensor() for each in gradients(pipe)], gradients(model))
         for optimizer in optimizers:
             optimizer.step()
@@ -234,8 +222,29 @@ def shard(ranks):
         refused(batches[0, 0])
 
 
-def test_a_whole_pipeline_can_be_sharded_but_not_its_layers():
-    results_of(2, shard)
+def train_in_parallel(ranks):
+    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2, checkpoint="never", schedule="zb_h1")
+    module, whole = nn.ModuleList([pipe]), make_tied_model()
+    module.forward = lambda x, y: pipe.compute_loss(x, y, F.cross_entropy)
+    parallel = nn.parallel.DistributedDataParallel(module)
+    for step in range(2):
+        parallel.zero_grad()
+        whole.zero_grad()
+        parallel(*(tensor.chunk(2)[ranks.rank] for tensor in tied_batch(step))).backward()
+        x, y = tied_batch(step)
+        F.cross_entropy(whole(x), y).backward()
+        torch.testing.assert_close(gradients(pipe), gradients(whole))
+    with pytest.raises(RuntimeError, match="inside DistributedDataParallel.* replicas"):
+        pipe.step(x, y, F.cross_entropy)
+
+
+def wrap(ranks):
+    train_in_parallel(ranks)
+    shard(ranks)
+
+
+def test_distributed_data_parallel_and_fsdp_average_the_gradients():
+    results_of(2, wrap)
 
 
 def train(model):

@@ -12,30 +12,15 @@ from torch import nn
 import gpipe
 from gpipe.losses import native_loss
 from helpers import named_gradients
-from small_models import asserts
+from small_models import batch, make_net
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNKS = 3
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3))
-        self.second = nn.Linear(8, 8)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        y = self.first(x)
-        return self.head(torch.cat([y, self.second(y)], 1))
-
-
 def make_pipe(checkpoint="except_last", schedule="1f1b"):
-    torch.manual_seed(0)
-    net, x, y = Net().double(), torch.randn(9, 6).double(), torch.randint(4, (9,))
+    net, x, y = make_net(), batch(9), torch.randint(3, (9,))
     sequence = gpipe.to_sequential(net, x, native=True)
-    cut = [len(sequence) // 2, len(sequence) - len(sequence) // 2]
-    return gpipe.GPipe(sequence, cut, chunks=CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y
+    return gpipe.GPipe(sequence, [6, 6], chunks=CHUNKS, checkpoint=checkpoint, schedule=schedule), x, y
 
 
 def entered_in(pipe, step):
@@ -72,25 +57,6 @@ def test_a_step_enters_no_python_function(checkpoint):
     assert entered_in(pipe, lambda: pipe.step(x, y, loss)).count("loss") == CHUNKS
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(
-    "check",
-    [asserts, lambda x: torch._check(x.argmax(1).max().item() <= 2), lambda x: torch._check_tensor_all(x[:, 3] < 2)],
-)
-def test_checks_of_data_are_not_lost(check, native):
-    class Checked(nn.Linear):
-        def forward(self, x):
-            check(x)
-            return super().forward(x)
-
-    x = torch.rand(6, 4)
-    x[:, 3], x[0, 0] = 0, 2
-    sequence = gpipe.to_sequential(nn.Sequential(Checked(4, 4)), x, native=native)
-    sequence(x)
-    with pytest.raises((RuntimeError, AssertionError), match="Runtime assertion failed" if native else None):
-        sequence(x.flip(1))
-
-
 def results_of(pipe, x, y):
     torch.manual_seed(1)
     loss = pipe.step(x, y, F.cross_entropy)
@@ -121,9 +87,7 @@ def test_a_recompute_repeats_what_its_forward_did():
                 each(x)
             each[0].register_forward_hook(lambda *_: pytest.fail("the forward had no hook"))
         loss.backward()
-    assert named_gradients(pipe).keys() == named_gradients(expected).keys()
-    for name, gradient in named_gradients(pipe).items():
-        assert torch.equal(gradient, named_gradients(expected)[name]), name
+    torch.testing.assert_close(named_gradients(pipe), named_gradients(expected), rtol=0, atol=0)
 
 
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0])
@@ -141,7 +105,6 @@ LOSSES = [
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_of_torch_are_computed_without_python(loss, monkeypatch):
     assert native_loss(loss) is not None
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     of_classes = "ignore_index" in gpipe.losses._settings_of(loss)
     x, y = torch.randn(8, 4), torch.randint(4, (8,)) if of_classes else torch.rand(8, 4)

@@ -1,5 +1,6 @@
-"""How from_module() chooses a plan; settings and evaluation of a pipeline."""
+"""Profiles, balances and plans: how from_module() chooses one. Evaluation of a pipeline."""
 
+import copy
 import json
 from collections import UserDict
 from types import SimpleNamespace
@@ -10,8 +11,8 @@ from torch import nn
 
 import gpipe
 import typed_program
-from gpipe.balance import plan
-from helpers import Add, Stash
+from gpipe import balance
+from helpers import Add, Double, Fail, Stash, make_tied_model, tied_batch
 
 
 def perceptron():
@@ -53,7 +54,7 @@ def test_an_option_fixes_what_it_names_and_the_rest_is_chosen(given, measures, m
     assert not measures or plan["chunks"] in ([3] if "chunks" in given else (2, 4, 8, 12))
 
 
-def test_each_stage_of_a_worker_has_its_checkpoint_mode(one_thread):
+def test_each_stage_of_a_worker_has_its_checkpoint_mode():
     x, y = torch.randn(12, 8), torch.randint(3, (12,))
     plan = {"balance": [2, 2, 2, 3], "placement": [0, 0, 1, 1], "schedule": "1f1b", "chunks": 4, "checkpoint": "never"}
     plain = gpipe.GPipe.from_module(perceptron(), x, **plan)
@@ -70,11 +71,6 @@ def test_each_stage_of_a_worker_has_its_checkpoint_mode(one_thread):
     assert gpipe.GPipe.from_module(perceptron(), x, stages=2, checkpoint=given, seconds=0).plan["checkpoint"] == given
 
 
-def test_a_balance_that_does_not_fit_is_refused():
-    with pytest.raises(RuntimeError, match="nothing fits: the plan that lacks least"):
-        gpipe.GPipe.from_module(perceptron(), torch.randn(12, 8), balance=[4, 5], memory="1 KB", seconds=0)
-
-
 def test_a_sequence_is_not_converted_if_a_pipeline_takes_it():
     x, shared = torch.randn(12, 8), nn.Tanh()
     plain = nn.Sequential(nn.Linear(8, 8), Stash(), nn.Linear(8, 8), Add())
@@ -85,14 +81,6 @@ def test_a_sequence_is_not_converted_if_a_pipeline_takes_it():
     torch.testing.assert_close(pipe(x), twice(x))
     pipe = gpipe.GPipe.from_module(nn.Sequential(perceptron()), x, stages=2, seconds=0.1)
     assert len(pipe) == 9
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_pipeline_whose_stages_cannot_overlap_is_told():
-    with pytest.raises(UserWarning, match="runs one stage at a time; give chunks, such as chunks=8"):
-        gpipe.GPipe(perceptron(), [4, 5])
-    gpipe.GPipe(perceptron(), [9])
-    gpipe.GPipe(perceptron(), [4, 5], chunks=1)
 
 
 def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_norm():
@@ -109,7 +97,7 @@ def test_a_plan_has_its_number_of_micro_batches_by_default_only_without_batch_no
 def test_a_model_that_is_faster_alone_is_told(monkeypatch):
     def with_a_fast_model(*arguments, **options):
         """Returns the plans of the real call. Only the time of the unpartitioned model is set here."""
-        found = plan(*arguments, **options)
+        found = balance.plan(*arguments, **options)
         return SimpleNamespace(best=found.best, unpartitioned=SimpleNamespace(fits=True, seconds=found.best.seconds / 2))
 
     monkeypatch.setattr("gpipe.planning.plan", with_a_fast_model)
@@ -120,11 +108,15 @@ def test_a_model_that_is_faster_alone_is_told(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error")
-def test_forward_warns_only_of_a_schedule_that_was_given():
+def test_warnings_are_of_what_was_given():
     x, plan = torch.randn(12, 8), {"balance": [5, 4], "chunks": 4, "checkpoint": "never", "placement": [0, 1]}
     gpipe.GPipe.from_module(perceptron(), x, stages=2, seconds=0.1)(x)
     with pytest.raises(UserWarning, match=r"only step\(\) has schedule='1f1b'"):
         gpipe.GPipe.from_module(perceptron(), x, schedule="1f1b", **plan)(x)
+    with pytest.raises(UserWarning, match="runs one stage at a time; give chunks, such as chunks=8"):
+        gpipe.GPipe(perceptron(), [4, 5])
+    gpipe.GPipe(perceptron(), [9])
+    gpipe.GPipe(perceptron(), [4, 5], chunks=1)
 
 
 def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(tmp_path):
@@ -134,27 +126,6 @@ def test_a_plan_is_made_for_a_schedule_from_a_file_and_for_a_model_of_one_layer(
     pipe = gpipe.GPipe.from_module(perceptron(), x, seconds=0, **given)
     assert pipe.schedule == given["schedule"] and pipe.step(x, x[:, :3], nn.functional.mse_loss).isfinite()
     assert gpipe.GPipe.from_module(nn.Linear(8, 8), kwargs=UserDict(input=x), seconds=0).balance == [1]
-
-
-def test_wrong_arguments_of_from_module_are_errors_at_once():
-    x = torch.randn(12, 8)
-    with pytest.raises(TypeError, match="kwargs must be a dict of the module's arguments, but is 2; give stages by name"):
-        gpipe.GPipe.from_module(perceptron(), x, 2)
-    with pytest.raises(ValueError, match="not dict; give arguments by name as kwargs="):
-        gpipe.GPipe.from_module(nn.Linear(8, 8), {"input": x})
-    with pytest.raises(ValueError, match="give an example input, with tensors"):
-        gpipe.GPipe.from_module(nn.Linear(8, 8), [x.tolist()])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
-        gpipe.GPipe.from_module(perceptron(), x, chunk=4)
-
-
-def test_a_misspelled_setting_is_an_error_and_other_attributes_are_not():
-    pipe = gpipe.GPipe(perceptron(), [5, 4])
-    with pytest.raises(AttributeError, match="a pipeline has no 'chunk'; did you mean 'chunks'?"):
-        pipe.chunk = 8
-    pipe.chunks = 8
-    pipe.device = pipe.scheduler = "kept"
-    assert (pipe.chunks, pipe.device, pipe.scheduler) == (8, "kept", "kept")
 
 
 def test_evaluate_is_the_loss_in_evaluation_mode_and_restores_the_modes():
@@ -188,35 +159,106 @@ class Merging(nn.Linear):
         return self
 
 
-class Untold(nn.Module):
-    """Does not set its own mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Merging()
-
-    def train(self, mode=True):
-        self.inner.train(mode)
-        return self
-
-    def forward(self, x):
-        return self.inner(x)
+def without_mode(inner):
+    """Returns a module around another one. It does not set its own mode."""
+    outer = nn.Sequential(inner)
+    outer.train = lambda mode=True: inner.train(mode) and outer
+    return outer
 
 
 def test_evaluate_changes_modes_by_train_and_only_where_they_differ():
-    frozen, twice = Merging(), Untold()
-    model = nn.Sequential(Merging(), nn.Sequential(frozen, nn.BatchNorm1d(8)), Untold(), nn.Sequential(twice))
-    model[0].other_place = twice.inner
+    frozen, twice = Merging(), without_mode(Merging())
+    model = nn.Sequential(Merging(), nn.Sequential(frozen, nn.BatchNorm1d(8)), without_mode(Merging()), nn.Sequential(twice))
+    model[0].other_place = twice[0]
     pipe = gpipe.GPipe(model, [1, 3])
     frozen.eval()
-    twice.inner.eval()
+    twice[0].eval()
     modes = [module.training for module in pipe.modules()]
     assert len(set(modes)) == 2
     pipe.evaluate(torch.randn(4, 8), torch.randn(4, 8), nn.functional.mse_loss)
     assert [module.training for module in pipe.modules()] == modes
     merging = [module for module in pipe.modules() if isinstance(module, Merging)]
     assert all(module.is_merged != module.training for module in merging)
-    assert (model[0].merges, model[2].inner.merges, frozen.merges) == (2, 2, 1)
+    assert (model[0].merges, model[2][0].merges, frozen.merges) == (2, 2, 1)
+
+
+def residual():
+    torch.manual_seed(0)
+    head = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True)
+    return nn.Sequential(*head, Stash(), nn.Linear(64, 64), Add(), nn.Dropout(0.5))
+
+
+def test_a_profile_leaves_the_model_unchanged():
+    layers, x = residual(), torch.rand(8, 64)
+    layers[6].eval()
+    layers[0].weight.grad = torch.ones(64, 64)
+    state = copy.deepcopy(layers.state_dict())
+    random = torch.get_rng_state()
+    measured = balance.profile(layers, x, workers=2, seconds=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(state[key], value) for key, value in layers.state_dict().items())
+    assert torch.equal(layers[0].weight.grad, torch.ones(64, 64))
+    assert [layer.training for layer in layers] == [True] * 6 + [False]
+    assert [(skip.name, skip.from_layer, skip.reader_layers) for skip in measured.skips] == [("skip", 3, [5])]
+    assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
+    prediction = balance.predict(measured, [3, 4], 4, "always")
+    assert prediction.balance == [3, 4] and prediction.seconds > 0 and prediction.timeline.workers == 2
+    assert balance.predict(measured, [2, 2, 2, 1], 4, schedule="gpipe", placement="v").placement == [0, 1, 1, 0]
+
+
+def test_a_plan_can_be_run_and_saved(tmp_path):
+    layers, (x, _) = make_tied_model(), tied_batch()
+    found = gpipe.plan(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0)
+    best = found.best
+    assert best.measured > 0 and "recomputed" in str(found)
+    pipe = gpipe.GPipe(layers, **best.arguments)
+    pipe(x).sum().backward()
+    assert layers[0].weight.grad is not None
+    best.save(tmp_path / "plan")
+    again = gpipe.GPipe.from_module(layers, x, plan=tmp_path / "plan")
+    assert again.plan == pipe.plan
+    with pytest.raises(ValueError, match="is not a plan that was saved"):
+        gpipe.GPipe.from_module(layers, x, plan=__file__)
+    large = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
+    assert balance.balance_by_size(2, large, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
+    too_small = gpipe.plan(layers, x, ["cpu"], chunks=[1], memory=10, seconds=0)
+    assert not too_small.fits and "nothing fits" in too_small.reason
+    with pytest.raises(RuntimeError, match="nothing fits"):
+        too_small.best
+
+
+def test_memory_is_a_dial():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())))
+    x, y = torch.randn(8, 4, 24, 24), torch.randn(8, 4, 24, 24)
+    options = {"chunks": 4, "schedule": "1f1b", "seconds": 0}
+    most = max(gpipe.plan(layers, x, 2, checkpoint="never", balance=[9, 9], **options).best.bytes)
+    memory = f"{most // 10 * 8}B"
+    pipe = gpipe.GPipe.from_module(layers, x, devices=["cpu"] * 2, memory=memory, **options)
+    timeline = gpipe.Timeline()
+    for _ in range(2):
+        pipe.step(x, y, nn.functional.mse_loss)
+    pipe.trace(timeline)
+    pipe.step(x, y, nn.functional.mse_loss)
+    parameters = sum(each.nbytes for each in layers.parameters())
+    # Layers this short take other times than in the profile, and so a worker may free what it got a little later.
+    assert max(timeline.peak_bytes()) < int(memory[:-1]) + x[:2].nbytes and int(memory[:-1]) < most + 4 * parameters
+
+
+def test_profiles_plan_replicas_on_hosts():
+    profiles = [balance.profile(residual(), torch.rand(samples, 64), seconds=0) for samples in (4, 8)]
+    found = gpipe.plan(profiles, 64, 16, hosts=2, replicas=None, bandwidth=1e10, between=1e8)
+    assert found.fits and {each.replicas for each in found.plans} >= {4, 8}
+    with pytest.raises(ValueError, match="hosts is 3, which does not divide the 16 devices"):
+        gpipe.plan(profiles, 64, 16, hosts=3)
+
+
+def test_errors_of_layers_and_of_progress_end_the_measurement():
+    with pytest.raises(RuntimeError, match=r"layer '1' failed in its forward: .*from the layer$") as raised:
+        balance.profile(nn.Sequential(Double(), Fail()), torch.rand(8, 64), seconds=0)
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(ZeroDivisionError):
+        balance.profile(residual(), torch.rand(8, 64), seconds=0, progress=lambda part: 1 / 0)
 
 
 def test_a_typed_program_runs(tmp_path):

@@ -193,28 +193,25 @@ def test_data_loaders_can_fork_workers():
         pipe(batch).sum().backward()
 
 
-def test_a_package_that_cannot_be_imported(tmp_path, monkeypatch):
-    cases = [  # for which versions the package is built, and the start of the error
-        ([], "gpipe is not built: run pip install . in {folder}, "),
-        (["1.0", "1.1"], "gpipe was built for torch 1.0, 1.1, but torch {torch} is installed; run pip"),
-        ([torch.__version__], "gpipe cannot be loaded with torch {torch}: undefined symbol: at; run pip"),
-    ]
-    for number, (versions, message) in enumerate(cases):
-        folder = tmp_path / str(number)
-        package = folder / "python" / "gpipe"  # as in a clone
-        package.mkdir(parents=True)
-        shutil.copy(gpipe.__file__, package)
-        for version in versions:
-            core = package / "cores" / ".".join(version.split(".")[:2])
-            core.mkdir(parents=True)
-            (core / "_C.py").write_text("raise ImportError('undefined symbol: at')")
-        with monkeypatch.context() as changed:
-            changed.syspath_prepend(folder / "python")
-            for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
-                changed.delitem(sys.modules, name)
-            with pytest.raises(ImportError) as raised:
-                importlib.import_module("gpipe")
-        assert str(raised.value).startswith(message.format(folder=folder, torch=torch.__version__))
+@pytest.mark.parametrize("versions, message", [  # for which the package is built, and the start of the error
+    ([], "gpipe is not built: run pip install . in {folder}, "),
+    (["1.0", "1.1"], "gpipe was built for torch 1.0, 1.1, but torch {torch} is installed; run pip"),
+    ([torch.__version__], "gpipe cannot be loaded with torch {torch}: undefined symbol: at; run pip"),
+])  # fmt: skip
+def test_a_package_that_cannot_be_imported(versions, message, tmp_path, monkeypatch):
+    package = tmp_path / "python" / "gpipe"  # as in a clone
+    package.mkdir(parents=True)
+    shutil.copy(gpipe.__file__, package)
+    for version in versions:
+        core = package / "cores" / ".".join(version.split(".")[:2])
+        core.mkdir(parents=True)
+        (core / "_C.py").write_text("raise ImportError('undefined symbol: at')")
+    monkeypatch.syspath_prepend(tmp_path / "python")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module("gpipe")
+    assert str(raised.value).startswith(message.format(folder=tmp_path, torch=torch.__version__))
 
 
 def imported_by(path):

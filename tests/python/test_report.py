@@ -18,10 +18,14 @@ from helpers import results_of
 from torch import nn
 
 
+def make_pipe(**options):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return gpipe.GPipe(model, [1, 2], chunks=4, schedule="1f1b", **options)
+
+
 @pytest.fixture
 def pipe():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    return gpipe.GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=4, schedule="1f1b")
+    return make_pipe(devices=["cpu", "cpu"])
 
 
 def train(pipe, steps=2):
@@ -31,6 +35,15 @@ def train(pipe, steps=2):
 
 def simulated(seconds=(1, 1, 2, 1, 1), chunks=2, schedule="1f1b", workers=2, checkpoint="never"):
     return _C.Schedule(schedule, [*range(workers)], chunks, checkpoint).simulate(seconds).timeline
+
+
+def assert_filled(step, rel=None):
+    """The parts of a step fill it, and the work and waits of each of two workers do."""
+    wall = step["end"] - step["start"]
+    assert sum(step["parts"].values()) == pytest.approx(wall)
+    filled = sum(end - start for _, start, end, _ in step["waits"])
+    filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
+    assert filled == pytest.approx(2 * wall, rel=rel)
 
 
 def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
@@ -43,23 +56,13 @@ def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     report = pipe.report()
     assert len(report.steps) == 3 and len(report.steps[0]["spans"]) == 2 * 2 * 4 + 2 * 3  # all but the last recompute
     for step in report.steps:
-        wall = step["end"] - step["start"]
-        assert sum(step["parts"].values()) == pytest.approx(wall)
-        filled = sum(end - start for _, start, end, _ in step["waits"])
-        filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
-        assert filled == pytest.approx(2 * wall)
+        assert_filled(step)
+    pipe.trace(pipe._timeline)  # goes on
+    train(pipe)
+    assert [step["step"] for step in pipe.report().steps] == [0, 1, 2, 3, 4]
     text = str(report)
     assert text.startswith("3 steps, median ") and "\n  work " in text and "\nworker  waits  for\n     0 " in text
     assert next(iter(report.parts)) == "work" and report.first in set(report.parts) - {"work"}
-
-
-def test_a_timeline_that_is_traced_again_goes_on(pipe):
-    timeline = gpipe.Timeline()
-    for _ in range(2):
-        pipe.trace(timeline)
-        train(pipe, 2)
-        pipe.trace(None)
-    assert [step["step"] for step in pipe.report().steps] == [0, 1, 2, 3]
 
 
 def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe):
@@ -73,8 +76,7 @@ def test_forward_and_backward_are_one_step_and_the_caller_runs_between_them(pipe
 
 
 def report_and_watch(ranks):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    pipe = gpipe.GPipe(model, [1, 2], chunks=4, schedule="1f1b", group=ranks)
+    pipe = make_pipe(group=ranks)
     pipe.trace(gpipe.Timeline())
     train(pipe)
     pipe.trace(None)
@@ -88,10 +90,7 @@ def test_over_ranks_rank_0_reports_and_shows():
     (steps, log), others = results_of(2, report_and_watch)
     assert others == ([], "") and log.count("\n") == 2
     for step in steps:
-        wall = step["end"] - step["start"]
-        filled = sum(end - start for _, start, end, _ in step["waits"])
-        filled += sum(end - start + lead for _, _, _, _, start, end, lead, *_ in step["spans"])
-        assert filled == pytest.approx(2 * wall, rel=0.005) and sum(step["parts"].values()) == pytest.approx(wall)
+        assert_filled(step, 0.005)
     assert len(steps) == 2
 
 
@@ -110,6 +109,9 @@ def test_a_report_in_words():
 
 def test_a_report_is_written_and_read(tmp_path, capsys):
     lines = simulated().to_json_lines()
+    for text in ("0", "{}", "[]", '{"parts": {}}', "step"):
+        with pytest.raises(ValueError, match="not the lines of a report"):
+            Report(text)
     Report(lines).write(tmp_path / "run.jsonl")
     assert Report.read(tmp_path / "run.jsonl").steps == Report(lines).steps
     assert main(["report", f"{tmp_path}/run.jsonl", "-o", f"{tmp_path}/report.html"]) == 0
@@ -117,12 +119,6 @@ def test_a_report_is_written_and_read(tmp_path, capsys):
     assert (tmp_path / "report.html").read_text() == Report(lines).to_html() == simulated().to_html()
     assert main(["report", f"{tmp_path}/run.jsonl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"] == pytest.approx(3)
-
-
-@pytest.mark.parametrize("text", ["0", "{}", "[]", '{"parts": {}}', "step"])
-def test_other_texts_are_refused(text):
-    with pytest.raises(ValueError, match="not the lines of a report"):
-        Report(text)
 
 
 def test_a_step_is_watched_in_a_log_and_in_a_terminal(pipe):

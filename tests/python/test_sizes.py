@@ -1,14 +1,17 @@
-"""Conversion of modules: which sizes of inputs a sequence takes, and what it refuses."""
+"""Conversion of modules: which sizes of inputs a sequence takes, which dimension is the batch, and what it refuses."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import gpipe
 from gpipe import to_sequential
-from test_to_sequential import Returns, assert_equal_in_each_mode, batch, convert
+from helpers import named_gradients
+from small_models import Calls, Returns, assert_equal_in_each_mode, batch
+from test_to_sequential import convert
 
 
 class Recurrent(nn.Module):
@@ -64,24 +67,18 @@ def test_where_a_block_cannot_tell_its_sizes_other_sizes_are_refused(inner):
         sequence(torch.randn(6, 7, 4))
 
 
-class Shortens(nn.Module):
-    def forward(self, x):
-        return x[:, 1:] if self.training else x
-
-
-class Averages(nn.Module):
-    def forward(self, x):
-        return x.exp().sum(1) / x.shape[1]
+def shortens(model, x):
+    x = x[:, 1:] if model.a.training else x
+    return x.exp().sum(1) / x.shape[1]
 
 
 def test_a_number_that_another_module_decides_about_needs_its_mode():
-    model = nn.ModuleDict({"short": Shortens(), "mean": Averages()})
-    model.forward = lambda x: model["mean"](model["short"](x))
-    sequence = to_sequential(model, torch.randn(2, 4), native=True)
-    assert_equal_in_each_mode(sequence, copy.deepcopy(model), torch.randn(3, 7))
-    model.short.eval()
+    model = Calls(shortens)
+    sequence = to_sequential(model, batch(2), native=True)
+    assert_equal_in_each_mode(sequence, Calls(shortens), batch(3)[:, :3])
+    model.a.eval()
     with pytest.raises(RuntimeError, match="with modules in other modes than at the conversion"):
-        sequence(torch.randn(3, 7))
+        sequence(batch(3))
 
 
 class Correlation(nn.Module):
@@ -109,19 +106,67 @@ def test_one_sample_is_taken_unless_the_code_treats_it_differently():
         sequence((x[:1], y[:1]))
 
 
-@pytest.mark.parametrize(
-    ("function", "wrong", "message"),
-    [
-        (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
-        (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
-        (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
-        (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
-        (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
-        (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
-    ],
-)
+@pytest.mark.parametrize(("function", "wrong", "message"), [
+    (lambda x: x * torch.ones(4), batch()[:, :3], r"input 0 has the shape \(6, 3\), .* for \(batch, 4\); convert"),
+    (lambda x: x * (3 if x.shape[0] > 4 else 2), batch(3), r"samples >= 5, but a micro-batch has the shape \(3, 4\):"),
+    (lambda x: x * (3 if x.shape[0] % 2 else 2), batch(5), r"\(samples % 2\) == 0, but a micro-batch has .* \(5, 4\):"),
+    (lambda x: x * (3 if x.shape[1] > 3 else 2), batch()[:, :3], r"shape\[1\] >= 4, but a micro-batch has .* \(6, 3\):"),
+    (lambda x: x * (3 if x.shape[1] > 1 else 2), batch()[:, :1], r"shape\[1\] >= 2, but a micro-batch has .* \(6, 1\):"),
+    (lambda x: x * (3 if x.shape[0] > 1 else 2), batch(1), r"samples >= 2, but a micro-batch has .* \(1, 4\):"),
+])  # fmt: skip
 def test_inputs_unlike_the_example_are_refused(function, wrong, message):
     sequence = convert(function)
     assert torch.equal(sequence(batch(8)), function(batch(8)))
     with pytest.raises(ValueError, match=message):
         sequence(wrong)
+
+
+# Models whose sequences come first: dimension 1 of inputs, outputs and targets is the batch.
+
+
+class Words(nn.Module):
+    """A model of words, with a hidden state that is carried on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.recurrent, self.decode = nn.Embedding(7, 4), nn.LSTM(4, 4, 2), nn.Linear(4, 7)
+
+    def forward(self, words, hidden, cell):
+        output, (hidden, cell) = self.recurrent(self.embed(words), (hidden, cell))
+        return self.decode(output), hidden, cell
+
+
+def loss(output, target):
+    return F.cross_entropy(output[0].view(-1, 7), target.view(-1), reduction="sum")
+
+
+def test_a_model_whose_sequences_come_first_trains_as_it_is():
+    model = Words().double()
+    plain = copy.deepcopy(model)
+    words, target = torch.randint(7, (2, 5, 6))
+    state = torch.zeros(2, 2, 6, 4).double()
+    sequence = to_sequential(model, words, *state, batch_dim=1)
+    torch.testing.assert_close(sequence((words, *state)), plain(words, *state))
+    first = len(sequence) // 2
+    pipe = gpipe.GPipe(sequence, [first, len(sequence) - first], devices=["cpu", "cpu"], chunks=3)
+    for _ in range(2):
+        found, output = pipe.step((words, *state), target, gpipe.Loss(loss, reduction="sum"), return_output=True)
+        expected = loss(outputs := plain(words, *state), target)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach())
+        torch.testing.assert_close(output, tuple(each.detach() for each in outputs))
+        torch.testing.assert_close(named_gradients(model), named_gradients(plain))
+        state = torch.stack(output[1:])
+    torch.testing.assert_close(pipe(words, *state), plain(words, *state))
+    torch.testing.assert_close(pipe.evaluate((words, *state), target, loss), loss(plain(words, *state), target).detach())
+    with pytest.raises(ValueError, match=r"has the shape \(6,\), but dimension 1 of each must be the batch"):
+        pipe((words, *state[:1], torch.zeros(6)))
+
+
+def test_errors_about_shapes_tell_that_layers_have_the_batch_first():
+    sequence = to_sequential(nn.Sequential(nn.Linear(4, 4)), torch.randn(5, 6, 4), batch_dim=1, native=True)
+    for call in (sequence, gpipe.GPipe(sequence, [1], devices=["cpu"], chunks=2)):
+        with pytest.raises(ValueError, match=r"input 0 has the shape \(\d, 5, 3\)") as error:
+            call(torch.randn(5, 6, 3))
+        assert "swap dimensions 0 and 1" in "".join(error.value.__notes__)

@@ -7,7 +7,6 @@ import os
 import random
 import zlib
 from collections import Counter
-from contextlib import contextmanager
 
 import numpy
 import pytest
@@ -48,15 +47,11 @@ class Keeper(SGD):
             parameter.data -= 0.01 * count * parameter.grad
 
 
-OPTIMIZERS = [
+OPTIMIZERS = [  # test_ranks_training.py has others
     (Adam, {"betas": (0.5, 0.75), "amsgrad": True}),
-    (AdamW, {}),
     (SGD, {}),
     (SGD, {"momentum": 0.9, "nesterov": True}),
-    (optim.Adafactor, {}),
-    (optim.ASGD, {"t0": 1}),
     (optim.LBFGS, {"max_iter": 2}),
-    (optim.NAdam, {}),
     (optim.RMSprop, {"momentum": 0.9, "centered": True}),
     (optim.Rprop, {}),
     (Keeper, {}),
@@ -189,16 +184,13 @@ def test_generators_continue(tmp_path):
     assert [(torch.rand(3).tolist(), random.random(), numpy.random.rand()) for _ in range(2)] == drawn
 
 
-@pytest.mark.parametrize(
-    "make_scheduler",
-    [
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
-        ),
-    ],
-)
+@pytest.mark.parametrize("make_scheduler", [
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.MultiStepLR(optimizer, [1, 2])], [4]
+    ),
+])  # fmt: skip
 def test_schedulers_and_scalers_continue(make_scheduler, tmp_path):
     def rates(optimizer, scheduler, scaler, steps):
         for step in range(steps):
@@ -228,20 +220,15 @@ def states(pipe, optimizer):
     return copy.deepcopy([dict(pipe.state_dict()), optimizer.state_dict()])
 
 
-@pytest.mark.parametrize(
-    "model, optimizer, message",
-    [
-        (nn.Sequential(*make_model()[:3]), None, r"'3.weight' is missing in the snapshot and torch.float32 of shape \(2, 4\)"),
-        (nn.Sequential(*make_model(), nn.PReLU()), None, r"'4.weight' is torch.float32 of shape \(1,\) in the snapshot and mis"),
-        (nn.Sequential(*make_model()[:3], nn.Linear(4, 3, bias=False)), None, r"of shape \(3, 4\) in the snapshot"),
-        (make_model().double(), None, "'0.weight' is torch.float64 of"),
-        (None, lambda pipe: SGD(pipe.parameters()), "it is of class SGD, but this one is of class AdamW"),
-        (None, lambda pipe: AdamW(pipe.parameters()), "it has 1 groups of parameters, but this one has 2"),
-        (None, lambda pipe: AdamW([{"params": pipe[0].parameters()}, {"params": pipe[1].parameters()}]), "also has '0.bias'"),
-        (None, lambda pipe: AdamW([{"params": [pipe[0].weight]}, {"params": [pipe[0].bias]}]), "group 1 lacks '1.bias'"),
-        (None, None, "the snapshot has no optimizer, because save"),
-    ],
-)
+@pytest.mark.parametrize("model, optimizer, message", [
+    (nn.Sequential(*make_model()[:3]), None, r"'3.weight' is missing in the snapshot and torch.float32 of shape \(2, 4\)"),
+    (nn.Sequential(*make_model(), nn.PReLU()), None, r"'4.weight' is torch.float32 of shape \(1,\) in the snapshot and mis"),
+    (None, lambda pipe: SGD(pipe.parameters()), "it is of class SGD, but this one is of class AdamW"),
+    (None, lambda pipe: AdamW(pipe.parameters()), "it has 1 groups of parameters, but this one has 2"),
+    (None, lambda pipe: AdamW([{"params": pipe[0].parameters()}, {"params": pipe[1].parameters()}]), "also has '0.bias'"),
+    (None, lambda pipe: AdamW([{"params": [pipe[0].weight]}, {"params": [pipe[0].bias]}]), "group 1 lacks '1.bias'"),
+    (None, None, "the snapshot has no optimizer, because save"),
+])  # fmt: skip
 def test_a_refused_load_changes_nothing(model, optimizer, message, tmp_path):
     whole = gpipe.GPipe(make_model() if model is None else model, [1, len(model or "1234") - 1], chunks=2)
     snapshot.save(tmp_path, whole, optimizer=make_adam(whole) if model is not None else optimizer and optimizer(whole))
@@ -257,21 +244,23 @@ def make_adam(pipe):
     return AdamW(pipe.parameters())
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
-        ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
-        ({"extra": json.loads("[" * 101 + "]" * 101)}, ValueError, "JSON has more than 100 levels"),
-        ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
-        ({"extra": torch.ones(2, device="meta")}, ValueError, "on meta cannot be saved"),
-        ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
-        ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
-        ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
-        ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
-        ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
-    ],
-)
+def dotted():
+    model = nn.Module()
+    model._buffers[".a"] = torch.ones(2)
+    return model
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ({"extra": {"a": [object()]}}, TypeError, r"cannot save 'extra/a/0', which is <class 'object'>: a snapshot holds"),
+    ({"extra": json.loads("[" * 300 + "]" * 300)}, ValueError, "it has more than 100 levels"),
+    ({"extra": torch.ones(2).to_sparse()}, ValueError, "layout Sparse on cpu cannot be saved"),
+    ({"extra": {"\udcff": 1}}, UnicodeEncodeError, "surrogates not allowed"),
+    ({"step": 1.5}, TypeError, "step must be an integer, but is 1.5"),
+    ({"optimizer": 1}, TypeError, "optimizer must be an optimizer, but is 1"),
+    ({"optimizer": SGD(make_model().parameters())}, ValueError, "parameter 0 in group 0 of the optimizer does not belong"),
+    ({"pipe": {}}, TypeError, "pipe must be a pipeline or another module"),
+    ({"pipe": dotted()}, ValueError, "begins with a dot"),
+])  # fmt: skip
 def test_what_cannot_be_saved_leaves_the_snapshot_before(arguments, error, message, tmp_path):
     pipe, _ = make([1, 3])
     snapshot.save(tmp_path, pipe, step=1)
@@ -280,47 +269,32 @@ def test_what_cannot_be_saved_leaves_the_snapshot_before(arguments, error, messa
     assert snapshot.load(tmp_path, pipe).step == 1
 
 
-def test_names_of_a_model_that_a_file_has_for_others(tmp_path):
-    for name, message in ((".a", "begins with a dot"), ("__metadata__", "which the format keeps for texts")):
-        model = nn.Module()
-        model._buffers[name] = torch.ones(2)
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            snapshot.save(tmp_path, model)
-
-
-@contextmanager
-def another_writer(folder):
-    descriptor = os.open(folder, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-    os.close(descriptor)
-
-
 def test_errors_of_files_are_those_of_python(tmp_path):
     pipe, optimizer = make([1, 3])
     train(pipe, optimizer, 1)
-    snapshot.save(tmp_path / "s", pipe, optimizer=optimizer, step=1)
-    with another_writer(tmp_path / "s"), pytest.raises(BlockingIOError, match=str(tmp_path)):
-        snapshot.save(tmp_path / "s", pipe)
-    assert snapshot.load(tmp_path / "s").step == 1
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        snapshot.load(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        snapshot.load(tmp_path)
-    with pytest.raises(NotADirectoryError):
-        snapshot.save(tmp_path / "s/snapshot.json", pipe)
-    with pytest.raises(NotADirectoryError):
-        snapshot.load(tmp_path / "s/snapshot.json")
-    with pytest.raises(TypeError, match="load.folder, pipe, optimizer=optimizer"):
-        snapshot.load(tmp_path / "s", optimizer=optimizer)
+    folder = tmp_path / "s"
+    snapshot.save(folder, pipe, optimizer=optimizer, step=1)
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as another writer does
+    with pytest.raises(BlockingIOError, match=str(tmp_path)):
+        snapshot.save(folder, pipe)
+    os.close(descriptor)
+    assert snapshot.load(folder).step == 1
+    for call, error, message in (
+        (lambda: snapshot.load(tmp_path / "nothing"), FileNotFoundError, "nothing"),
+        (lambda: snapshot.load(tmp_path), FileNotFoundError, str(tmp_path)),
+        (lambda: snapshot.save(folder / "snapshot.json", pipe), NotADirectoryError, None),
+        (lambda: snapshot.load(folder / "snapshot.json"), NotADirectoryError, None),
+        (lambda: snapshot.load(folder, optimizer=optimizer), TypeError, "load.folder, pipe, optimizer=optimizer"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     before = states(pipe, optimizer)
-    for file in sorted((tmp_path / "s").iterdir()):
-        if "index" in file.name:
-            continue
+    for file in (each for each in sorted(folder.iterdir()) if "index" not in each.name):
         content = file.read_bytes()
         file.write_bytes(content[:-1])
         with pytest.raises(ValueError, match=str(tmp_path)):
-            snapshot.load(tmp_path / "s", pipe, optimizer=optimizer)
+            snapshot.load(folder, pipe, optimizer=optimizer)
         file.write_bytes(content)
     assert same(states(pipe, optimizer), before)
 

@@ -1,7 +1,6 @@
 """PyTorch's tools in and around a pipeline: compilation, checkpoints, dispatch modes, tracing, the profiler."""
 
 import copy
-import functools
 import itertools
 import os
 import random
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -25,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpipe
 from helpers import gradients, make_dropouts, make_linears, training_step
+from small_models import Returns
 
 
 class Count(TorchDispatchMode):
@@ -74,19 +73,16 @@ def with_a_parameters_tangent(pipe, x):
         torch.func.functional_call(pipe, {"partitions.0.0.weight": weight}, (x,))
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda pipe, x: torch.export.export(pipe, (x,)), r"cannot be traced \(torch.export\)"),
-        (lambda pipe, x: make_fx(pipe)(x), r"cannot be traced \(make_fx\)"),
-        (under_fake_tensors, r"cannot be traced \(FakeTensorMode\)"),
-        (lambda pipe, x: torch.jit.trace(pipe, (x,)), "torch.jit.trace cannot trace a pipeline"),
-        (lambda pipe, x: torch.func.vmap(pipe)(x[None]), "cannot run under a torch.func transform"),
-        (lambda pipe, x: torch.func.grad(lambda x: pipe(x).sum())(x), "cannot run under a torch.func transform"),
-        (lambda pipe, x: torch.func.functionalize(pipe)(x), "cannot run under a torch.func transform"),
-        (with_a_parameters_tangent, "no forward-mode derivative"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda pipe, x: torch.export.export(pipe, (x,)), r"cannot be traced \(torch.export\)"),
+    (lambda pipe, x: make_fx(pipe)(x), r"cannot be traced \(make_fx\)"),
+    (under_fake_tensors, r"cannot be traced \(FakeTensorMode\)"),
+    (lambda pipe, x: torch.jit.trace(pipe, (x,)), "torch.jit.trace cannot trace a pipeline"),
+    (lambda pipe, x: torch.func.vmap(pipe)(x[None]), "cannot run under a torch.func transform"),
+    (lambda pipe, x: torch.func.grad(lambda x: pipe(x).sum())(x), "cannot run under a torch.func transform"),
+    (lambda pipe, x: torch.func.functionalize(pipe)(x), "cannot run under a torch.func transform"),
+    (with_a_parameters_tangent, "no forward-mode derivative"),
+])  # fmt: skip
 def test_tracing_and_transforms_are_refused(call, message):
     pipe, x = make_pipe(), torch.rand(4, 3)
     state = copy.deepcopy(pipe.state_dict())
@@ -97,15 +93,14 @@ def test_tracing_and_transforms_are_refused(call, message):
 
 
 def test_a_pipeline_runs_while_another_thread_exports():
-    class Elsewhere(nn.Module):
-        def forward(self, x):
-            if torch.compiler.is_exporting():
-                with ThreadPoolExecutor(1) as threads:
-                    outputs.append(threads.submit(pipe, real).result())
-            return x * 2
+    def elsewhere(x):
+        if torch.compiler.is_exporting():
+            with ThreadPoolExecutor(1) as threads:
+                outputs.append(threads.submit(pipe, real).result())
+        return x * 2
 
     pipe, real, outputs = make_pipe(), torch.rand(4, 3), []
-    torch.export.export(Elsewhere(), (real,))
+    torch.export.export(Returns(elsewhere), (real,))
     assert outputs and all(output.shape == (4, 3) for output in outputs)
 
 
@@ -208,81 +203,56 @@ def test_gradients_are_those_without_a_checkpoint(call):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_checkpoint_repeat_their_draws(reentrant):
-    class Checkpoints(nn.Module):
-        def __init__(self, call):
-            super().__init__()
-            self.linear, self.call = nn.Linear(8, 8), call
+class Draws(nn.Module):
+    """Draws from a generator that no recompute can rewind."""
 
-        def block(self, x):
-            return F.dropout(self.linear(F.dropout(x, 0.3)).tanh(), 0.3)
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.python, self.torch = draw, random.Random(0), torch.Generator()
+        self.numpy = numpy.random.default_rng(0)
 
-        def forward(self, x):
-            return F.dropout(self.call(self.block, F.dropout(x, 0.3)), 0.3)
-
-    results = []
-    for call in (lambda block, x: block(x), functools.partial(checkpoint, use_reentrant=reentrant)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), Checkpoints(call), Checkpoints(call), nn.Linear(8, 8))
-        results.append(training_step(gpipe.GPipe(model, [2, 2], chunks=3), torch.rand(6, 8)))
-    assert all(map(torch.equal, *results))
+    def forward(self, x):
+        return x * self.draw(self)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda self: random.random(),
-        lambda self: numpy.random.rand(),
-        lambda self: self.python.random(),
-        lambda self: self.numpy.random(),
-        lambda self: torch.rand(3, generator=self.torch),
-    ],
-)
-def test_a_layer_that_draws_from_other_generators_is_not_recomputed(draw):
-    class Draw(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.python, self.numpy, self.torch = random.Random(0), numpy.random.default_rng(0), torch.Generator()
+class Replaces(nn.Module):
+    """Replaces a buffer in its backward."""
 
-        def forward(self, x):
-            return x * draw(self)
+    def __init__(self):
+        super().__init__()
+        self.sum = nn.Buffer(torch.zeros(()))
 
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: setattr(self, "sum", self.sum + gradient.sum()))
+        return x * 2
+
+
+@pytest.mark.parametrize("layer, message", [
+    (Draws(lambda self: random.random()), "layer 'odd'"),
+    (Draws(lambda self: numpy.random.rand()), "layer 'odd'"),
+    (Draws(lambda self: self.python.random()), "layer 'odd'"),
+    (Draws(lambda self: self.numpy.random()), "layer 'odd'"),
+    (Draws(lambda self: torch.rand(3, generator=self.torch)), "layer 'odd'"),
+    (Replaces(), "replaced a buffer of layer 'odd'"),
+])  # fmt: skip
+def test_a_layer_that_cannot_be_repeated_is_not_recomputed(layer, message):
     x = torch.rand(4, 3, requires_grad=True)
-    sums = gpipe.Loss(lambda output, _: output.sum(), reduction="sum")
-    model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), draws=Draw(), two=nn.Linear(3, 3)))
-    pipe = gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="always")
-    with pytest.raises(RuntimeError, match="layer 'draws'") as error:
-        pipe(x).sum().backward()
+    model = nn.Sequential(OrderedDict(one=nn.Linear(3, 3), odd=layer, two=nn.Linear(3, 3)))
+    with pytest.raises(RuntimeError, match=message) as error:
+        gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="always")(x).sum().backward()
     assert "checkpoint='never'" in str(error.value)
-    gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="never").step(x, x.detach(), sums)
+    gpipe.GPipe(model, [1, 2], chunks=2, checkpoint="never").step(x, x.detach(), nn.functional.mse_loss)
 
 
 def test_draws_beside_a_forward_are_not_the_layers():
-    class Passes(nn.Module):
-        def forward(self, x):
-            if not gpipe.is_recomputing():
-                random.random()  # as another thread would
-            return x
+    def passes(x):
+        if not gpipe.is_recomputing():
+            random.random()  # as another thread would
+        return x
 
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Passes()), [1, 1], chunks=2, checkpoint="always")
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Returns(passes)), [1, 1], chunks=2, checkpoint="always")
     pipe(torch.rand(4, 3)).sum().backward()
-
-
-def test_a_recompute_whose_backward_replaces_a_buffer_is_refused():
-    class Replaces(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sum = nn.Buffer(torch.zeros(()))
-
-        def forward(self, x):
-            if x.requires_grad:
-                x.register_hook(lambda gradient: setattr(self, "sum", self.sum + gradient.sum()))
-            return x * 2
-
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), Replaces()), [2], chunks=2, checkpoint="always")
-    with pytest.raises(RuntimeError, match="replaced a buffer of layer '1'.*checkpoint='never'"):
-        pipe(torch.rand(4, 3)).sum().backward()
 
 
 def test_a_signal_handler_cannot_call_a_pipeline_that_waits():

@@ -1,4 +1,4 @@
-"""What layers pass on: structures of tensors from one to the next, and skips."""
+"""What layers pass on: structures and subclasses of tensors from one to the next, skips, and tensors that they keep."""
 
 import collections
 import contextlib
@@ -8,11 +8,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import gpipe
 from gpipe.balance import balance_by_size
 from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from helpers import Add, Double, Pair, Stash, YieldAdd, YieldStash
+from helpers import Add, Double, Pair, Stash, YieldAdd, YieldStash, gradients
 
 
 class PairOfClass(collections.namedtuple("PairOfClass", ["a", "b"])):
@@ -141,10 +142,6 @@ def test_the_decorator_returns_a_subclass_with_the_names():
     assert isinstance(layer, nn.Linear) and isinstance(layer, Skippable)
     assert layer.module is layer and layer.out_features == 3 and list(layer.state_dict()) == ["weight", "bias"]
     assert repr(layer).startswith("@skippable(Layer(")
-    with pytest.raises(TypeError, match="skippable already"):
-        skippable(pop=["c"])(Layer)
-    with pytest.raises(TypeError):
-        skippable(stash=[1])
 
 
 def yields_its_input(self, x):
@@ -152,50 +149,100 @@ def yields_its_input(self, x):
     return x
 
 
-@pytest.mark.parametrize(
-    "forward, error, message",
-    [
-        (lambda self, x: stash("b", x), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
-        (lambda self, x: pop("a"), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
-        (yields_its_input, TypeError, r"yielded tensor.*yield only stash\(...\), pop\(...\) and peek\(...\)"),
-    ],
-)
-def test_a_forward_that_breaks_its_declaration_is_an_error(forward, error, message):
-    Layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))
+def in_a_layer(forward):
+    """Calls a layer that declares a stash, alone and in a pipeline."""
+
+    def call(in_pipeline):
+        layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))()
+        model = gpipe.GPipe(nn.Sequential(layer, skippable(pop=["a"])(nn.Identity)()), [1, 1]) if in_pipeline else layer
+        model(torch.zeros(1))
+
+    return call
+
+
+@pytest.mark.parametrize("in_pipeline", [False, True])
+@pytest.mark.parametrize("call, error, message", [
+    (in_a_layer(lambda self, x: stash("b", x)), RuntimeError, "'b' was stashed by a layer that .*; it declares 'a'"),
+    (in_a_layer(lambda self, x: pop("a")), RuntimeError, "'a' was popped by a layer that .*; it declares none"),
+    (in_a_layer(yields_its_input), TypeError, r"yielded tensor.*yield only stash\(...\), pop\(...\) and peek\(...\)"),
+    (lambda _: Add()(torch.zeros(1)), RuntimeError, "'skip'.* stashed"),
+    (lambda _: stash("a", torch.zeros(1)), RuntimeError, r"stash\('a'\) was called outside the forward of a @skippable layer"),
+    (lambda _: stash("a", 1), TypeError, "must be a torch.Tensor or None"),
+    (lambda _: skippable(pop=["c"])(Add), TypeError, "skippable already"),
+    (lambda _: skippable(stash=[1]), TypeError, None),
+    (lambda _: Stash().isolate(Namespace(), only=["unknown"]), ValueError, "'unknown'"),
+    (lambda _: gpipe.GPipe(nn.Sequential(Stash()), [1]), TypeError, r"do not match:\n  \* layer '0' \(0\) stashes 'skip', which no"),
+])  # fmt: skip
+def test_wrong_uses_of_skips_are_refused(call, error, message, in_pipeline):
     with pytest.raises(error, match=message):
-        Layer()(torch.zeros(1))
-    with pytest.raises(error, match=message):
-        gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
-
-
-def test_stash_outside_a_forward_and_pop_without_a_stash_are_errors():
-    with pytest.raises(RuntimeError, match="'skip'.* stashed"):
-        Add()(torch.zeros(1))
-    with pytest.raises(RuntimeError, match=r"stash\('a'\) was called outside the forward of a @skippable layer"):
-        stash("a", torch.zeros(1))
-    with pytest.raises(TypeError, match="must be a torch.Tensor or None"):
-        stash("a", 1)
-
-
-def test_skips_that_do_not_match_are_all_listed():
-    verify_skippables(nn.Sequential(Stash(), Add()))
-    with pytest.raises(TypeError, match="one or more pairs of stash and pop do not match:\n  [*] ") as raised:
-        gpipe.GPipe(nn.Sequential(Stash(), Stash(), nn.Sequential(skippable(pop=["y"])(nn.Identity)())), [3])
-    message = str(raised.value)
-    assert "* layer '1' (1) stashes 'skip', which layer '0' (0) already stashes: isolate one of them" in message
-    assert "* layer '2.0' (2) pops 'y', which no earlier layer stashes" in message
-    assert "* layer '0' (0) stashes 'skip', which no layer pops" in message
+        call(in_pipeline)
 
 
 def test_isolated_layers_use_the_same_names():
     a, b = Namespace(), Namespace()
     layers = [Stash().isolate(a), Stash().isolate(b, only=["skip"]), Add().isolate(a), Add().isolate(b)]
     model, x = copy.deepcopy(nn.Sequential(*layers)), torch.ones(2, 1)
-    for balance in ([4], [2, 2], [1, 1, 1, 1]):
+    verify_skippables(model)
+    for balance in ([4], [1, 1, 1, 1]):
         pipe = gpipe.GPipe(model, balance, chunks=2)
         assert torch.equal(pipe(x), 3 * x) and torch.equal(pickle.loads(pickle.dumps(pipe))(x), 3 * x)
-    with pytest.raises(ValueError, match="'unknown'"):
-        Stash().isolate(a, only=["unknown"])
     assert a != b and (a < b) != (b < a)
     assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a)) and hash(copy.copy(a)) == hash(a)
     assert isinstance(None, Namespace) and isinstance(a, Namespace) and not isinstance(1, Namespace)
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_subclasses_of_tensor_keep_their_class_or_are_refused():
+    classes, x = set(), torch.rand(4, 3)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=2, checkpoint="always")
+    pipe[1].register_forward_pre_hook(lambda layer, inputs: classes.add(type(inputs[0])))
+    plain, out = pipe(x), pipe(x.as_subclass(Named))
+    assert type(out) is Named and torch.equal(out.as_subclass(torch.Tensor), plain)
+    assert classes == {torch.Tensor, Named}
+    loss = pipe.step(x.as_subclass(Named), x, nn.functional.mse_loss)
+    expected = gradients(pipe)
+    pipe.zero_grad()
+    assert type(loss) is torch.Tensor and torch.equal(loss, pipe.step(x, x, nn.functional.mse_loss))
+    assert all(map(torch.equal, expected, gradients(pipe)))
+    annotated = x.as_subclass(Named)
+    annotated.note = "left"
+    for refused, name in ((annotated, "Named"), (FakeTensorMode().from_tensor(x), "FakeTensor")):
+        with pytest.raises(TypeError, match=f"a {name} cannot enter or leave a stage"):
+            pipe(refused)
+
+
+class Auxiliary(nn.Linear):
+    """Keeps a loss of its own as an attribute."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.auxiliary = y.square().mean()
+        self.last = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_a_tensor_that_a_layer_keeps_is_for_losses_of_the_last_stage_only(mode):
+    layer, (x, target) = Auxiliary(3, 3), torch.rand(2, 4, 3)
+    pipe = gpipe.GPipe(nn.Sequential(layer, nn.Linear(3, 3)), [1, 1], chunks=2, checkpoint=mode)
+    out = pipe(x)
+    with pytest.raises(RuntimeError, match="a backward reached|second time"):
+        (out.sum() + layer.auxiliary).backward()
+    pipe.zero_grad()
+    pipe(x).sum().backward()  # a kept tensor that is not used changes nothing
+    (layer.last.sum() * pipe[1].weight).sum().backward()
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target) + layer.auxiliary
+
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    model.zero_grad()
+    criterion(model(x), target).backward()
+    expected = gradients(model)
+    pipe = gpipe.GPipe(model, [1, 1], chunks=2, checkpoint=mode, schedule="1f1b")
+    pipe.zero_grad()
+    pipe.step(x, target, criterion)
+    torch.testing.assert_close(gradients(model), expected)
