@@ -148,7 +148,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   if (!portable) {
     std::mt19937_64 more(seed + 1);
     const auto one_in_four = [&] { return draw(more, 0, 3) == 0; };
-    spec.autocast = spec.single && one_in_four();
+    spec.autocast = spec.single && draw(more, 0, 1) == 0;
     spec.factories = one_in_four();
     spec.computes_loss = !forward && !spec.accumulates && one_in_four();
     spec.switches = forward && one_in_four();

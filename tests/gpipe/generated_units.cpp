@@ -34,21 +34,21 @@ using Tensors = std::vector<Tensor>;
 
 Tensor ids_of(const Tensor& x) { return x.detach().select(1, 0).mul(10).abs().to(torch::kLong).remainder(5); }
 
-/// Counts its backwards.
+/// A product with a constant. Counts its backwards, which are in the constant's precision outside of autocast.
 struct OwnFunction : torch::autograd::Function<OwnFunction> {
-  struct Runs {
-    Tensor count;
+  struct Constants {
+    Tensor matrix;
+    Tensor runs;
   };
-  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x, const Runs& runs) {
-    context->save_for_backward({x});
-    context->saved_data["runs"] = runs.count;
-    return x * x.tanh();
+  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x, const Constants& constants) {
+    context->saved_data["matrix"] = constants.matrix;
+    context->saved_data["runs"] = constants.runs;
+    return x.mm(constants.matrix);
   }
   static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
     context->saved_data["runs"].toTensor().add_(1);
-    const auto x = context->get_saved_variables()[0];
-    const auto t = x.tanh();
-    return {gradients[0] * (t + x * (1 - t * t)), Tensor()};
+    const auto matrix = context->saved_data["matrix"].toTensor();
+    return {gradients[0].to(matrix.scalar_type()).mm(matrix.t()), Tensor()};
   }
 };
 
@@ -488,9 +488,9 @@ std::vector<Unit> other_units() {
       of_input("transposed", [](Tensor x) { return (x.t().contiguous() * 2).t(); }),
       {"own function",
        [](Builder& b) {
-         const auto runs = b.buffer(torch::zeros({}));
          const auto w = b.parameter({b.width, b.width});
-         b.add([runs, w](Tensor x) { return OwnFunction::apply(x.mm(w), OwnFunction::Runs{runs}).mm(w); });
+         const OwnFunction::Constants constants{w.detach().clone(), b.buffer(torch::zeros({}))};
+         b.add([w, constants](Tensor x) { return OwnFunction::apply(x.mm(w), constants).mm(w); });
        },
        Unit::kHost | Unit::kBackward},
       {"stash", [](Builder& b) { b.push(Stash(b.pair)); }, 0, Unit::kStash},

@@ -120,7 +120,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.t
        "local_.take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
-       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.OfAStepLeavesEverythingAsItWas)
+       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.*)
 
 mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "return clone_obey_contract(gradient, parameter);" "return gradient;"
        Fault.*)
