@@ -169,25 +169,23 @@ TEST(Recompute, FailsWhenAnOptimizerStepsBeforeTheBackward) {
 }
 
 TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
-  struct SwitchImpl : nn::Module {
-    std::tuple<Tensor, Tensor> forward(Tensor x) {
-      const auto y = linear(x);
-      return {y, on ? y * 2 : y.detach()};
-    }
-    Linear linear = register_module("linear", Linear(6, 6));
-    bool on = false;
-  };
-  auto layer = std::make_shared<SwitchImpl>();
+  bool on = false;
+  Linear linear(6, 6);
+  const auto layer = function_layer([&](Tensor x) {
+    const auto y = linear(x);
+    return std::make_tuple(y, on ? y * 2 : y.detach());
+  });
+  layer->register_module("linear", linear);
   GPipe pipe(Sequential(layer), {1}, in_chunks(2, Checkpoint::kAlways));
-  const auto x = torch::randn({4, 6});
-  pipe->forward(Value(x)).tensors()[0].sum().backward();
-  layer->on = true;
-  const auto out = pipe->forward(Value(x)).tensors();
+  const Value x(torch::randn({4, 6}));
+  pipe->forward(x).tensors()[0].sum().backward();
+  on = true;
+  const auto out = pipe->forward(x).tensors();
   EXPECT_THAT([&] { out[0].sum().backward(); }, throws<std::runtime_error>("repeat the call"));
-  layer->linear->zero_grad();
-  const auto again = pipe->forward(Value(x)).tensors();
+  linear->zero_grad();
+  const auto again = pipe->forward(x).tensors();
   (again[0].sum() + again[1].sum()).backward();
-  EXPECT_TRUE(torch::allclose(layer->linear->bias.grad(), torch::full({6}, 12.0)));
+  EXPECT_TRUE(torch::allclose(linear->bias.grad(), torch::full({6}, 12.0)));
 }
 
 TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {

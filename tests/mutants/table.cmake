@@ -85,7 +85,7 @@ mutant(counts_deferred_batches_by_micro_batch gpipe/autograd/batch_statistics.cp
        DeferredBatchNorm*)
 mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "StageState::restore_after_error(pipeline_.stages()[s], before_[s]);"
        "(void)s;" DeferredBatchNorm*:Errors.*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" MicroBatch.*)
 
 # State.
 mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
