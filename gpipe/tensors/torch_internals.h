@@ -23,7 +23,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 // The strides with which an accumulator takes a gradient as it is.
-// Test: Fault.LeavesNothingBehindOfAStepThatRunsOutOfMemory.
+// Test: Fault.LeavesNothingBehind.
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 // The classes of generated nodes and the tensors that they saved, of which a split backward makes I and W. Torch has no

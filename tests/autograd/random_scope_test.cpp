@@ -26,42 +26,35 @@ TEST(RandomScope, DependsOnlyOnSeedLayerAndMicroBatch) {
   EXPECT_FALSE(torch::equal(draw_in(1 + (std::uint64_t{5} << 32), 2, 3), first)) << "all 64 bits of the seed count";
 }
 
-TEST(RandomScope, ContinuesAfterAnInnerScope) {
+TEST(RandomScope, ContinuesAfterAnInnerScopeWhichDrawsItsSeedFromTheOuterOne) {
   const auto expected = draw_in(1, 0, 0, [] {
     torch::rand({64});
     return torch::rand({64});
   });
+  const auto before = generator_state();
   RandomScope outer(1, 0, 0);
   torch::rand({64});
   draw_in(9, 9, 9);
   EXPECT_TRUE(torch::equal(torch::rand({64}), expected));
+  RandomScope::draw_seed();
+  EXPECT_TRUE(torch::equal(generator_state(), before));
 }
 
-TEST(RandomScope, LeavesGeneratorsGivenByTheCallerAlone) {
+TEST(RandomScope, LeavesGeneratorsOfTheCallerAloneAndRefusesWhatPyTorchRefuses) {
   auto generator = at::detail::createCPUGenerator(7);
   const auto expected = torch::rand({8}, generator);
   generator.set_current_seed(7);
   RandomScope scope(1, 0, 0);
   EXPECT_TRUE(torch::equal(torch::rand({8}, generator), expected));
-}
-
-TEST(RandomScope, RefusesWhatPyTorchRefuses) {
-  RandomScope scope(1, 0, 0);
   EXPECT_THROW(torch::zeros({}).addr_(torch::ones({3}), torch::ones({3})), c10::Error);
 }
 
 TEST(RandomScope, DrawsItsSeedFromTheDefaultGenerator) {
   torch::manual_seed(4);
   const auto one = RandomScope::draw_seed();
-  const auto two = RandomScope::draw_seed();
+  EXPECT_NE(RandomScope::draw_seed(), one);
   torch::manual_seed(4);
   EXPECT_EQ(RandomScope::draw_seed(), one);
-  EXPECT_NE(one, two);
-  const auto before = generator_state();
-  RandomScope scope(1, 0, 0);
-  RandomScope::draw_seed();
-  EXPECT_TRUE(torch::equal(generator_state(), before))
-      << "a scope inside a scope must draw its seed from the outer one";
 }
 
 // A call of each random operator, on a float tensor of shape [8, 8] with values in (0, 1).

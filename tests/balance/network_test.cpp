@@ -2,14 +2,13 @@
 #include "balance/network.h"
 
 #include <cmath>
-#include <functional>
 
 #include "balance/plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
 #include "balance/stage_cost.h"
 #include "gpipe/ranks/gradient_reduction.h"
-#include "tests/support/matchers.h"
+#include "tests/balance/profiles.h"
 
 namespace gpipe {
 namespace {
@@ -17,20 +16,12 @@ namespace {
 /// A profile of equal layers for micro-batches of `samples`. Per sample a layer takes 1 s forward and 2 s backward, and
 /// its output has 10 bytes. Its parameters have as many bytes as their gradients.
 Profile equal_layers(int layers, int samples = 1, std::int64_t gradients = 0) {
-  Profile profile{.samples = samples, .device = "cpu"};
-  for (int i = 0; i < layers; ++i) {
-    profile.layers.push_back({.name = "l" + std::to_string(i),
-                              .forward = 1.0 * samples,
-                              .stored = 1.0 * samples,
-                              .backward = 2.0 * samples,
-                              .input_gradient = 1.0 * samples,
-                              .weight_gradient = 1.0 * samples,
-                              .parameters = gradients,
-                              .gradients = gradients,
-                              .output = 10 * samples,
-                              .saved = 10 * samples,
-                              .shares_with = i});
-    profile.blocks.push_back({10 * samples, Kind::F, i, Kind::B, i, i});
+  auto profile = chain(std::vector<double>(layers, samples));
+  profile.samples = samples;
+  for (auto& layer : profile.layers) {
+    layer.input_gradient = layer.weight_gradient = samples;
+    layer.parameters = layer.gradients = gradients;
+    layer.output = 10 * samples;
   }
   return profile;
 }
@@ -67,44 +58,47 @@ TEST(Network, AReductionSendsThreeOfFourSharesTwice) {
   EXPECT_EQ(Network{}.reduction(0, 1000), 0) << "a single replica";
 }
 
-TEST(Predict, ChargesLatencyAndSendsOneMicroBatchAfterAnother) {
-  // An activation takes 0.25 + 10 / 20 s. So worker 1 starts at 1.75 s and ends 3 + 6 s later. Its last gradient takes
-  // 0.75 s, and worker 0's last backward 2 s.
-  const Network network{.inside = {.bandwidth = 20, .latency = 0.25}};
-  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(network, 3)).seconds, 1.75 + 3 + 6 + 0.75 + 2);
-  const Network between_hosts{1, 2, {}, {.latency = 5}};
-  EXPECT_DOUBLE_EQ(predict(equal_layers(4), {1, 1, 1, 1}, run_on(between_hosts, 1)).seconds, 4 * 3 + 2 * 5)
-      << "one of three cuts is between hosts";
-  // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
+TEST(Predict, AddsLatencyTransfersAndSumsOfGradients) {
+  const Network link{.inside = {.bandwidth = 20, .latency = 0.25}};
+  const Network hosts{1, 2, {}, {.latency = 5}};
   const Network slow{.inside = {.bandwidth = 5}};
-  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(slow, 3)).seconds, 14 + 2 + 2);
-}
-
-TEST(Predict, SumsGradientsAfterTheLastBackwardOfAStage) {
-  // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient
-  // once.
-  const Network network{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
+  const Network pair{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
+  const Network immediate{.replicas = 2, .inside = {.bandwidth = 50}};
   const auto with_gradients = [&](std::int64_t first, std::int64_t last) {
     auto profile = equal_layers(2);
     profile.layers[0].gradients = first;
     profile.layers[1].gradients = last;
-    return predict(profile, {1, 1}, run_on(network, 3));
+    return profile;
   };
-  EXPECT_DOUBLE_EQ(with_gradients(0, 50).seconds, 12) << "hidden behind worker 0";
-  EXPECT_EQ(with_gradients(0, 50).reduction, 0);
-  const auto later = with_gradients(0, 150);
-  EXPECT_DOUBLE_EQ(later.seconds, 10 + 2 * 0.25 + 150 / 50.0);
-  EXPECT_DOUBLE_EQ(later.reduction, 1.5);
+  struct Case {
+    Profile profile;
+    RunOptions run;
+    double seconds;
+    double reduction = 0;
+  };
+  const Case cases[] = {
+      // An activation takes 0.25 + 10 / 20 s. So worker 1 starts at 1.75 s and ends 3 + 6 s later. Its last gradient
+      // takes 0.75 s, and worker 0's last backward 2 s.
+      {equal_layers(2), run_on(link, 3), 1.75 + 3 + 6 + 0.75 + 2},
+      // One of three cuts is between hosts.
+      {equal_layers(4), run_on(hosts, 1), 4 * 3 + 2 * 5},
+      // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
+      {equal_layers(2), run_on(slow, 3), 14 + 2 + 2},
+      // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient
+      // once. The first one is hidden behind worker 0.
+      {with_gradients(0, 50), run_on(pair, 3), 12},
+      {with_gradients(0, 150), run_on(pair, 3), 10 + 2 * 0.25 + 150 / 50.0, 1.5},
+      {with_gradients(100, 150), run_on(pair, 3), 12 + 2 * 0.25 + 100 / 50.0, 2.5},
+      // Stage 1 is summed from 4 to 7 s, stage 0, whose backward ends at 6 s, from 7 to 10 s.
+      {equal_layers(2, 1, 150), run_on(immediate, 1, {.placement = {0, 0}}), 10, 4},
+  };
+  for (const auto& it : cases) {
+    const auto found = predict(it.profile, std::vector<std::int64_t>(it.profile.layers.size(), 1), it.run);
+    EXPECT_DOUBLE_EQ(found.seconds, it.seconds);
+    EXPECT_DOUBLE_EQ(found.reduction, it.reduction) << found.seconds;
+  }
+  const auto later = predict(with_gradients(0, 150), {1, 1}, run_on(pair, 3));
   EXPECT_DOUBLE_EQ(later.bubble, 1 - 2 * 9 / (2 * 13.5)) << "each worker works for 3 x 3 s";
-  EXPECT_DOUBLE_EQ(with_gradients(100, 150).seconds, 12 + 2 * 0.25 + 100 / 50.0);
-}
-
-TEST(Predict, AWorkerSumsOneStageAfterAnother) {
-  // Stage 1 is summed from 4 to 7 s, stage 0, whose backward ends at 6 s, from 7 to 10 s.
-  const Network network{.replicas = 2, .inside = {.bandwidth = 50}};
-  const auto prediction = predict(equal_layers(2, 1, 150), {1, 1}, run_on(network, 1, {.placement = {0, 0}}));
-  EXPECT_DOUBLE_EQ(prediction.seconds, 10);
-  EXPECT_DOUBLE_EQ(prediction.reduction, 4);
 }
 
 TEST(Predict, CountsTheMemoryThatSumsGradients) {
@@ -119,18 +113,6 @@ TEST(Predict, CountsTheMemoryThatSumsGradients) {
   const auto alone = bytes(1, {0, 1});
   EXPECT_THAT(bytes(2, {0, 1}), ElementsAre(alone[0] + 1000, alone[1] + 3000));
   EXPECT_THAT(bytes(2, {0, 0}), ElementsAre(bytes(1, {0, 0})[0] + 4000));
-}
-
-TEST(Predict, RefusesANetworkThatCannotBe) {
-  const std::pair<Network, std::string> cases[] = {
-      {{.replicas = 0}, "replicas must be positive, but is 0"},
-      {{.devices_per_host = -1}, "devices_per_host must not be negative, but is -1"},
-      {{.inside = {.bandwidth = -1}}, "inside a host must not be negative, but are -1 bytes/s"},
-      {{.between = {.latency = -1}}, "bandwidth and latency between hosts"},
-      {{.between = {.latency = std::nan("")}}, "bandwidth and latency between hosts"}};
-  for (const auto& it : cases) {
-    EXPECT_THAT([&] { predict(equal_layers(2), {1, 1}, run_on(it.first, 2)); }, refused(it.second));
-  }
 }
 
 PlanOptions on_hosts(int hosts, int per_host, LinkSpeed inside, LinkSpeed between, std::int64_t samples) {
@@ -184,13 +166,20 @@ TEST(PlanOfReplicas, ChoosesTheSizeOfMicroBatches) {
   EXPECT_DOUBLE_EQ(of(64).seconds, 19 * 12);
 }
 
-TEST(PlanOfReplicas, KeepsToTheMemory) {
+TEST(PlanOfReplicas, TriesEachNumberAndKeepsToTheMemory) {
   const auto plans = [&](std::int64_t memory) {
     auto options = on_hosts(2, 2, {.bandwidth = 1e9}, {.bandwidth = 1e9}, 16);
     if (memory > 0) options.memory = {memory};
     return plan({equal_layers(4, 1, 1000)}, options);
   };
   EXPECT_EQ(plans(0).best().replicas, 4);
+  std::set<int> replicas;
+  for (const auto& each : plans(0).plans) {
+    EXPECT_EQ(each.replicas * static_cast<int>(each.bytes.size()), 4);
+    EXPECT_GE(each.seconds, 16 * 4 * 3 / 4.0) << "the work of a device";
+    replicas.insert(each.replicas);
+  }
+  EXPECT_THAT(replicas, ElementsAre(1, 2, 4));
   const auto halves = plans(7000);
   EXPECT_EQ(halves.best().replicas, 2) << "two layers need 4000 bytes and 2000 for sums, four 8000 and 6000";
   EXPECT_LE(std::ranges::max(halves.best().bytes), 7000);
@@ -202,42 +191,35 @@ TEST(PlanOfReplicas, KeepsToTheMemory) {
   EXPECT_THAT(plans(1500).reason, HasSubstr("layer 0 alone needs"));
 }
 
-TEST(PlanOfReplicas, TriesEachNumberOfReplicas) {
-  std::vector<Profile> profiles;
-  for (const int samples : {1, 4}) profiles.push_back(equal_layers(4, samples, 1'000'000));
-  const auto plans =
-      plan(profiles, on_hosts(8, 4, {.bandwidth = 1e9, .latency = 1e-6}, {.bandwidth = 1e8, .latency = 1e-5}, 64));
-  std::set<int> replicas;
-  for (const auto& each : plans.plans) {
-    EXPECT_EQ(each.replicas * static_cast<int>(each.bytes.size()), 32);
-    EXPECT_GE(each.seconds, 64 * 4 * 3 / 32.0) << "the work of a device";
-    replicas.insert(each.replicas);
-  }
-  EXPECT_THAT(replicas, ElementsAre(8, 16, 32));
-}
-
 TEST(Plan, RefusesWhatCannotBePlanned) {
+  const std::pair<Network, std::string> networks[] = {
+      {{.replicas = 0}, "replicas must be positive, but is 0"},
+      {{.devices_per_host = -1}, "devices_per_host must not be negative, but is -1"},
+      {{.inside = {.bandwidth = -1}}, "inside a host must not be negative, but are -1 bytes/s"},
+      {{.between = {.latency = -1}}, "bandwidth and latency between hosts"},
+      {{.between = {.latency = std::nan("")}}, "bandwidth and latency between hosts"}};
+  for (const auto& it : networks) {
+    EXPECT_THAT([&] { predict(equal_layers(2), {1, 1}, run_on(it.first, 2)); }, refused(it.second));
+  }
   const std::vector<Profile> profiles = {equal_layers(4)};
   const auto good = on_hosts(2, 4, {}, {}, 8);
-  const auto with = [&](const std::function<void(PlanOptions&)>& change) {
+  const auto with = [&](auto PlanOptions::*member, auto value) {
     auto options = good;
-    change(options);
+    options.*member = value;
     return options;
   };
+  using Bytes = std::vector<std::int64_t>;
   const std::tuple<std::vector<Profile>, PlanOptions, std::string> cases[] = {
       {{}, good, "give at least one profile"},
-      {profiles, with([](auto& it) { it.samples = 0; }), "samples must be positive, but is 0"},
-      {profiles, with([](auto& it) { it.devices.clear(); }), "give at least one device"},
+      {profiles, with(&PlanOptions::samples, 0), "samples must be positive, but is 0"},
+      {profiles, with(&PlanOptions::devices, std::vector<std::string>()), "give at least one device"},
       {{equal_layers(4), equal_layers(5)}, good, "profiles have 4 and 5 layers"},
       {{equal_layers(4, 0)}, good, "at least one sample, but has 0"},
-      {profiles, with([](auto& it) { it.network.inside.bandwidth = -1; }), "must not be negative"},
-      {profiles, with([](auto& it) { it.memory = {-1}; }), "memory must be positive, but is -1"},
-      {profiles, with([](auto& it) {
-         it.memory = {1, 2};
-       }),
-       "2 sizes of memory for 8 devices"},
+      {profiles, with(&PlanOptions::network, Network{.inside = {.bandwidth = -1}}), "must not be negative"},
+      {profiles, with(&PlanOptions::memory, Bytes{-1}), "memory must be positive, but is -1"},
+      {profiles, with(&PlanOptions::memory, Bytes{1, 2}), "2 sizes of memory for 8 devices"},
       // One pipeline would have 8 stages; 2, 4 and 8 replicas do not divide 9 samples.
-      {profiles, with([](auto& it) { it.samples = 9; }), "suits 8 devices, 9 samples"},
+      {profiles, with(&PlanOptions::samples, 9), "suits 8 devices, 9 samples"},
   };
   for (const auto& it : cases) {
     EXPECT_THAT([&] { plan(std::get<0>(it), std::get<1>(it)); }, refused(std::get<2>(it)));

@@ -1,13 +1,10 @@
-#include <gtest/gtest.h>
-
-#include <algorithm>
+// The best cut into parts, against all cuts.
 #include <cmath>
 #include <functional>
 #include <limits>
-#include <random>
-#include <stdexcept>
 
 #include "balance/cut.h"
+#include "tests/support/matchers.h"
 
 namespace gpipe {
 namespace {

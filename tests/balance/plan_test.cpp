@@ -9,41 +9,14 @@
 #include "balance/cut.h"
 #include "balance/plan.h"
 #include "balance/predict.h"
-#include "balance/profile.h"
 #include "balance/report.h"
 #include "balance/stage_cost.h"
-#include "tests/support/matchers.h"
+#include "tests/balance/profiles.h"
 
 namespace gpipe {
 namespace {
 
 using ::testing::UnorderedElementsAre;
-
-/// A profile of layers with these forward times, and backwards that take twice as long. Each layer's output has 10
-/// bytes, which are kept for the next layer's backward.
-Profile chain(const std::vector<double>& seconds) {
-  Profile profile{.samples = 4, .device = "cpu"};
-  for (std::size_t i = 0; i < seconds.size(); ++i) {
-    const int layer = static_cast<int>(i);
-    profile.layers.push_back({.name = "l" + std::to_string(i),
-                              .forward = seconds[i],
-                              .stored = seconds[i],
-                              .backward = 2 * seconds[i],
-                              .output = 10,
-                              .saved = 10,
-                              .forward_extra = 10,
-                              .stored_extra = 10,
-                              .backward_extra = 10,
-                              .shares_with = layer});
-    profile.blocks.push_back({10, Kind::F, layer, Kind::B, layer + 1, layer + 1});
-    profile.blocks.push_back({10, Kind::B, layer, Kind::B, layer - 1, layer});
-  }
-  auto& last = profile.blocks[profile.blocks.size() - 2];
-  last.until = Kind::F;
-  last.freed_by = Block::kForwardsEnd;
-  profile.blocks[1].freed_by = Block::kNever;
-  return profile;
-}
 
 TEST(Cut, KeepsLayersThatShareAParameterTogether) {
   auto profile = chain({1, 1, 1, 1});
@@ -55,15 +28,30 @@ TEST(Cut, KeepsLayersThatShareAParameterTogether) {
               refused("4 stages would separate layers that share a buffer or parameter"));
 }
 
-TEST(Cut, DependsOnBandwidth) {
+TEST(Cut, DependsOnSizeOrBandwidth) {
+  auto with_parameters = chain({1, 1, 1, 1});
+  EXPECT_THAT(balance_by_size(with_parameters, 2, {.chunks = 8}), ElementsAre(2, 2));
+  with_parameters.layers[0].parameters = 1000;
+  EXPECT_THAT(balance_by_size(with_parameters, 2, {.chunks = 8}), ElementsAre(1, 3));
   // A skip from the first to the third of equal layers: a cut after the third sends fewer bytes.
   auto profile = chain({1, 1, 1, 0.9});
   profile.skips = {{"skip", 0, {2}, 4000}};
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
-  EXPECT_THAT(balance_by_time(profile, 2, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(3, 1));
-  const auto slow = predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}});
-  const auto fast = predict(profile, {3, 1}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}});
-  EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
+  const RunOptions run{.chunks = 2, .network = {.inside = {.bandwidth = 1000}}};
+  EXPECT_THAT(balance_by_time(profile, 2, run), ElementsAre(3, 1));
+  EXPECT_LT(predict(profile, {3, 1}, run).seconds, predict(profile, {2, 2}, run).seconds)
+      << "the skip's transfer takes longer than the difference between the stages";
+}
+
+TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
+  const auto seconds = [](std::vector<int> placement, double bandwidth) {
+    const RunOptions run{.chunks = 2,
+                         .network = {.inside = {.bandwidth = bandwidth}},
+                         .scheduling = {.placement = std::move(placement)}};
+    return predict(chain({1, 1, 1, 1}), {1, 1, 1, 1}, run).seconds;
+  };
+  EXPECT_DOUBLE_EQ(seconds({0, 0, 0, 0}, 1), seconds({0, 0, 0, 0}, 0));
+  EXPECT_LT(seconds({0, 0, 1, 1}, 1), seconds({0, 1, 0, 1}, 1));
 }
 
 TEST(Cut, KnowsTheBytesOfEachCut) {
@@ -98,6 +86,7 @@ TEST(StageCost, CountsASkipOncePerReadingWorker) {
   const auto activations = 2 * (profile.layers[0].output + profile.layers[1].output + profile.layers[2].output);
   EXPECT_EQ(crossing({0, 1, 2, 3}), activations + 2 * 3000);
   EXPECT_EQ(crossing({0, 1, 0, 1}), activations + 2 * 1000);
+  EXPECT_EQ(crossing({0, 1, 1, 0}), activations - 2 * 10 + 2 * 1000) << "a V keeps it on its workers";
 }
 
 TEST(StageCost, CountsTiesOncePerStage) {
@@ -128,20 +117,12 @@ TEST(StageCost, CountsTiesOncePerStage) {
 
 TEST(Predict, SendsTiedParametersWithEachMicroBatch) {
   auto profile = chain({1, 1, 1, 1});
-  const auto before =
-      predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}, .copies = true});
+  const RunOptions run{.chunks = 2, .network = {.inside = {.bandwidth = 1000}}, .copies = true};
+  const auto before = predict(profile, {2, 2}, run);
   profile.ties = {{"w", {0, 3}, 4000}};
-  const auto tied = predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}, .copies = true});
+  const auto tied = predict(profile, {2, 2}, run);
   EXPECT_GT(tied.seconds, before.seconds + 4);
   EXPECT_GE(tied.bytes[1], before.bytes[1] + 2 * 4000) << "the last stage holds a copy per micro-batch";
-  EXPECT_THAT(balance_by_time(profile, 1, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(4));
-}
-
-TEST(Cut, BalancesBySize) {
-  auto profile = chain({1, 1, 1, 1});
-  EXPECT_THAT(balance_by_size(profile, 2, {.chunks = 8}), ElementsAre(2, 2));
-  profile.layers[0].parameters = 1000;
-  EXPECT_THAT(balance_by_size(profile, 2, {.chunks = 8}), ElementsAre(1, 3));
 }
 
 TEST(Predict, CountsCopiesForTheReceiver) {
@@ -236,28 +217,15 @@ TEST(Plan, FindsTheSchedule) {
   EXPECT_THAT(any({1}).reason, HasSubstr("nothing fits: the plan that lacks least"));
 }
 
-TEST(Plan, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
-  auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
-  for (int i = 0; i < 4; ++i) profile.skips.push_back({"skip" + std::to_string(i), i, {7 - i}, 1000});
-  const auto crossing = [&](const Scheduling& scheduling) {
-    return predict(profile, {2, 2, 2, 2}, {.chunks = 3, .scheduling = scheduling}).crossing;
-  };
-  EXPECT_EQ(crossing({"zb_v"}), 3 * 2 * 10) << "two activations of 10 bytes";
-  EXPECT_EQ(crossing({"interleaved_zb", 2}), 3 * (3 * 10 + 4 * 1000));
-}
-
-TEST(Plan, FindsBalanceAndChunks) {
+TEST(Plan, FindsBalanceAndChunksAndKeepsWhatIsGiven) {
   auto whole = chain({4, 4, 4, 4});
   whole.samples = 8;
-  const auto plans =
+  const auto found =
       plan({whole, chain({2, 2, 2, 2})}, {.samples = 8, .devices = {"a", "b"}, .schedulings = {{"1f1b", 1, {0, 1}}}});
-  EXPECT_EQ(plans.best().chunks, 2);
-  EXPECT_EQ(plans.best().checkpoint, Checkpoint::kNever);
-  EXPECT_THAT(plans.best().balance, ElementsAre(2, 2));
-}
+  EXPECT_EQ(found.best().chunks, 2);
+  EXPECT_EQ(found.best().checkpoint, Checkpoint::kNever);
+  EXPECT_THAT(found.best().balance, ElementsAre(2, 2));
 
-// What is given stays.
-TEST(Plan, KeepsWhatIsGiven) {
   const auto profile = chain({1, 1, 1, 1, 1, 1});
   PlanOptions options{.samples = 16, .devices = {"a", "b"}, .memory = {400}, .balance = {4, 2}};
   for (const auto& each : plan({profile}, options).plans) {
@@ -401,16 +369,6 @@ TEST(Plan, ExplainsWhyNothingFits) {
   EXPECT_THAT(plan({profile}, less).reason, HasSubstr("layer 0 alone needs 10.0 MiB"));
 }
 
-TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
-  const auto seconds = [](std::vector<int> placement, double bandwidth) {
-    RunOptions run{.chunks = 2, .checkpoint = Checkpoint::kNever, .network = {.inside = {.bandwidth = bandwidth}}};
-    run.scheduling.placement = std::move(placement);
-    return predict(chain({1, 1, 1, 1}), {1, 1, 1, 1}, run).seconds;
-  };
-  EXPECT_DOUBLE_EQ(seconds({0, 0, 0, 0}, 1), seconds({0, 0, 0, 0}, 0));
-  EXPECT_LT(seconds({0, 0, 1, 1}, 1), seconds({0, 1, 0, 1}, 1));
-}
-
 TEST(StageCost, RefusesNumbersThatOverflow) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
   auto profile = chain({1, 1, 1, 1});
@@ -434,16 +392,14 @@ TEST(Report, ComparesPlansWithOneDevice) {
                       "1f1b"};
   Plans plans{.plans = {pipeline, pipeline}, .least_seconds = 0.75, .more_memory_saves = 0.002};
   EXPECT_THAT(plan_table(plans), AllOf(HasSubstr("No plan takes less than 750 ms, 75 % of the first one's step.\n"),
-                                       HasSubstr("5 % more memory on each device, a step would take 2.00 ms less.\n")));
-  EXPECT_THAT(plan_table(plans), Not(HasSubstr("speed-up")));
-  plans.unpartitioned = Plan{{.balance = {4}, .placement = {0}, .seconds = 1.5, .bytes = {900}}};
+                                       HasSubstr("5 % more memory on each device, a step would take 2.00 ms less.\n"),
+                                       Not(HasSubstr("speed-up"))));
+  plans.unpartitioned = Plan{{.balance = {4}, .placement = {0}, .seconds = 0.5, .bytes = {900}}};
   plans.unpartitioned->missing = 100;
-  const auto table = plan_table(plans);
-  EXPECT_THAT(table, ContainsRegex("1f1b +2,2 +4 +1 of 4 layers +1.00 s +0 % +300 B +0 B +1.50\n"));
-  EXPECT_THAT(table, ContainsRegex(" 4 +1 +none +1.50 s +0 % +900 B +0 B +1.00 +one device, too large\n"));
-  plans.unpartitioned->seconds = 0.5;
   const auto advice = HasSubstr("is predicted to be 2.00 times as fast.\n");
-  EXPECT_THAT(plan_table(plans), Not(advice));
+  EXPECT_THAT(plan_table(plans),
+              AllOf(ContainsRegex("1f1b +2,2 +4 +1 of 4 layers +1.00 s +0 % +300 B +0 B +0.50\n"),
+                    ContainsRegex(" 4 +1 +none +500 ms +0 % +900 B +0 B +1.00 +one device, too large\n"), Not(advice)));
   plans.unpartitioned->missing = 0;
   EXPECT_THAT(plan_table(plans), advice);
   auto prediction = predict(chain({1, 1}), {1, 1});

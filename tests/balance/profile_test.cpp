@@ -13,7 +13,6 @@
 #include "gpipe/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 
@@ -56,17 +55,12 @@ TEST(Profiler, MeasuresEachLayer) {
   auto x = torch::rand({2, 3, 16, 16});
   const auto of = profile(model, x, brief().workers(2).param_scale(4));
   ASSERT_EQ(of.layers.size(), model->size());
-  EXPECT_EQ(of.samples, 2);
-  EXPECT_EQ(of.workers, 2);
-  EXPECT_EQ(of.device, "cpu");
-  for (const auto& layer : of.layers) {
-    EXPECT_GT(layer.forward, 0) << layer.name;
-    EXPECT_GT(layer.stored, 0) << layer.name;
-    EXPECT_GT(layer.backward, 0) << layer.name;
-  }
-  for (std::size_t i = 0; i + 1 < model->size(); ++i) {
+  EXPECT_EQ(std::tuple(of.samples, of.workers, of.device), std::tuple(2, 2, "cpu"));
+  for (std::size_t i = 0; i < model->size(); ++i) {
+    const auto& layer = of.layers[i];
+    EXPECT_GT(std::min({layer.forward, layer.stored, layer.backward}), 0) << layer.name;
     x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
-    EXPECT_EQ(of.layers[i].output, static_cast<std::int64_t>(x.nbytes())) << of.layers[i].name;
+    if (i + 1 < model->size()) EXPECT_EQ(layer.output, static_cast<std::int64_t>(x.nbytes())) << layer.name;
   }
   const std::int64_t image = 2 * 4 * 16 * 16 * 4;  // bytes; 4 channels
   const auto& conv = of.layers[0];
@@ -74,15 +68,14 @@ TEST(Profiler, MeasuresEachLayer) {
   EXPECT_EQ(conv.parameters, 4 * 3 * 9 * 4);
   EXPECT_EQ(conv.gradients, conv.parameters);
   EXPECT_EQ(conv.optimizer, 2 * conv.parameters);
-  EXPECT_EQ(conv.output, image);
   EXPECT_EQ(conv.saved, image);  // for the batch norm that follows
   const auto& norm = of.layers[1];
   EXPECT_EQ(norm.buffers, 2 * 4 * 4 + 8);
   EXPECT_EQ(norm.saved, image + 2 * 4 * 4);  // for the in-place ReLU; and the batch's statistics
+  EXPECT_FALSE(norm.changes_input);
   const auto& relu = of.layers[2];
   EXPECT_TRUE(relu.changes_input);
   EXPECT_EQ(relu.saved, 0);
-  EXPECT_FALSE(norm.changes_input);
   ASSERT_EQ(of.skips.size(), 1U);
   EXPECT_EQ(of.skips[0].bytes, image);
   EXPECT_EQ(of.layers[of.skips[0].from].name, "down1_stash");
@@ -134,23 +127,19 @@ TEST(Profiler, FindsParametersThatLayersShare) {
   EXPECT_EQ(balance_by_time(5, model, rows(), brief()), std::vector<std::int64_t>(5, 1));
 }
 
-TEST(Profiler, KeepsLayersTogetherThatShareABuffer) {
+TEST(Profiler, KeepsLayersTogetherThatShareABufferOrCannotLendAParameter) {
   auto model = model_with_a_tie();
+  Profile without_loans{.layers = std::vector<LayerProfile>(5)};
+  find_sharing(without_loans, Model(model).named_layers(), /*can_lend=*/false);
+  EXPECT_TRUE(without_loans.ties.empty());
+  EXPECT_EQ(without_loans.layers[3].shares_with, 1);
+  EXPECT_EQ(without_loans.layers[4].shares_with, 4);
   const auto table = torch::ones({6});
   for (const int layer : {1, 3}) model[layer]->as<NestedSequentialImpl>()->register_buffer("table", table);
   const auto of = profile(model, rows(), brief().workers(2));
   EXPECT_EQ(of.layers[3].shares_with, 1);
   for (const int together : {1, 2}) EXPECT_EQ(of.layers[together].forward, 0) << "layer 3 has the time of its stage";
   EXPECT_GT(of.layers[3].forward, 0);
-}
-
-TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
-  const auto model = model_with_a_tie();
-  Profile of{.layers = std::vector<LayerProfile>(5)};
-  find_sharing(of, Model(model).named_layers(), /*can_lend=*/false);
-  EXPECT_TRUE(of.ties.empty());
-  EXPECT_EQ(of.layers[3].shares_with, 1);
-  EXPECT_EQ(of.layers[4].shares_with, 4);
 }
 
 TEST(Profiler, AcceptsFrozenModels) {
@@ -249,6 +238,19 @@ TEST(PlanOfModel, TriesEveryScheduleAndRunsTheBest) {
   EXPECT_EQ(plans.plans.size(), 1U) << "without time, one number of chunks is measured";
 }
 
+/// Recomputes all, none, and every other stage.
+std::vector<Checkpoints> modes_of_segments(std::size_t stages) {
+  std::vector<Checkpoints> modes = {Checkpoint::kNever, Checkpoint::kAlways};
+  for (const std::size_t odd : {0, 1}) {
+    std::vector<Checkpoint> alternating;
+    for (std::size_t s = 0; s < stages; ++s) {
+      alternating.push_back(s % 2 == odd ? Checkpoint::kAlways : Checkpoint::kNever);
+    }
+    modes.emplace_back(alternating);
+  }
+  return modes;
+}
+
 /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
 /// step: they are at least `least` of these. The profile's model ends in the loss. `segments`: the stages are segments of
 /// one worker.
@@ -264,23 +266,15 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
   RunOptions run;
   if (segments) run.scheduling.placement.assign(balance.size(), 0);
   const auto bytes = StageCost(of_whole).costs(with_loss, run).bytes;
-  std::vector<Checkpoints> modes = {Checkpoint::kNever, Checkpoint::kAlways};
-  if (segments) {
-    for (const int odd : {0, 1}) {
-      std::vector<Checkpoint> alternating;
-      for (std::size_t s = 0; s < balance.size(); ++s) {
-        alternating.push_back(static_cast<int>(s) % 2 == odd ? Checkpoint::kAlways : Checkpoint::kNever);
-      }
-      modes.emplace_back(alternating);
-    }
-  }
+  const auto modes =
+      segments ? modes_of_segments(balance.size()) : std::vector<Checkpoints>{Checkpoint::kNever, Checkpoint::kAlways};
   const int chunks = 4;
   auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
   batch.set_requires_grad(micro_batch.requires_grad());
   for (const auto& schedule : schedules) {
     for (const auto& checkpoint : modes) {
       SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
-      auto options = GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
+      auto options = in_chunks(chunks, checkpoint).schedule(schedule).intraop_threads(1);
       if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
       if (segments) options.placement(run.scheduling.placement);
       GPipe pipe(model, balance, options);
@@ -293,35 +287,73 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
       for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
         const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
         const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
-        EXPECT_GT(ratio, least) << "worker " << w;
+        EXPECT_GE(ratio, least) << "worker " << w;
         // Workers free each other's memory during their actions. The account frees it at their ends.
         if (balance.size() == 1 || segments) EXPECT_LT(ratio, segments ? 1.1 : 1.05);
       }
-      for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
+      for (std::size_t i = 0; balance.size() == 1 && i < timeline->spans.size(); ++i) {
         const auto& span = timeline->spans[i];
         if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
-        // What the action itself allocates and frees. Another worker may free memory of this one meanwhile.
         const auto counted = span.bytes.after - span.bytes.before;
         const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
-        if (balance.size() == 1) EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
+        EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
       }
     }
   }
 }
 
+/// Layers that alternate.
+template <class First, class Second>
+nn::Sequential alternating(int pairs, First first, Second second) {
+  nn::Sequential model;
+  for (int i = 0; i < pairs; ++i) {
+    model->push_back(first());
+    model->push_back(second());
+  }
+  return model;
+}
+
 TEST(BytesOfSchedules, UNet) {
   const auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
+  expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe"}, 1);
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"1f1b"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {44}, {"zb_h1"});
 }
 
+// The first and the last stage share a matrix of 256 KiB.
+TEST(BytesOfSchedules, TiedParameters) {
+  const nn::Linear first(256, 256);
+  const Sharer tied(first->weight, [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); });
+  const nn::Sequential model(first, nn::Tanh(), nn::Linear(256, 256), nn::Tanh(), tied, nn::Tanh());
+  expect_close_bytes(model, torch::randn({2, 256}), {2, 2, 2}, {"gpipe"}, 1);
+}
+
+// Three layers read a skip of 32 KiB. The second one saves it for its backward.
+TEST(BytesOfSchedules, ASkipWithManyReaders) {
+  using Names = Skippable::Names;
+  const SkipFunction wide(Names{.stash = {"s"}}, [](Tensor x, SkipFunctionImpl& self) {
+    self.stash("s", x.repeat({1, 16}));
+    return x * 1.5;
+  });
+  const auto reader = [](Names names, bool saves) {
+    return SkipFunction(std::move(names), [=](const Tensor& x, SkipFunctionImpl& self) {
+      const auto skip = self.pops().empty() ? self.peek("s") : self.pop("s");
+      return x + (saves ? skip * skip : skip * 2).narrow(1, 0, 256).contiguous();
+    });
+  };
+  const auto linear = [] { return nn::Linear(256, 256); };
+  const nn::Sequential model(linear(), wide, linear(), reader({.peek = {"s"}}, false), linear(),
+                             reader({.peek = {"s"}}, true), linear(), reader({.pop = {"s"}}, false), linear());
+  for (const auto& balance : {Balance{2, 4, 3}, Balance{4, 2, 3}}) {
+    expect_close_bytes(model, torch::randn({2, 256}), balance, {"gpipe"}, 1);
+  }
+}
+
 TEST(BytesOfSchedules, TokensThenLinearLayers) {
   nn::Sequential model(nn::Embedding(50, 128));
-  for (int i = 0; i < 6; ++i) {
-    model->push_back(nn::Linear(128, 128));
-    model->push_back(nn::GELU());
-  }
+  model->extend(*alternating(
+      6, [] { return nn::Linear(128, 128); }, [] { return nn::GELU(); }));
   const auto ids = torch::randint(0, 50, {64}, torch::kLong);
   expect_close_bytes(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
   expect_close_bytes(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
@@ -329,10 +361,8 @@ TEST(BytesOfSchedules, TokensThenLinearLayers) {
 
 // The output of a layer is saved for its own backward and for the next layer's W.
 TEST(BytesOfSchedules, LayersThatEndInReLU) {
-  nn::Sequential model;
-  for (int i = 0; i < 8; ++i) {
-    model->push_back(NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}));
-  }
+  const auto make = [] { return NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}); };
+  const auto model = alternating(4, make, make);
   const auto x = torch::randn({64, 256});
   expect_close_bytes(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
   expect_close_bytes(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
@@ -354,11 +384,8 @@ TEST(BytesOfSchedules, SegmentsOfAWorker) {
 }
 
 TEST(BytesOfSchedules, AnInputThatRequiresGrad) {
-  nn::Sequential model;
-  for (int i = 0; i < 4; ++i) {
-    model->push_back(nn::Linear(256, 256));
-    model->push_back(nn::GELU());
-  }
+  const auto model = alternating(
+      4, [] { return nn::Linear(256, 256); }, [] { return nn::GELU(); });
   for (const auto& balance : {Balance{4, 4}, {8}}) {
     expect_close_bytes(model, torch::randn({16, 256}).requires_grad_(), balance, {"zb_h1"});
   }

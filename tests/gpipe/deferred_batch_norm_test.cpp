@@ -52,20 +52,19 @@ TEST(DeferredBatchNorm, IsExactOverTheMiniBatch) {
 
 // A siamese network: two updates per mini-batch, in the order of the calls.
 TEST(DeferredBatchNorm, UpdatesOncePerCallOfALayer) {
-  struct TwiceImpl : nn::Module {
-    Tensor forward(Tensor x) { return norm(x * 2 + 1) - norm(x); }
-    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(kChannels));
-  };
+  const auto twice = [](nn::BatchNorm1d norm, const Tensor& x) { return norm->forward(x * 2 + 1) - norm->forward(x); };
   for (const auto mode : kModes) {
-    const auto twice = std::make_shared<TwiceImpl>();
-    TwiceImpl alone;
-    GPipe pipe(Sequential(nn::Identity(), twice), {1, 1}, in_chunks(3, mode).deferred_batch_norm(true));
+    const nn::BatchNorm1d norm(kChannels);
+    const nn::BatchNorm1d alone(kChannels);
+    const auto layer = function_layer([&](Tensor x) { return twice(norm, x); });
+    layer->register_module("norm", norm);
+    GPipe pipe(Sequential(nn::Identity(), layer), {1, 1}, in_chunks(3, mode).deferred_batch_norm(true));
     const auto x = torch::randn({11, kChannels});
     pipe->forward(x).sum().backward();
-    alone.forward(x);
-    EXPECT_TRUE(torch::allclose(twice->norm->running_mean, alone.norm->running_mean));
-    EXPECT_TRUE(torch::allclose(twice->norm->running_var, alone.norm->running_var));
-    EXPECT_EQ(twice->norm->num_batches_tracked.item<std::int64_t>(), 2);
+    twice(alone, x);
+    EXPECT_TRUE(torch::allclose(norm->running_mean, alone->running_mean));
+    EXPECT_TRUE(torch::allclose(norm->running_var, alone->running_var));
+    EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 2);
   }
 }
 

@@ -1,4 +1,4 @@
-// A model that is given as factories of its layers.
+// A model that is given as factories of its layers. Some generated cases are.
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -37,52 +37,6 @@ TEST(Factories, EachLayerHasItsNameAndARandomScope) {
     EXPECT_EQ(pipe->parameter_names().front().name, "first.weight");
     EXPECT_EQ(pipe->buffer_names().front().name, "norm.running_mean");
   }
-}
-
-// Layers 1 and 2 share the parameter of the first one; a skip goes from layer 0 to layer 4.
-TEST(Factories, LayersShareWhatTheirFactoriesCapture) {
-  const auto weight = torch::eye(4).mul(0.5).requires_grad_();
-  const auto tied = [weight] {
-    return Sharer(weight, [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix).tanh(); });
-  };
-  const auto train = [&](GPipe pipe) {
-    const auto output = pipe->forward(torch::ones({6, 4}));
-    return std::vector<Tensor>{output.detach(), gradient_of(output.sum(), weight)};
-  };
-  const auto expected = train(GPipe(Sequential(Stash("a"), tied(), tied(), nn::Tanh(), Pop("a")), Balance{2, 3}));
-  const LayerFactories model{[] { return Stash("a"); }, tied, tied, [] { return nn::Tanh(); }, [] { return Pop("a"); }};
-  EXPECT_TRUE(same(train(GPipe(model, Balance{2, 3})), expected));
-  EXPECT_TRUE(same(train(GPipe(model, Balance{1, 1, 1, 2})), expected));  // a second use
-}
-
-TEST(Factories, ArgumentsAreRefusedBeforeAFactoryRuns) {
-  int calls = 0;
-  const auto make = [&calls] {
-    ++calls;
-    return Linear(2, 2);
-  };
-  torch::manual_seed(1);
-  const auto generator = generator_state();
-  const LayerFactories model{{"a", make}, {"b", make}};
-  struct Case {
-    LayerFactories model;
-    Balance balance;
-    GPipeOptions options;
-    std::string what;
-  };
-  const std::vector<Case> cases = {{model, {1, 2}, {}, "[1, 2] sums to 3"},
-                                   {{}, {1}, {}, "has no layers"},
-                                   {model, {2}, in_chunks(0), "chunks"},
-                                   {model, {2}, GPipeOptions().schedule("none"), "none"},
-                                   {{{"a", make}, {"a", make}}, {2}, {}, "two layers have the name 'a'"},
-                                   {{{"1", make}, make}, {2}, {}, "two layers have the name '1'"}};
-  for (const auto& it : cases) {
-    EXPECT_THAT([&] { GPipe(it.model, it.balance, it.options); }, refused(it.what));
-  }
-  EXPECT_THAT([&] { LayerFactory("a.b", make); }, refused("but is 'a.b'"));
-  EXPECT_THAT([&] { LayerFactory("", make); }, refused("but is ''"));
-  EXPECT_EQ(calls, 0);
-  EXPECT_TRUE(same(generator_state(), generator));
 }
 
 TEST(Factories, LayersAreChecked) {

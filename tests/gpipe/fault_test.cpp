@@ -18,7 +18,7 @@ const std::vector<Raise> kOutOfMemory = {
     [] { throw std::bad_alloc(); },
     [] { TORCH_CHECK_WITH(OutOfMemoryError, false, "injected"); },
 };
-// In a backward, PyTorch's engine supports only std::exception, so not the last one.
+// The last one only in a forward: in a backward, PyTorch's engine supports only std::exception.
 const std::vector<Raise> kOfLayers = {
     [] { throw std::domain_error("injected"); },
     [] { TORCH_CHECK(false, "injected"); },
@@ -111,11 +111,13 @@ struct TurnedImpl : nn::Module {
 };
 TORCH_MODULE(Turned);
 
+enum class Pass { kForward, kBackward, kStep };
+
 /// A pipeline that trains step after step, each from the same buffers. It has skips over several stages, in-place
-/// layers, batch norm and dropout; each stage can throw.
+/// layers, batch norm and dropout; each stage can throw, and the loss.
 class Trainee {
  public:
-  Trainee(Checkpoint checkpoint, bool deferred_batch_norm, const std::string& schedule = "gpipe") {
+  Trainee(Checkpoint checkpoint, bool deferred_batch_norm, const std::string& schedule) {
     torch::manual_seed(1);
     model_ = Sequential(Turned(), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
                         Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
@@ -135,8 +137,16 @@ class Trainee {
     torch::manual_seed(seed);
   }
   Tensor forward() { return pipe->forward(x_); }
-  void backward(const Tensor& output) { output.backward(gradient_); }
-  void step(const LossFunction& loss = kMse) { pipe->step(x_, gradient_, loss, StepOptions().check(false)); }
+  /// REQUIRES: an output for a backward.
+  void run(Pass pass, const Tensor& output) {
+    const auto loss = [this](const Value& out, const Value& target) {
+      if (of_loss) of_loss();
+      return kMse(out, target);
+    };
+    if (pass == Pass::kForward) forward();
+    if (pass == Pass::kBackward) output.backward(gradient_);
+    if (pass == Pass::kStep) pipe->step(x_, gradient_, loss, StepOptions().check(false));
+  }
 
   /// The state that a failed call must not change.
   std::vector<Tensor> state() {
@@ -150,19 +160,20 @@ class Trainee {
     gradients.push_back(x_.grad());
     return gradients;
   }
-  /// All results of a step with one seed.
-  std::vector<Tensor> result_of_step() {
+  /// All results of a step, or of a forward and a backward, with one seed.
+  std::vector<Tensor> results(bool by_step) {
     begin(2);
-    const auto output = forward();
-    backward(output);
-    auto result = state();
-    result.push_back(output.detach());
-    for (const auto& gradient : gradients()) result.push_back(gradient);
+    const auto output = by_step ? Tensor() : forward();
+    run(by_step ? Pass::kStep : Pass::kBackward, output);
+    auto results = state();
+    if (!by_step) results.push_back(output.detach());
+    for (const auto& gradient : gradients()) results.push_back(gradient);
     begin(2);
-    return result;
+    return results;
   }
 
   const std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();
+  std::function<void()> of_loss;
   GPipe pipe = nullptr;
 
  private:
@@ -183,142 +194,88 @@ const std::type_info* type_thrown_by(Call call) {
   return nullptr;
 }
 
+/// The numbers of allocations of a forward, a backward and a step.
+std::array<int, 3> allocations_of(Trainee& trainee) {
+  auto& passed = FaultyAllocator::instance().fuse.passed;
+  std::array<int, 3> allocations{};
+  passed = 0;
+  const auto output = trainee.forward();
+  allocations[0] = passed.exchange(0);
+  trainee.run(Pass::kBackward, output);
+  allocations[1] = passed.exchange(0);
+  trainee.gradients();
+  trainee.run(Pass::kStep, {});
+  allocations[2] = passed;
+  return allocations;
+}
+
 TEST(Fault, LeavesNothingBehind) {
-  constexpr int kFailures = 20;  // for each of six pipelines
+  constexpr int kFailures = 25;  // for each of six pipelines
   auto& memory = FaultyAllocator::instance();
   memory.install();
   const absl::Cleanup put_back = [&] { memory.remove(); };
   std::mt19937_64 random(1);
   std::set<std::string> seen;
-  for (const auto checkpoint : kModes) {
-    for (const bool deferred : {false, true}) {
-      Trainee trainee(checkpoint, deferred);
-      trainee.result_of_step();  // the first step allocates memory that stays in use
-      const auto expected = trainee.result_of_step();
-      int allocations[2];  // in a forward, in a backward
-      memory.fuse.passed = 0;
-      {
-        const auto output = trainee.forward();
-        allocations[0] = memory.fuse.passed.exchange(0);
-        trainee.backward(output);
-        allocations[1] = memory.fuse.passed;
-      }
-      trainee.begin(2);
-      const auto threads = thread_count();
-      const auto live = memory.live();
+  const char* const schedules[] = {"gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_zb", "interleaved_1f1b"};
+  for (int number = 0; number < 6; ++number) {
+    const auto checkpoint = kModes[number / 2];
+    const bool deferred = number % 2 == 1;
+    Trainee trainee(checkpoint, deferred, schedules[number]);
+    std::vector<Tensor> expected[2];
+    for (int i = 0; i < 4; ++i) expected[i % 2] = trainee.results(i % 2 == 1);  // the first two allocate for good
+    const auto allocations = allocations_of(trainee);
+    trainee.begin(2);
+    const auto threads = thread_count();
+    const auto live = memory.live();
 
-      Fuse of_layers;
-      for (int failures = 0; failures < kFailures && !::testing::Test::HasFailure();) {
-        const bool in_backward = draw(random, 0, 1) == 0;
-        const bool in_layer = draw(random, 0, 1) == 0;
-        auto& fuse = in_layer ? of_layers : memory.fuse;
-        int time = draw(random, 1, in_layer ? kStages * kMicroBatches : allocations[in_backward]);
-        // The caller allocates at the beginning and at the end.
-        if (!in_layer && draw(random, 0, 3) == 0) {
-          time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : allocations[in_backward] - draw(random, 0, 3);
-        }
-        const auto& exceptions = in_layer ? kOfLayers : kOutOfMemory;
-        const auto raise = exceptions[draw(random, 0, in_layer && !in_backward ? 2 : 1)];
-        const bool for_good = draw(random, 0, 1) == 0;
+    Fuse of_layers;
+    for (int failures = 0; failures < kFailures && !::testing::Test::HasFailure();) {
+      const auto pass = static_cast<Pass>(draw(random, 0, 2));
+      const std::string source = draw(random, 0, 1) == 0 ? "memory" : draw(random, 0, 3) == 0 ? "loss" : "layer";
+      const int most = source == "memory" ? allocations[static_cast<int>(pass)] : kStages * kMicroBatches;
+      int time = draw(random, 1, source == "loss" ? kMicroBatches : most);
+      // The caller allocates at the beginning and, for the gradients that leave it, at the end.
+      if (source == "memory" && draw(random, 0, 2) == 0) {
+        time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : most - draw(random, 0, 9);
+      }
+      const auto& exceptions = source == "memory" ? kOutOfMemory : kOfLayers;
+      const auto raise = exceptions[draw(random, 0, source == "layer" && pass == Pass::kForward ? 2 : 1)];
+      const bool for_good = draw(random, 0, 1) == 0;
+      auto& fuse = source == "memory" ? memory.fuse : of_layers;
+      if (source == "layer") {
         trainee.plan->arm(static_cast<FaultPlan::Where>(draw(random, FaultPlan::kForward, FaultPlan::kBackward)),
                           [&] { of_layers.pass(); });
-        trainee.begin(random());
-        {
-          const auto output = in_backward ? trainee.forward() : Tensor();
-          const auto before = trainee.state();
-          fuse.arm(raise, time, for_good);
-          const auto* thrown = type_thrown_by([&] {
-            if (in_backward) trainee.backward(output);
-            if (!in_backward) trainee.forward();
-          });
-          fuse.disarm();
-          trainee.plan->disarm();
-          EXPECT_EQ(thrown != nullptr, fuse.blown);
-          if (thrown == nullptr) continue;
-          ++failures;
-          const auto error = trainee.pipe->last_error();
-          auto where = std::string(in_layer ? "layer " : "memory ");
-          where += error         ? std::string(1, "FRB"[static_cast<int>(error->action.kind)])
-                   : in_backward ? "backward's caller"
-                                 : "forward's caller";
-          seen.insert(where);
-          SCOPED_TRACE(where + (for_good ? ", from then on, time " : ", time ") + std::to_string(time) +
-                       ", checkpoint " + to_string(checkpoint) + (deferred ? ", deferred" : ""));
-          EXPECT_STREQ(thrown->name(), type_thrown_by(raise)->name());
-          EXPECT_TRUE(same(trainee.state(), before));
-          for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
-        }
-        EXPECT_EQ(thread_count(), threads);
-        EXPECT_EQ(memory.live(), live);
-        EXPECT_TRUE(same(trainee.result_of_step(), expected));
       }
+      if (source == "loss") trainee.of_loss = [&] { of_layers.pass(); };
+      trainee.begin(random());
+      {
+        const auto output = pass == Pass::kBackward ? trainee.forward() : Tensor();
+        const auto before = trainee.state();
+        fuse.arm(raise, time, for_good);
+        const auto* thrown = type_thrown_by([&] { trainee.run(pass, output); });
+        fuse.disarm();
+        trainee.plan->disarm();
+        trainee.of_loss = nullptr;
+        EXPECT_EQ(thrown != nullptr, fuse.blown);
+        if (thrown == nullptr) continue;
+        ++failures;
+        const auto error = trainee.pipe->last_error();
+        const auto place = error ? std::string(1, "FRBBB"[static_cast<int>(error->action.kind)])
+                                 : "caller " + std::to_string(static_cast<int>(pass));
+        seen.insert(source + " " + place);
+        SCOPED_TRACE(source + " " + place + (for_good ? ", from then on, time " : ", time ") + std::to_string(time) +
+                     ", checkpoint " + to_string(checkpoint) + ", " + schedules[number]);
+        EXPECT_STREQ(thrown->name(), type_thrown_by(raise)->name());
+        if (source == "loss") EXPECT_EQ(std::pair(error->layer_name, error->layer), std::pair(std::string("loss"), 17));
+        EXPECT_TRUE(same(trainee.state(), before));
+        for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
+      }
+      EXPECT_EQ(thread_count(), threads);
+      EXPECT_EQ(memory.live(), live);
+      EXPECT_TRUE(same(trainee.results(pass == Pass::kStep), expected[pass == Pass::kStep]));
     }
   }
-  EXPECT_EQ(seen.size(), 3U + 5U) << "some kind of failure never occurred";
-}
-
-// Its last allocations, on the caller's thread, are for the gradients that leave it.
-TEST(Fault, LeavesNothingBehindOfAStepThatRunsOutOfMemory) {
-  auto& memory = FaultyAllocator::instance();
-  memory.install();
-  const absl::Cleanup put_back = [&] { memory.remove(); };
-  for (const bool deferred : {false, true}) {
-    Trainee trainee(Checkpoint::kExceptLast, deferred, "zb_h1");
-    const auto step = [&] {
-      trainee.begin(2);
-      trainee.step();
-      return trainee.gradients();
-    };
-    step();
-    memory.fuse.passed = 0;
-    const auto expected = step();
-    const int allocations = memory.fuse.passed;
-    for (int time = 1; time <= allocations; time += time + 10 < allocations ? 7 : 1) {
-      SCOPED_TRACE("time " + std::to_string(time) + " of " + std::to_string(allocations));
-      trainee.begin(2);
-      const auto before = trainee.state();
-      const auto raise = kOutOfMemory[time % 2];
-      memory.fuse.arm(raise, time, /*for_good=*/time % 3 == 0);
-      const auto* thrown = type_thrown_by([&] { trainee.step(); });
-      memory.fuse.disarm();
-      EXPECT_EQ(thrown, type_thrown_by(raise));
-      EXPECT_TRUE(same(trainee.state(), before));
-      for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
-    }
-    EXPECT_TRUE(same(step(), expected));
-  }
-}
-
-// Errors in the loss, and in backwards, among them one between the R and the B of a cell.
-TEST(Fault, OfAStepLeavesEverythingAsItWas) {
-  for (const auto* schedule : {"gpipe", "1f1b", "zb_h2", "interleaved_zb"}) {
-    for (int failing = 0; failing <= 4; ++failing) {  // the number of the backward, or 0: the loss
-      Trainee trainee(failing == 0 ? Checkpoint::kExceptLast : Checkpoint::kAlways, false, schedule);
-      trainee.begin(2);
-      trainee.step();
-      const auto expected = trainee.gradients();
-      trainee.begin(2);
-      const auto before = trainee.state();
-      Fuse fuse;
-      fuse.arm(kOfLayers[0], failing == 0 ? 3 : failing, /*for_good=*/false);
-      if (failing > 0) trainee.plan->arm(FaultPlan::kBackward, [&] { fuse.pass(); });
-      const auto loss = [&](const Value& output, const Value& target) {
-        if (failing == 0) fuse.pass();
-        return kMse(output, target);
-      };
-      EXPECT_THROW(trainee.step(loss), std::domain_error);
-      trainee.plan->disarm();
-      const auto error = trainee.pipe->last_error();
-      ASSERT_TRUE(error);
-      EXPECT_EQ(error->message, "injected");
-      if (failing == 0) EXPECT_EQ(std::pair(error->layer_name, error->layer), std::pair(std::string("loss"), 17));
-      for (const auto& gradient : trainee.gradients()) EXPECT_FALSE(gradient.defined());
-      EXPECT_TRUE(same(trainee.state(), before));
-      trainee.step();  // with the same numbers as the first
-      EXPECT_TRUE(same(trainee.gradients(), expected));
-      EXPECT_FALSE(trainee.pipe->last_error());
-    }
-  }
+  EXPECT_EQ(seen.size(), 3U + 3U + 3U + 2U) << ::testing::PrintToString(seen);
 }
 
 }  // namespace

@@ -1,5 +1,9 @@
 #include "tests/gpipe/generated_case.h"
 
+#include <ATen/autocast_mode.h>
+
+#include <future>
+
 #include "gpipe/mesh.h"
 #include "gpipe/ranks.h"
 #include "gpipe/run/step_input.h"
@@ -29,11 +33,26 @@ struct Call {
       for (auto& input : inputs) input = input.to(devices->input);
       target = target.to(devices->target);
     }
-    inputs[0].requires_grad_(spec.input_gradient);
+    inputs[0].requires_grad_(!spec.no_input_gradient);
   }
   Value input() const { return inputs.size() == 2 ? Value(std::make_tuple(inputs[0], inputs[1])) : Value(inputs[0]); }
   Tensors inputs;
   Tensor target;
+};
+
+/// Enables autocast on this thread. A cache of casts would join the graphs of two stages.
+class Autocast {
+ public:
+  explicit Autocast(bool enabled) {
+    at::autocast::set_autocast_enabled(at::kCPU, enabled);
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_cache_enabled(true);
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
 };
 
 /// The loss, which draws random numbers.
@@ -142,6 +161,7 @@ CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Device
       };
       step.target = Value(call.target);
     }
+    const Autocast autocast(spec.autocast);
     const auto outputs = reference(model, balance, step);
     if (!spec.backward_twice) return outputs;
     auto leaves = distinct_parameters(*model);
@@ -178,8 +198,23 @@ bool live_graphs_as_verified(const Spec& spec, const Sequential& model, GPipe& p
   return true;
 }
 
+/// Calls a function, perhaps on a thread of its own.
+template <class Function>
+auto call_on_thread(bool own, Function function) {
+  return std::async(own ? std::launch::async : std::launch::deferred, std::move(function)).get();
+}
+
+std::vector<bool> modes_of(const torch::nn::Module& module) {
+  std::vector<bool> modes;
+  for (const auto& each : module.modules()) modes.push_back(each->is_training());
+  return modes;
+}
+
 Tensors train_by_forward(const Spec& spec, GPipe& pipe, const Call& call) {
-  const auto outputs = pipe->forward(call.input()).tensors();
+  const auto outputs = call_on_thread(spec.threads, [&] {
+    const Autocast autocast(spec.autocast);
+    return pipe->forward(call.input()).tensors();
+  });
   const auto gradients = gradients_of(outputs);
   const auto backward = [&](bool retain_graph) {
     Tensors roots;
@@ -189,11 +224,34 @@ Tensors train_by_forward(const Spec& spec, GPipe& pipe, const Call& call) {
       roots.push_back(outputs[k]);
       given.push_back(gradients[k].clone());
     }
-    if (!roots.empty()) torch::autograd::backward(roots, given, retain_graph);
+    if (roots.empty()) return;
+    call_on_thread(spec.threads, [&] { torch::autograd::backward(roots, given, retain_graph); });
   };
+  const bool training = pipe->is_training();
+  if (spec.switches) pipe->train(!training);
+  const auto modes = modes_of(*pipe);
   if (spec.backward_twice) backward(/*retain_graph=*/true);
   backward(/*retain_graph=*/false);
+  if (modes_of(*pipe) != modes) throw std::logic_error("a backward has changed modes");
+  if (spec.switches) pipe->train(training);
   return outputs;
+}
+
+Tensors train_by_step(const Spec& spec, GPipe& pipe, const Call& call) {
+  const Autocast autocast(spec.autocast);
+  const auto options = StepOptions(kOfSums).scale(spec.scaled ? kScale : 1);
+  if (spec.computes_loss) {
+    const auto loss = pipe->compute_loss(call.input(), call.target, weighted_sum, options);
+    if (loss.requires_grad()) loss.backward();
+    return {};
+  }
+  return pipe->step(call.input(), call.target, weighted_sum, StepOptions(options).return_output(true)).output.tensors();
+}
+
+LayerFactories factories_of(Sequential model) {
+  LayerFactories factories;
+  for (const auto& layer : *model) factories.emplace_back([layer] { return layer; });
+  return factories;
 }
 
 CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
@@ -202,7 +260,8 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
   if (!spec.schedule.empty()) options.schedule(spec.schedule);
   options.deferred_batch_norm(spec.deferred);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
-  GPipe pipe(model, balance_of(spec, model), options);
+  const auto balance = balance_of(spec, model);
+  auto pipe = spec.factories ? GPipe(factories_of(model), balance, options) : GPipe(model, balance, options);
   const auto is_here_worker = [&](int worker) {
     return !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[worker] == ranks->rank();
   };
@@ -214,8 +273,7 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
     }
     if (!is_here_worker(spec.placement.back())) call.target = torch::zeros_like(call.target);
     if (spec.schedule.empty()) return train_by_forward(spec, pipe, call);
-    const auto with_output = StepOptions(kOfSums).return_output(true).scale(spec.scaled ? kScale : 1);
-    return pipe->step(call.input(), call.target, weighted_sum, with_output).output.tensors();
+    return call_on_thread(spec.threads, [&] { return train_by_step(spec, pipe, call); });
   };
   const auto is_here = [&](const Tensor& tensor) {
     return is_one_of(tensor, pipe->parameters()) || is_one_of(tensor, pipe->buffers());
@@ -255,9 +313,8 @@ Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const s
   }
   try {
     const auto got = run_pipeline(spec, devices, ranks);
-    // The bits of a shared parameter's gradient depend on the place of its sum. Errors of single precision can grow.
-    const auto is_shared = [](const Use& use) { return use.unit->role == Unit::kShareMatrix; };
-    const bool has_bits = !devices && std::ranges::none_of(spec.uses, is_shared);
+    // Errors of single precision can grow.
+    const bool has_bits = !devices && !spec.has(Unit::kUnordered);
     auto outcome = has_bits ? difference(got, run_reference(spec, /*cut=*/true, devices), 0) : Outcome();
     if (outcome.verdict == Outcome::kEqual && !spec.single) outcome = difference(got, whole, 1e-9);
     return outcome;

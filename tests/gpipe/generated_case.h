@@ -18,30 +18,53 @@ struct Spec {
   std::vector<Use> uses = {};
   std::int64_t width = 4;
   bool single = false;  // precision
+  bool autocast = false;
   bool several_inputs = false;
   bool several_outputs = false;
-  bool input_gradient = true;
+  bool no_input_gradient = false;
   int frozen = 0;  // bit l: parameters of every third layer, from layer l on
   // The pipeline.
   int workers = 1;
   std::vector<int> placement = {0};
   std::string schedule = {};  // of step(); empty: forward() and backward
   Checkpoints checkpoint = Checkpoint::kNever;
-  bool deferred = false;  // batch norm
+  bool deferred = false;   // batch norm
+  bool factories = false;  // make the layers
   // The calls.
   int batch = 1;
   int chunks = 1;
   int calls = 1;
   bool backward_twice = false;
-  bool eval = false;         // in the second call
-  bool accumulates = false;  // gradients over all calls, without steps of the optimizer
-  bool scaled = false;       // the loss of a step
+  bool eval = false;           // in the second call
+  bool accumulates = false;    // gradients over all calls, without steps of the optimizer
+  bool scaled = false;         // the loss of a step
+  bool computes_loss = false;  // in place of a step
+  bool switches = false;       // between training and evaluation, before a backward
+  bool threads = false;        // of their own for each forward, backward and step
 
   int stages() const { return static_cast<int>(placement.size()); }
   /// Whether the schedule splits backwards.
   bool splits() const;
   /// Whether a unit has any of the flags.
   bool has(int flags) const;
+};
+
+/// The features that a case has or has not, by name.
+inline const std::pair<const char*, bool Spec::*> kSwitches[] = {
+    {"single", &Spec::single},
+    {"autocast", &Spec::autocast},
+    {"several inputs", &Spec::several_inputs},
+    {"several outputs", &Spec::several_outputs},
+    {"no input gradient", &Spec::no_input_gradient},
+    {"deferred", &Spec::deferred},
+    {"factories", &Spec::factories},
+    {"backward twice", &Spec::backward_twice},
+    {"eval", &Spec::eval},
+    {"accumulates", &Spec::accumulates},
+    {"scaled", &Spec::scaled},
+    {"computes the loss", &Spec::computes_loss},
+    {"switches modes", &Spec::switches},
+    {"threads", &Spec::threads},
 };
 
 std::string to_string(const Spec& spec);

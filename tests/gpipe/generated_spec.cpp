@@ -88,12 +88,10 @@ std::string to_string(const Spec& spec) {
   text << "seed " << spec.seed << ", width " << spec.width << ", batch " << spec.batch << ", " << spec.chunks
        << " chunks, stages on workers " << ::testing::PrintToString(spec.placement) << ", checkpoint "
        << to_string(spec.checkpoint) << ", " << (spec.schedule.empty() ? "forward" : spec.schedule) << ", "
-       << spec.calls << " calls" << (spec.single ? ", single" : "")
-       << (spec.input_gradient ? "" : ", no input gradient") << (spec.frozen == 0 ? "" : ", frozen ")
-       << (spec.frozen == 0 ? "" : std::to_string(spec.frozen)) << (spec.several_inputs ? ", several inputs" : "")
-       << (spec.several_outputs ? ", several outputs" : "") << (spec.backward_twice ? ", backward twice" : "")
-       << (spec.eval ? ", eval" : "") << (spec.deferred ? ", deferred" : "")
-       << (spec.accumulates ? ", accumulates" : "") << (spec.scaled ? ", scaled" : "") << ":";
+       << spec.calls << " calls";
+  if (spec.frozen != 0) text << ", frozen " << spec.frozen;
+  for (const auto& [name, feature] : kSwitches) text << (spec.*feature ? std::string(", ") + name : "");
+  text << ":";
   for (const auto& use : spec.uses) text << " [" << use.unit->name << " " << use.variant << " " << use.pair << "]";
   return text.str();
 }
@@ -138,7 +136,7 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.chunks = draw(random, 1, 5);
   spec.calls = draw(random, 1, 3);
   spec.checkpoint = kModes[draw(random, 0, 2)];
-  spec.input_gradient = !one_in(4);
+  spec.no_input_gradient = one_in(4);
   spec.several_inputs = one_in(4);
   spec.several_outputs = one_in(4);
   const bool forward = spec.schedule.empty();
@@ -147,6 +145,15 @@ Spec generate(std::uint64_t seed, bool portable) {
   spec.accumulates = !spec.backward_twice && one_in(4);
   spec.deferred = !portable && !spec.eval && one_in(4);
   spec.scaled = !forward && seed % 4 == 0;
+  if (!portable) {
+    std::mt19937_64 more(seed + 1);
+    const auto one_in_four = [&] { return draw(more, 0, 3) == 0; };
+    spec.autocast = spec.single && draw(more, 0, 1) == 0;
+    spec.factories = one_in_four();
+    spec.computes_loss = !forward && !spec.accumulates && one_in_four();
+    spec.switches = forward && one_in_four();
+    spec.threads = one_in_four();
+  }
   std::mt19937_64 of_segments(~seed);
   if (draw(of_segments, 0, 2) == 0) draw_segments(of_segments, spec);
   spec.frozen = draw(of_segments, 0, 3) == 0 ? draw(of_segments, 1, 7) : 0;
@@ -155,6 +162,7 @@ Spec generate(std::uint64_t seed, bool portable) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
   }
   if (spec.has(Unit::kOnce)) spec.checkpoint = Checkpoint::kNever;
+  if (spec.has(Unit::kBackward)) spec.backward_twice = false;
   return spec;
 }
 
@@ -169,10 +177,14 @@ std::vector<std::string> features(const Spec& spec) {
     const bool has_name = checkpoints().contains(to_string(mode));
     features.push_back("checkpoint " + (has_name ? to_string(mode) : "of those in flight"));
   }
+  for (const auto& [name, feature] : kSwitches) {
+    if (spec.*feature) features.emplace_back(name);
+  }
   return features;
 }
 
-const std::size_t kFeatures = units().size() + 4 + 3 + 1 + 1 + schedule_rules().size() + std::size(kModes) + 1;
+const std::size_t kFeatures =
+    units().size() + 4 + 3 + 1 + 1 + schedule_rules().size() + std::size(kModes) + 1 + std::size(kSwitches);
 
 namespace {
 
@@ -192,8 +204,7 @@ std::vector<Spec> smaller(const Spec& spec) {
   for (auto number : {&Spec::batch, &Spec::chunks, &Spec::calls}) {
     if (spec.*number > 1) change(number, spec.*number - 1);
   }
-  for (auto feature : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval,
-                       &Spec::accumulates, &Spec::deferred, &Spec::scaled}) {
+  for (const auto& [name, feature] : kSwitches) {
     if (spec.*feature) change(feature, false);
   }
   if (spec.frozen != 0) change(&Spec::frozen, 0);

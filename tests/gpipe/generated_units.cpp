@@ -2,6 +2,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <future>
+
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/instruments.h"
 
@@ -32,15 +34,21 @@ using Tensors = std::vector<Tensor>;
 
 Tensor ids_of(const Tensor& x) { return x.detach().select(1, 0).mul(10).abs().to(torch::kLong).remainder(5); }
 
+/// A product with a constant. Counts its backwards, which are in the constant's precision outside of autocast.
 struct OwnFunction : torch::autograd::Function<OwnFunction> {
-  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x) {
-    context->save_for_backward({x});
-    return x * x.tanh();
+  struct Constants {
+    Tensor matrix;
+    Tensor runs;
+  };
+  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x, const Constants& constants) {
+    context->saved_data["matrix"] = constants.matrix;
+    context->saved_data["runs"] = constants.runs;
+    return x.mm(constants.matrix);
   }
   static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
-    const auto x = context->get_saved_variables()[0];
-    const auto t = x.tanh();
-    return {gradients[0] * (t + x * (1 - t * t))};
+    context->saved_data["runs"].toTensor().add_(1);
+    const auto matrix = context->saved_data["matrix"].toTensor();
+    return {gradients[0].to(matrix.scalar_type()).mm(matrix.t()), Tensor()};
   }
 };
 
@@ -83,6 +91,29 @@ void pair_of_tensors(Builder& b, bool has_half, bool change) {
     const auto& [x, y] = in;
     return has_half ? x + torch::cat({y, y}, 1).sin() : x * 2 + y.sin();
   });
+}
+
+// The mask must not require grad where it is passed on.
+void mask(Builder& b) {
+  const auto pass_on = [](TensorPair in) -> TensorPair {
+    const auto& [x, mask] = in;
+    TORCH_CHECK(!mask.requires_grad(), "the mask requires grad");
+    return {x * mask * 2, mask};
+  };
+  b.add([](Tensor x) -> TensorPair { return {x, x.detach().gt(0).to(x.scalar_type())}; });
+  b.add(pass_on);
+  if (b.variant < 2) b.add(pass_on);
+  b.add([](TensorPair in) { return std::get<0>(in) * std::get<1>(in); });
+}
+
+// A layer changes one of two tensors that share memory, but do not overlap.
+void halves(Builder& b) {
+  b.add([](Tensor x) -> TensorPair {
+    const auto y = (x * 1.5).contiguous();
+    const auto half = y.size(0) / 2;
+    return {y.slice(0, 0, half), y.slice(0, half)};
+  });
+  b.add([](TensorPair in) { return torch::cat({std::get<0>(in).mul_(2).exp(), std::get<1>(in).sin()}); });
 }
 
 // The output depends on a moving average over the micro-batches so far.
@@ -234,12 +265,20 @@ void tables(Builder& b) {
   });
 }
 
+// Its backward writes to a buffer.
+void gradient_statistics(Builder& b) {
+  const auto sum = b.buffer(torch::zeros({}));
+  b.add([sum, w = b.parameter({b.width})](Tensor x) {
+    auto y = x * w;
+    if (y.requires_grad()) y.register_hook([sum](const Tensor& gradient) { sum.add_(gradient.abs().mean()); });
+    return y;
+  });
+}
+
 void own_thread(Builder& b) {
   auto linear = b.module(nn::Linear(b.width, b.width));
   b.add([linear](Tensor x) mutable {
-    Tensor y;
-    std::thread([&] { y = linear(x).tanh(); }).join();
-    return x + y;
+    return x + std::async(std::launch::async, [&] { return linear(x).tanh(); }).get();
   });
 }
 
@@ -380,11 +419,14 @@ std::vector<Unit> other_units() {
       {"alias changed", [](Builder& b) { pair_of_tensors(b, false, true); }, kChanges | kAliases},
       {"base and view", [](Builder& b) { pair_of_tensors(b, true, false); }, kAliases},
       {"base and view changed", [](Builder& b) { pair_of_tensors(b, true, true); }, kChanges | kAliases},
+      {"mask", mask},
+      {"halves", halves},
       {"moving average", moving_average},
       {"step counter", step_counter},
       {"written buffers", written_buffers, Unit::kHost},
       {"tables", tables, Unit::kHost},
-      {"own thread", own_thread, Unit::kHost},
+      {"gradient statistics", gradient_statistics, Unit::kHost | Unit::kBackward},
+      {"own thread", own_thread, Unit::kHost | Unit::kUnordered},
       {"own generator", own_generator, Unit::kHost | Unit::kOnce},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
@@ -409,7 +451,12 @@ std::vector<Unit> other_units() {
          b.add([v, w](Tensor x) { return x + (v + w.view({1, -1})); });
        }},
       of_vector(
-          "parameter alone", [](Tensor x, const Tensor& w) { return w.expand_as(x); }, Unit::kDrops),
+          "parameter alone",
+          [](Tensor x, const Tensor& w) {  // a later layer may write to it, which PyTorch refuses if it requires grad
+            const auto rows = w.expand_as(x);
+            return w.requires_grad() ? rows : rows.clone();
+          },
+          Unit::kDrops),
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
       {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
       {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); },
@@ -439,7 +486,13 @@ std::vector<Unit> other_units() {
        Unit::kHost},
       of_input("expanded", [](Tensor x) { return x.mean(1, true).expand_as(x); }),
       of_input("transposed", [](Tensor x) { return (x.t().contiguous() * 2).t(); }),
-      of_input("own function", [](Tensor x) { return OwnFunction::apply(x); }),
+      {"own function",
+       [](Builder& b) {
+         const auto w = b.parameter({b.width, b.width});
+         const OwnFunction::Constants constants{w.detach().clone(), b.buffer(torch::zeros({}))};
+         b.add([w, constants](Tensor x) { return OwnFunction::apply(x.mm(w), constants).mm(w); });
+       },
+       Unit::kHost | Unit::kBackward},
       {"stash", [](Builder& b) { b.push(Stash(b.pair)); }, 0, Unit::kStash},
       {"stash the activation", [](Builder& b) { b.push(Stash(b.pair, 1)); }, kAliases, Unit::kStash},
       {"stash a product", stash_a_product, 0, Unit::kStash},
@@ -460,7 +513,7 @@ std::vector<Unit> other_units() {
            return unused && x.detach().sum().item<double>() > 0 ? x.sin() : x + x.mm(w.t());
          });
        },
-       0, Unit::kShareMatrix},
+       Unit::kUnordered, Unit::kShareMatrix},
   };
 }
 

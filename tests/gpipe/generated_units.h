@@ -53,12 +53,14 @@ struct Unit {
   /// A unit of one kind belongs to a pair with a later one of the next kind.
   enum Role { kWhole, kStash, kPop, kPeek, kStashOdd, kPopOdd, kOwnMatrix, kShareMatrix };
   enum Flags {
-    kChanges = 1,  ///< changes a tensor in place that it is given
-    kAliases = 2,  ///< passes on, or stashes, several tensors that share memory
-    kDouble = 4,   ///< needs double precision: PyTorch has another kernel for a forward without a graph
-    kHost = 8,     ///< runs on the CPU only
-    kOnce = 32,    ///< cannot be recomputed
-    kDrops = 16,   ///< its output may not depend on its input, whose graph is freed then before a backward
+    kChanges = 1,      ///< changes a tensor in place that it is given
+    kAliases = 2,      ///< passes on, or stashes, several tensors that share memory
+    kDouble = 4,       ///< needs double precision: PyTorch has another kernel for a forward without a graph
+    kHost = 8,         ///< runs on the CPU only
+    kDrops = 16,       ///< its output may not depend on its input, whose graph is freed then before a backward
+    kOnce = 32,        ///< cannot be recomputed
+    kBackward = 64,    ///< its backward writes to a buffer
+    kUnordered = 128,  ///< the order of its sums of gradients depends on the place of the sum, or on the thread
   };
 
   const char* name;

@@ -26,6 +26,7 @@ inline GPipeOptions in_chunks(std::int64_t chunks, const Checkpoints& checkpoint
 
 inline const LossFunction kMse =
     tensor_loss([](const Tensor& out, const Tensor& target) { return torch::mse_loss(out, target); });
+inline const LossFunction kSumLoss = tensor_loss([](const Tensor& out, const Tensor&) { return out.sum(); });
 inline const StepOptions kOfSums = StepOptions().reduction(Reduction::kSum);
 
 /// Whether two tensors are bit-equal, or both undefined.

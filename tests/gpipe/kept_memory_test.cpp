@@ -106,9 +106,12 @@ TEST(KeptMemory, IsReturnedWhenMemoryRunsOut) {
   setrlimit(RLIMIT_AS, &limit);
 }
 
-TEST(KeptBlocks, AreReportedLikeThoseOfPyTorch) {
+TEST(KeptBlocks, AreReportedAndFilledLikeThoseOfPyTorch) {
   const KeptMemory kept;
   bytes(kMiB);
+  FLAGS_caffe2_cpu_allocator_do_zero_fill = true;
+  EXPECT_EQ(torch::empty({kMiB}, at::kByte).sum().item<std::int64_t>(), 0);
+  FLAGS_caffe2_cpu_allocator_do_zero_fill = false;
   const auto reports = std::make_shared<Reports>();
   const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, reports);
   for (int i = 0; i < 2; ++i) torch::empty({kMiB}, at::kByte);
@@ -155,14 +158,6 @@ TEST(KeptBlocks, LeaveTheAllocatorOfTheProgram) {
   }
   EXPECT_EQ(c10::GetCPUAllocator(), &other);
   c10::SetCPUAllocator(original);
-}
-
-TEST(KeptBlocks, AreFilledIfPyTorchIsToldTo) {
-  const KeptMemory kept;
-  bytes(kMiB);
-  FLAGS_caffe2_cpu_allocator_do_zero_fill = true;
-  EXPECT_EQ(torch::empty({kMiB}, at::kByte).sum().item<std::int64_t>(), 0);
-  FLAGS_caffe2_cpu_allocator_do_zero_fill = false;
 }
 
 // The other thread may hold any lock in the moment of a fork.

@@ -19,6 +19,15 @@ auto function_layer(Function function) {
   return std::make_shared<Layer>(std::move(function));
 }
 
+/// Calls a module, which it can lose.
+template <class Inner>
+struct Outer : torch::nn::Module {
+  explicit Outer(Inner module) : inner(register_module("inner", std::move(module))) {}
+  Tensor forward(Tensor x) { return inner->forward(std::move(x)); }
+  using torch::nn::Module::unregister_module;
+  Inner inner;
+};
+
 /// A layer that calls a function, which stashes and pops skips, or breaks their declaration.
 struct SkipFunctionImpl : torch::nn::Module, Skippable {
   using Function = std::function<Tensor(Tensor x, SkipFunctionImpl& skips)>;

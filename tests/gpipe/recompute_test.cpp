@@ -1,17 +1,12 @@
-// A recompute sees the buffers and parameters of its forward, and changes none of them. Buffers that stages share.
+// A recompute sees the buffers and parameters of its forward, and changes none of them. Buffers that stages share. The
+// generated cases have layers that write to buffers in forwards and backwards, and modes that change between the two.
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
-
-/// Expects a run in each mode to return the same tensors.
-template <class Run>
-void expect_same_in_all_modes(Run run) {
-  const auto expected = run(Checkpoint::kNever);
-  for (const auto checkpoint : kModes) EXPECT_TRUE(same(run(checkpoint), expected)) << to_string(checkpoint);
-}
 
 using Write = void (*)(Tensor& table);
 
@@ -75,38 +70,15 @@ TEST(Recompute, ReadsTheBuffersThatItsForwardRead) {
   }
 }
 
-/// Has a buffer that it does not use.
-struct MarkedImpl : nn::Module {
-  Tensor forward(Tensor x) { return x * weight; }
-  Tensor weight = register_parameter("weight", torch::ones({6}));
-  Tensor marks = register_buffer("marks", torch::zeros({}));
-};
-
-// A loss runs within the recompute, but only once per micro-batch.
-TEST(Recompute, KeepsWhatALossWritesToABufferOfTheModel) {
-  for (const auto checkpoint : kModes) {
-    const auto layer = std::make_shared<MarkedImpl>();
-    GPipe pipe(Sequential(layer), {1}, in_chunks(4, checkpoint));
-    const auto loss = [&layer](const Tensor& out, const Tensor& target) {
-      layer->marks.add_(1);
-      return torch::mse_loss(out, target);
-    };
-    const auto x = torch::randn({8, 6});
-    pipe->step(x, x, tensor_loss(loss), StepOptions().check(false));
-    EXPECT_EQ(layer->marks.item<float>(), 4) << to_string(checkpoint);
-  }
-}
-
 TEST(Recompute, IsRefusedIfALayerWritesToAParameter) {
   const auto x = torch::randn({8, 6});
-  const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.sum(); });
   for (const auto& [name, write] : kWrites) {
     SCOPED_TRACE(name);
     const auto error = [&, &write = write](int chunks, Checkpoint checkpoint, bool step) {
       auto layer = std::make_shared<LateTableImpl>(write, kSmall, /*frozen_parameter=*/true);
       GPipe pipe(Sequential(layer), {1}, in_chunks(chunks, checkpoint));
       const auto text =
-          error_of([&] { step ? void(pipe->step(x, x, loss, kOfSums)) : pipe->forward(x).sum().backward(); });
+          error_of([&] { step ? void(pipe->step(x, x, kSumLoss, kOfSums)) : pipe->forward(x).sum().backward(); });
       if (text.empty()) expect_gradient(*layer, x);
       return text;
     };
@@ -119,99 +91,62 @@ TEST(Recompute, IsRefusedIfALayerWritesToAParameter) {
   }
 }
 
-TEST(Recompute, IsRefusedIfALayerDrawsFromAGeneratorOfItsOwn) {
+TEST(Recompute, IsRefusedIfALayerDrawsFromAGeneratorOfItsOwnOrRenormalisesAnEmbedding) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
-  const auto draw = [&](Tensor x) { return x * torch::rand({6}, generator); };
-  GPipe pipe(Sequential(Linear(6, 6), Functional(draw)), {1, 1}, in_chunks(2, Checkpoint::kAlways));
-  EXPECT_THAT(error_of([&] {
-                pipe->forward(torch::randn({4, 6}).requires_grad_());
-              }),
-              AllOf(HasSubstr("layer '1'"), HasSubstr("generator of its own"), HasSubstr("checkpoint='never'")));
+  const auto table = nn::Embedding(nn::EmbeddingOptions(4, 6).max_norm(0.5));
+  const auto before = table->weight.detach().clone();
+  const auto refusal = [](const Sequential& model, const Tensor& x) {
+    return error_of([&] { GPipe(model, {1}, in_chunks(2, Checkpoint::kAlways))->forward(x); });
+  };
+  const Functional draws([&](Tensor x) { return x * torch::rand({6}, generator); });
+  EXPECT_THAT(refusal(Sequential(draws), torch::randn({4, 6}).requires_grad_()),
+              AllOf(HasSubstr("layer '0'"), HasSubstr("generator of its own"), HasSubstr("checkpoint='never'")));
+  EXPECT_THAT(refusal(Sequential(table), torch::tensor({0, 3, 3, 1})),
+              AllOf(HasSubstr("layer '0'"), HasSubstr("wrote to a parameter"), HasSubstr("checkpoint='never'")));
+  EXPECT_TRUE(same(table->weight, before));
 }
 
-TEST(Recompute, RunsInTheModesOfItsForward) {
-  const auto x = torch::randn({6, 6});
-  expect_same_in_all_modes([&](Checkpoint checkpoint) {
-    torch::manual_seed(0);
-    auto norm = nn::BatchNorm1d(6);
-    NestedSequential inner{{"linear", Linear(6, 6)}, {"norm", norm}, {"drop", nn::Dropout(0.5)}};
-    auto last = nn::Dropout(0.5);
-    Sequential model(Linear(6, 6), inner, last);
-    GPipe pipe(model, {1, 2}, in_chunks(3, checkpoint));
-    norm->eval();
-    const auto loss = pipe->forward(x).pow(2).sum();
-    pipe->eval();
-    norm->train();
-    loss.backward();
-    EXPECT_TRUE(norm->is_training());
-    EXPECT_FALSE(inner->is_training());
-    EXPECT_FALSE(last->is_training());
-    return buffers_and_gradients(*model);
-  });
-}
-
-/// Returns its memory, to which it writes unseen by version counters.
-struct ScratchImpl : nn::Module {
-  explicit ScratchImpl(bool is_buffer) {
-    if (is_buffer) register_buffer("scratch", scratch);
-    if (!is_buffer) register_parameter("scratch", scratch, /*requires_grad=*/false);
-  }
-  Tensor forward(Tensor x) {
-    scratch.variable_data().copy_(x);
-    return scratch.view_as(x);
-  }
-  Tensor scratch = torch::zeros({2, 6});
-};
-
+// A layer returns its memory, to which it writes unseen by version counters.
 TEST(Recompute, SendsCopiesOfMemoryOfLayers) {
   const auto x = torch::randn({8, 6});
   for (const bool is_buffer : {true, false}) {
     for (const auto checkpoint : kModes) {
       if (!is_buffer && checkpoint != Checkpoint::kNever) continue;  // refused
+      const auto scratch = torch::zeros({2, 6});
+      const auto first = function_layer([=](Tensor x) {
+        scratch.variable_data().copy_(x);
+        return scratch.view_as(x);
+      });
+      if (is_buffer) first->register_buffer("scratch", scratch);
+      if (!is_buffer) first->register_parameter("scratch", scratch, /*requires_grad=*/false);
       Linear last(6, 6);
-      GPipe pipe(Sequential(std::make_shared<ScratchImpl>(is_buffer), last), {1, 1}, in_chunks(4, checkpoint));
+      GPipe pipe(Sequential(first, last), {1, 1}, in_chunks(4, checkpoint));
       EXPECT_TRUE(torch::allclose(pipe->forward(x), last->forward(x)));
     }
   }
 }
 
-TEST(Recompute, KeepsWritesOfItsBackward) {
-  struct StatisticsImpl : nn::Module {
-    explicit StatisticsImpl(std::int64_t width) : sum(register_buffer("sum", torch::zeros({width}))) {}
-    Tensor forward(Tensor x) {
-      auto y = linear(x) * (1 + sum.narrow(0, 0, 6));
-      if (y.requires_grad()) y.register_hook([this](Tensor gradient) { sum.add_(gradient.abs().mean()); });
-      return y;
-    }
-    Linear linear = register_module("linear", Linear(6, 6));
-    Tensor sum;
-  };
+TEST(Recompute, KeepsWhatItsBackwardWritesToALargeBuffer) {
   const auto x = torch::randn({8, 6});
-  for (const std::int64_t width : {kSmall, kLarge}) {
-    expect_same_in_all_modes([&](Checkpoint checkpoint) {
-      torch::manual_seed(0);
-      auto layer = std::make_shared<StatisticsImpl>(width);
-      Sequential model(layer, Linear(6, 6));
-      GPipe pipe(model, {1, 1}, in_chunks(4, checkpoint).intraop_threads(1));
-      if (width == kLarge && checkpoint != Checkpoint::kNever) {  // it is copied from its first change on
-        EXPECT_THAT(error_of([&] { pipe->forward(x).pow(2).sum().backward(); }), HasSubstr("repeat the call"));
-        layer->sum.zero_();
-      }
-      for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
-      return buffers_and_gradients(*model);
+  const auto run = [&](Checkpoint checkpoint) {
+    torch::manual_seed(0);
+    auto sum = torch::zeros({kLarge});
+    const auto first = function_layer([=](Tensor x) mutable {
+      const auto y = x * (1 + sum.narrow(0, 0, 6));
+      return on_backward(y, [sum, y]() mutable { sum.add_(y.detach().abs().mean()); });
     });
-  }
-}
-
-TEST(Recompute, IsRefusedIfAnEmbeddingHasMaxNorm) {
-  auto table = nn::Embedding(nn::EmbeddingOptions(4, 6).max_norm(0.5));
-  const auto before = table->weight.detach().clone();
-  GPipe pipe(Sequential(table), {1}, in_chunks(2, Checkpoint::kAlways));
-  EXPECT_THAT(error_of([&] {
-                pipe->forward(torch::tensor({0, 3, 3, 1}));
-              }),
-              AllOf(HasSubstr("layer '0'"), HasSubstr("wrote to a parameter"), HasSubstr("checkpoint='never'")));
-  EXPECT_TRUE(same(table->weight, before));
+    first->register_buffer("sum", sum);
+    Sequential model(Linear(6, 6), first, Linear(6, 6));
+    GPipe pipe(model, {2, 1}, in_chunks(4, checkpoint).intraop_threads(1));
+    if (checkpoint != Checkpoint::kNever) {  // it is copied from its first change on
+      EXPECT_THAT(error_of([&] { pipe->forward(x).pow(2).sum().backward(); }), HasSubstr("repeat the call"));
+      sum.zero_();
+    }
+    for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
+    return buffers_and_gradients(*model);
+  };
+  const auto expected = run(Checkpoint::kNever);
+  for (const auto checkpoint : kModes) EXPECT_TRUE(same(run(checkpoint), expected)) << to_string(checkpoint);
 }
 
 // LibTorch's SGD writes through Tensor.data(), which advances no version counter.
@@ -234,25 +169,23 @@ TEST(Recompute, FailsWhenAnOptimizerStepsBeforeTheBackward) {
 }
 
 TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
-  struct SwitchImpl : nn::Module {
-    std::tuple<Tensor, Tensor> forward(Tensor x) {
-      const auto y = linear(x);
-      return {y, on ? y * 2 : y.detach()};
-    }
-    Linear linear = register_module("linear", Linear(6, 6));
-    bool on = false;
-  };
-  auto layer = std::make_shared<SwitchImpl>();
+  bool on = false;
+  Linear linear(6, 6);
+  const auto layer = function_layer([&](Tensor x) {
+    const auto y = linear(x);
+    return std::make_tuple(y, on ? y * 2 : y.detach());
+  });
+  layer->register_module("linear", linear);
   GPipe pipe(Sequential(layer), {1}, in_chunks(2, Checkpoint::kAlways));
-  const auto x = torch::randn({4, 6});
-  pipe->forward(Value(x)).tensors()[0].sum().backward();
-  layer->on = true;
-  const auto out = pipe->forward(Value(x)).tensors();
+  const Value x(torch::randn({4, 6}));
+  pipe->forward(x).tensors()[0].sum().backward();
+  on = true;
+  const auto out = pipe->forward(x).tensors();
   EXPECT_THAT([&] { out[0].sum().backward(); }, throws<std::runtime_error>("repeat the call"));
-  layer->linear->zero_grad();
-  const auto again = pipe->forward(Value(x)).tensors();
+  linear->zero_grad();
+  const auto again = pipe->forward(x).tensors();
   (again[0].sum() + again[1].sum()).backward();
-  EXPECT_TRUE(torch::allclose(layer->linear->bias.grad(), torch::full({6}, 12.0)));
+  EXPECT_TRUE(torch::allclose(linear->bias.grad(), torch::full({6}, 12.0)));
 }
 
 TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
@@ -267,17 +200,16 @@ TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
 
 TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
   auto norm = nn::BatchNorm1d(nn::BatchNorm1dOptions(6).affine(false));
-  NestedSequential one{{"norm", norm}};
-  NestedSequential two{{"norm", norm}};
+  const Sequential model(NestedSequential{{"norm", norm}}, NestedSequential{{"norm", norm}});
   const auto x = torch::rand({4, 6});
   for (const bool deferred : {false, true}) {
-    GPipe pipe(Sequential(one, two), {1, 1}, GPipeOptions().deferred_batch_norm(deferred));
+    GPipe pipe(model, {1, 1}, GPipeOptions().deferred_batch_norm(deferred));
     EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("' of stages 0 and 1"));
     pipe->eval();
     EXPECT_NO_THROW(pipe->forward(x));
     pipe->train();
   }
-  EXPECT_NO_THROW(GPipe(Sequential(one, two), {2})->forward(x));
+  EXPECT_NO_THROW(GPipe(model, {2})->forward(x));
 }
 
 /// Multiplies by a table, to which it may write.
@@ -291,37 +223,26 @@ struct PositionsImpl : nn::Module {
   Write write = nullptr;
 };
 
+// The second stage may have lost the buffer in the first call.
 TEST(SharedBuffers, WorkUntilAStageWritesToThemAndAfterwards) {
   const auto table = torch::arange(6.0);
-  for (const bool hidden : {false, true}) {
-    auto second = std::make_shared<PositionsImpl>(table);
-    GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, in_chunks(2));
-    const auto x = torch::ones({4, 6});
-    if (!hidden) EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
-    second->write = [](Tensor& of_stages) { of_stages.add_(1); };
-    if (hidden) second->write = [](Tensor& of_stages) { of_stages.variable_data().add_(1); };
-    EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("'table' of stages 0 and 1"));
-    EXPECT_TRUE(same(table, torch::arange(6.0)));
-    second->write = nullptr;
-    EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
+  const auto x = torch::ones({4, 6});
+  for (const auto& [name, write] : {kWrites[0], kWrites[1]}) {
+    for (const bool is_lost : {false, true}) {
+      SCOPED_TRACE(name);
+      const auto second = std::make_shared<PositionsImpl>(table);
+      const auto outer = std::make_shared<Outer<std::shared_ptr<PositionsImpl>>>(second);
+      GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), outer), {1, 1}, in_chunks(2));
+      if (is_lost) outer->unregister_module("inner");
+      if (name == "in place") EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
+      if (is_lost) outer->register_module("inner", second);
+      second->write = write;
+      EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("table' of stages 0 and 1"));
+      EXPECT_TRUE(same(table, torch::arange(6.0)));
+      second->write = nullptr;
+      EXPECT_TRUE(same(pipe->forward(x), table.square().expand({4, 6})));
+    }
   }
-}
-
-TEST(SharedBuffers, MayNotBeWrittenToByAStageThatHasNotHadThemInACall) {
-  struct OuterImpl : nn::Module {
-    Tensor forward(const Tensor& x) { return inner->forward(x); }
-    void unregister() { unregister_module("inner"); }
-    std::shared_ptr<PositionsImpl> inner;
-  };
-  const auto table = torch::arange(6.0);
-  auto second = std::make_shared<OuterImpl>();
-  second->inner = second->register_module("inner", std::make_shared<PositionsImpl>(table));
-  GPipe pipe(Sequential(std::make_shared<PositionsImpl>(table), second), {1, 1}, in_chunks(2));
-  second->unregister();
-  pipe->forward(torch::ones({4, 6}));
-  second->register_module("inner", second->inner);
-  second->inner->write = [](Tensor& of_stages) { of_stages.add_(1); };
-  EXPECT_THAT([&] { pipe->forward(torch::ones({4, 6})); }, throws<std::runtime_error>("'table' of stages 0 and 1"));
 }
 
 }  // namespace

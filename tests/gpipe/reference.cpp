@@ -132,6 +132,7 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
     for (std::size_t i = 0; i < count; ++i) root_gradients[i].push_back(parts[i]);
   }
 
+  const c10::impl::ExcludeDispatchKeyGuard outside_of_autocast(c10::autocast_dispatch_keyset);
   const auto parameters = distinct_parameters(*model);
   std::vector<Tensor> before;
   for (const auto& parameter : parameters) before.push_back(std::exchange(parameter.mutable_grad(), {}));
@@ -157,8 +158,10 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
       if (parameter.requires_grad()) to.push_back(torch::autograd::impl::gradient_edge(parameter));
     }
     variable_list got(to.size());
-    if (!from.empty() && !to.empty()) {
-      got = torch::autograd::Engine::get_default_engine().execute(from, of_roots, false, false, false, to);
+    if (!from.empty()) {
+      auto& engine = torch::autograd::Engine::get_default_engine();
+      got = engine.execute(from, of_roots, /*keep_graph=*/false, /*create_graph=*/false,
+                           /*accumulate_grad=*/to.empty(), to);
     }
     auto next = got.begin();
     for (const auto& entry : entries[i]) of_inputs[i].push_back(entry.is_valid() ? *next++ : Tensor());

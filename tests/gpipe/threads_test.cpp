@@ -6,25 +6,13 @@
 namespace gpipe {
 namespace {
 
-TEST(Threads, RunABackwardElsewhereAndAfterThePipeline) {
-  const auto x = torch::randn({4, 6}).requires_grad_();
-  Tensor expected;
-  Tensor loss;
-  {
-    GPipe pipe(mlp(), {2, 2}, in_chunks(2));
-    expected = gradient_of(pipe->forward(x).sum(), x);
-    std::thread([&] { loss = pipe->forward(x).sum(); }).join();
-  }
-  std::thread([&] { loss.backward(); }).join();
-  EXPECT_TRUE(same(x.grad(), expected));
-}
-
-TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
-  GPipe pipe(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 2},
-             in_chunks(3, Checkpoint::kAlways));
+TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraphAlsoAfterThePipeline) {
+  std::optional<GPipe> pipe(std::in_place, Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)),
+                            Balance{1, 2}, in_chunks(3, Checkpoint::kAlways));
   const auto x = torch::randn({6, 6}).requires_grad_();
-  const auto loss = pipe->forward(x).pow(2).sum();
+  const auto loss = (*pipe)->forward(x).pow(2).sum();
   const auto expected = gradient_of(loss, x, /*retain_graph=*/true);
+  pipe.reset();
   std::vector<Tensor> got(8);
   std::vector<std::thread> threads;
   for (auto& gradient : got) {
@@ -42,7 +30,6 @@ TEST(Threads, StepOnePipelineWhileAnotherRunsABackwardOfItsModel) {
   torch::NoGradGuard no_grad;
   for (const auto& parameter : model->parameters()) parameter.copy_(torch::randint(-2, 3, parameter.sizes()));
   const auto x = torch::randint(-2, 3, {6, 4}, torch::kDouble);
-  const auto sum = tensor_loss([](const Tensor& out, const Tensor&) { return out.sum(); });
   torch::AutoGradMode grad_mode(true);
   model->forward(x).sum().backward();
   auto expected = take_gradients(*model);
@@ -53,7 +40,7 @@ TEST(Threads, StepOnePipelineWhileAnotherRunsABackwardOfItsModel) {
     threads.emplace_back([&, steps = i < 2] {
       for (int k = 0; k < kTimes; ++k) {
         if (steps) {
-          pipe->step(x, x, sum, kOfSums);
+          pipe->step(x, x, kSumLoss, kOfSums);
         } else {
           model->forward(x).sum().backward();
         }
@@ -94,37 +81,23 @@ TEST(Threads, BeginAndEndWithThePipeline) {
   EXPECT_EQ(thread_count(), threads);
 }
 
-TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
-  Tensor kept;
-  const Sharer keeping(torch::ones({6}).requires_grad_(), [&kept](const Tensor& x, const Tensor& weight) {
-    if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
-    return x * kept;
-  });
-  GPipe pipe(Sequential(keeping), {1}, in_chunks(2, Checkpoint::kNever));
-  EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, refused("was built outside"));
-}
-
 TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
   const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
-  torch::set_num_threads(3);
-  std::set<int> seen;
-  auto model = Sequential(Linear(6, 6), Functional([&](Tensor x) {
-                            at::parallel_for(0, 4, 1, [](std::int64_t, std::int64_t) {});
-                            seen.insert(torch::get_num_threads());
-                            return x * 2;
-                          }));
-  GPipe pipe(model, {1, 1}, in_chunks(2, Checkpoint::kAlways).intraop_threads(2));
-  pipe->forward(torch::randn({4, 6})).sum().backward();
-  EXPECT_EQ(seen, std::set<int>{2});
-  const auto seen_by_shares = [&] {
-    GPipe shared(model, {1, 1});
-    seen.clear();
-    shared->forward(torch::randn({4, 6}));
+  const auto seen = [](int of_caller, int given) {
+    torch::set_num_threads(of_caller);
+    std::set<int> seen;
+    const Functional look([&](Tensor x) {
+      at::parallel_for(0, 4, 1, [](std::int64_t, std::int64_t) {});
+      seen.insert(torch::get_num_threads());
+      return x * 2;
+    });
+    GPipe pipe(Sequential(Linear(6, 6), look), {1, 1}, in_chunks(2, Checkpoint::kAlways).intraop_threads(given));
+    pipe->forward(torch::randn({4, 6})).sum().backward();
     return seen;
   };
-  EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "half of three";
-  torch::set_num_threads(1);
-  EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "at least one";
+  EXPECT_THAT(seen(3, 2), ElementsAre(2));
+  EXPECT_THAT(seen(3, 0), ElementsAre(1)) << "half of three";
+  EXPECT_THAT(seen(1, 0), ElementsAre(1)) << "at least one";
 }
 
 TEST(Threads, OfAPipelineMayNotCallIt) {
@@ -135,29 +108,24 @@ TEST(Threads, OfAPipelineMayNotCallIt) {
 }
 
 TEST(Threads, OfAPipelineMayCallAnother) {
-  struct HolderImpl : torch::nn::Module {
-    explicit HolderImpl(GPipe inner) : pipe(register_module("pipe", inner)) {}
-    Tensor forward(Tensor x) { return pipe->forward(x); }
-    GPipe pipe;
-  };
   for (const auto checkpoint : kModes) {
     GPipe inner(Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6)), {1, 1, 1}, in_chunks(2, checkpoint));
     GPipe refusing(Sequential(Functional([inner](Tensor x) mutable { return inner->forward(x); })), {1}, in_chunks(2));
     EXPECT_THROW(refusing->forward(torch::randn({4, 6})), std::invalid_argument)
         << "the inner pipeline's parameters belong to no layer";
 
-    Sequential model(Linear(6, 6), std::make_shared<HolderImpl>(inner));
+    Sequential model(Linear(6, 6), std::make_shared<Outer<GPipe>>(inner));
     GPipe outer(model, {1, 1}, in_chunks(2, checkpoint));
     outer->trace(std::make_shared<Timeline>());  // the inner workers' bytes must not be counted for the outer's two
     const auto x = torch::randn({8, 6}).requires_grad_();
-    std::vector<Tensor> gradients[2];
-    for (auto& each : gradients) {
+    const auto gradients = [&] {
       torch::manual_seed(8);
       outer->forward(x).pow(2).sum().backward();
-      each = take_gradients(*model);
-      for (const auto& gradient : each) EXPECT_TRUE(gradient.defined());
-    }
-    EXPECT_TRUE(same(gradients[0], gradients[1]));
+      return take_gradients(*model);
+    };
+    const auto expected = gradients();
+    for (const auto& gradient : expected) EXPECT_TRUE(gradient.defined());
+    EXPECT_TRUE(same(gradients(), expected));
   }
 }
 

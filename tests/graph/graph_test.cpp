@@ -7,8 +7,6 @@
 namespace gpipe {
 namespace {
 
-using testing::Property;
-
 std::vector<at::Tensor> run(const std::string& description, std::vector<at::Tensor> inputs,
                             const Graph::State& state = {}) {
   return Graph(description).run(std::move(inputs), state);
@@ -63,18 +61,19 @@ TEST(Graph, ChecksShapesAndGuards) {
   const Graph graph(R"({"values": 1, "inputs": [0, null], "shapes": [[null, 3], null],
     "guards": [[["<", 2, {"size": [0, 0]}], "samples > 2"]], "outputs": [{"value": 0}]})");
   EXPECT_EQ(graph.run({torch::zeros({3, 3}), {}}, {}).front().size(0), 3);
-  const auto refused = [&](at::Tensor first, at::Tensor second, const std::string& message) {
-    EXPECT_THAT([&] { graph.run({first, second}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr(message)));
+  const auto expect_refused = [&](at::Tensor first, at::Tensor second, const std::string& message) {
+    EXPECT_THAT([&] { graph.run({first, second}, {}); }, refused(message));
   };
-  refused(torch::zeros({3, 4}), {}, "input 0 has the shape (3, 4), but the model was converted for (batch, 3)");
-  refused({}, {}, "input 0 has the shape of None");
+  expect_refused(torch::zeros({3, 4}), {}, "input 0 has the shape (3, 4), but the model was converted for (batch, 3)");
+  expect_refused({}, {}, "input 0 has the shape of None");
+  const Graph pair(R"({"values": 2, "inputs": [0, 1], "shapes": [[null], [null]]})");
   EXPECT_THAT(
-      [] {
-        run(R"({"values": 2, "inputs": [0, 1], "shapes": [[null], [null]]})", {number(1), torch::ones({2})});
+      [&] {
+        pair.run({number(1), torch::ones({2})}, {});
       },
-      ThrowsMessage<std::invalid_argument>(HasSubstr("input 1 has 2 samples, but another has 1")));
-  refused(torch::zeros({3, 3}), number(1), "input 1 was a constant");
-  refused(torch::zeros({2, 3}), {}, "inputs with samples > 2, but a micro-batch has the shape (2, 3)");
+      refused("input 1 has 2 samples, but another has 1"));
+  expect_refused(torch::zeros({3, 3}), number(1), "input 1 was a constant");
+  expect_refused(torch::zeros({2, 3}), {}, "inputs with samples > 2, but a micro-batch has the shape (2, 3)");
 }
 
 TEST(Graph, EntersContexts) {
@@ -113,12 +112,8 @@ TEST(Graph, FreesValuesAfterTheirLastUse) {
 TEST(Graph, TellsTheLineOfAnError) {
   const std::string description = R"({"values": 2, "inputs": [0], "outputs": [{"value": 1}],
     "calls": [{"operator": "aten::mm", "args": [{"value": 0}, {"value": 0}], "result": 1, "at": "model.py:12"}]})";
-  EXPECT_THAT(
-      [&] {
-        run(description, {torch::zeros({2, 3})});
-      },
-      testing::Throws<c10::Error>(
-          Property(&c10::Error::what_without_backtrace, HasSubstr("in aten::mm, called at model.py:12"))));
+  const auto x = torch::zeros({2, 3});
+  EXPECT_THAT([&] { run(description, {x}); }, throws<c10::Error>("in aten::mm, called at model.py:12"));
 }
 
 TEST(Graph, RefusesWhatIsNotADescription) {
@@ -147,8 +142,7 @@ TEST(Graph, RefusesWhatIsNotADescription) {
       {add(R"([{"value": 0}, {"size": ["?", 1]}])"), "which this version lacks"},
   };
   for (const auto& each : cases) {
-    EXPECT_THAT([&] { Graph graph(each.first); }, ThrowsMessage<std::invalid_argument>(HasSubstr(each.second)))
-        << each.first;
+    EXPECT_THAT([&] { Graph graph(each.first); }, refused(each.second)) << each.first;
   }
 }
 

@@ -85,7 +85,7 @@ mutant(counts_deferred_batches_by_micro_batch gpipe/autograd/batch_statistics.cp
        DeferredBatchNorm*)
 mutant(keeps_buffers_of_a_failed_forward gpipe/run/call.cpp "StageState::restore_after_error(pipeline_.stages()[s], before_[s]);"
        "(void)s;" DeferredBatchNorm*:Errors.*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe/run/call.cpp "if (draw_) draw_->undo();" "" MicroBatch.*)
 
 # State.
 mutant(hides_writes_to_inputs gpipe/run/training.cpp "torch::autograd::impl::bump_version(tensor);" "(void)0;"
@@ -120,7 +120,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe/run/edges.cpp "local_.t
        "local_.take(edge, edge + 1 < pipeline_.count() || forward ? action : Action{action.kind, action.stage, 0})"
        Generated*)
 mutant(commits_sums_after_an_error gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(error);"
-       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.OfAStepLeavesEverythingAsItWas)
+       "if (part != Part::kAll) pipeline_->team().rethrow(error);" Fault.*)
 
 mutant(lets_pytorch_copy_gradients gpipe/run/training.cpp "return clone_obey_contract(gradient, parameter);" "return gradient;"
        Fault.*)
@@ -130,7 +130,7 @@ mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find
        Isolate*)
 mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp ".text() != entry.checksum" ".text().empty()" *Damage*)
 mutant(loads_before_it_checks gpipe/snapshot/snapshot.cpp "check_model(reader, own);" "" SnapshotRefusals.*)
-mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
+mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" BytesOfSchedules.ASkip*)
 mutant(predicts_without_parameters balance/predict.cpp "stage.static_bytes(first, end) +" "" Plan.*)
 mutant(plans_beyond_the_memory balance/contender.cpp "plan.missing = std::max<std::int64_t>(0,"
        "(void)std::max<std::int64_t>(0,"

@@ -109,7 +109,7 @@ TEST(ExecutorFailure, HasNoActionIfTheSetUpThrows) {
   expect_runs(executor, program, 6);
 }
 
-TEST(ExecutorFailure, KeepsTheFirstError) {
+TEST(ExecutorFailure, KeepsTheFirstErrorAndTheTraceOfWhatEnded) {
   const auto program = gpipe_program(straight(3, 4));
   Executor executor(3);
   FakeCells cells(program, 8);
@@ -118,10 +118,17 @@ TEST(ExecutorFailure, KeepsTheFirstError) {
   };
   // Workers 0 and 1 wait for gradients that depend on 2B1, so they get here only after its failure.
   cells.after = [](int worker) { throw std::runtime_error("late, on worker " + std::to_string(worker)); };
-  const auto failure = executor.run(program, Part::kAll, cells);
+  Timeline timeline;
+  const auto failure = executor.run(program, Part::kAll, cells, &timeline, 7);
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->action, action("2B1"));
   EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
+  std::string ended;
+  for (const Span& span : timeline.spans) {
+    EXPECT_EQ(span.step, 7);
+    if (span.worker == 2) ended += to_string(span.action) + " ";
+  }
+  EXPECT_EQ(ended, "2F0 2F1 2F2 2F3 2B3 2R2 2B2 2R1 ");
 }
 
 TEST(ExecutorFailure, CanComeFromThePoll) {
@@ -231,21 +238,6 @@ TEST(ExecutorTrace, TellsSleepFromWorkAndFromTheWaitForAnInput) {
   EXPECT_GE(span_of("0F0").blocked, 0.99 * nap);
   EXPECT_LT(span_of("1F0").blocked, 0.99 * nap);
   EXPECT_GE(span_of("1F0").start - span_of("1F0").lead, span_of("0F0").end);  // the input had not come before
-}
-
-TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
-  const auto program = gpipe_program(straight(1, 3), Checkpoint::kAlways);
-  Executor executor(1);
-  FakeCells cells(program);
-  cells.on_action = [](const Action& it) {
-    if (it == action("0B2")) throw Fault{it};
-  };
-  Timeline timeline;
-  ASSERT_TRUE(executor.run(program, Part::kAll, cells, &timeline, 7));
-  std::string ran;
-  for (const Span& span : timeline.spans) ran += to_string(span.action) + " ";
-  EXPECT_EQ(ran, "0F0 0F1 0F2 0R2 ");
-  EXPECT_EQ(timeline.spans.front().step, 7);
 }
 
 TEST(Channel, CancelReleasesAConsumerAndEveryTakeFailsThen) {

@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "gpipe/schedule/verifier.h"
-#include "gpipe/simulator.h"
 #include "tests/runtime/generated_programs.h"
 
 namespace gpipe::testing {
@@ -105,13 +104,12 @@ TEST(Blame, GivesTheCallerTheTimeBetweenForwardAndBackward) {
 }
 
 /// A simulated step of four stages, of one each on as many workers.
-Timeline simulated(const std::string& schedule, int micro_batches, std::vector<double> forwards, double transfer = 0,
-                   Checkpoint checkpoint = Checkpoint::kNever) {
+Timeline of_four(const std::string& schedule, int micro_batches, std::vector<double> forwards, double transfer = 0,
+                 Checkpoint checkpoint = Checkpoint::kNever) {
   const auto layout = straight(4, micro_batches);
-  const auto program = plain_program(layout, make_schedule(schedule, layout, checkpoint));
-  std::vector<std::array<double, 5>> actions;
-  for (const double forward : forwards) actions.push_back({forward, forward, 2 * forward, forward, forward});
-  return simulate(program, {.actions = actions, .edges = std::vector<double>(3, transfer)}).timeline;
+  std::vector<Times> times;
+  for (const double forward : forwards) times.push_back({forward, forward, 2 * forward, forward, forward});
+  return simulated(layout, make_schedule(schedule, layout, checkpoint), times, transfer).timeline;
 }
 
 std::string largest_of(const Timeline& timeline) {
@@ -121,12 +119,12 @@ std::string largest_of(const Timeline& timeline) {
 }
 
 TEST(Blame, NamesTheCauseThatCostsMost) {
-  EXPECT_EQ(largest_of(simulated("1f1b", 4, {1, 1, 1, 1})), "schedule");
-  EXPECT_EQ(largest_of(simulated("1f1b", 32, {1, 1, 3, 1})), "imbalance");
-  EXPECT_EQ(largest_of(simulated("1f1b", 32, {1, 1, 1, 1}, 0, Checkpoint::kAlways)), "recompute");
-  EXPECT_EQ(largest_of(simulated("1f1b", 16, {1, 1, 1, 1}, 3)), "wires");
+  EXPECT_EQ(largest_of(of_four("1f1b", 4, {1, 1, 1, 1})), "schedule");
+  EXPECT_EQ(largest_of(of_four("1f1b", 32, {1, 1, 3, 1})), "imbalance");
+  EXPECT_EQ(largest_of(of_four("1f1b", 32, {1, 1, 1, 1}, 0, Checkpoint::kAlways)), "recompute");
+  EXPECT_EQ(largest_of(of_four("1f1b", 16, {1, 1, 1, 1}, 3)), "wires");
   for (const std::string cause : {"cores", "locks", "jitter"}) {
-    auto timeline = simulated("1f1b", 16, {1, 1, 1, 1});
+    auto timeline = of_four("1f1b", 16, {1, 1, 1, 1});
     const auto layout = straight(4, 16);
     const auto program = plain_program(layout, make_schedule("1f1b", layout, Checkpoint::kNever));
     const auto seconds = [&](const Action& it) {
@@ -142,7 +140,7 @@ TEST(Blame, NamesTheCauseThatCostsMost) {
 }
 
 TEST(Blame, SlackSaysHowMuchSlowerAnActionMayBe) {
-  const auto slack = blame(simulated("1f1b", 8, {1, 1, 2, 1})).back().slack;
+  const auto slack = blame(of_four("1f1b", 8, {1, 1, 2, 1})).back().slack;
   std::map<std::pair<int, Kind>, Slack> found;
   for (const auto& each : slack) found[{each.stage, each.kind}] = each;
   EXPECT_EQ(found.size(), 8);

@@ -27,30 +27,29 @@ TEST(ReadSchedule, TakesLongCommentsButNoLongFiles) {
   EXPECT_THAT([&] { read_schedule(folder.path()); }, refused("cannot read"));
 }
 
+using Ends = std::vector<std::pair<int, int>>;
+
+Ends ends_of(const std::vector<Edge>& edges) {
+  Ends ends;
+  for (const auto& edge : edges) ends.emplace_back(edge.from, edge.to);
+  return ends;
+}
+
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;
   const auto edges =
       cut_edges({2, 1, 3}, {{0, {1}, "inside"}, {1, {3}, "far"}, {2, {2}, "own"}, {0, {2}, "near"}}, {}, &crossing);
-  std::vector<std::pair<int, int>> ends;
-  for (const auto& edge : edges) ends.emplace_back(edge.from, edge.to);
-  EXPECT_THAT(ends, ElementsAre(std::pair(0, 1), std::pair(1, 2), std::pair(0, 2), std::pair(0, 1)));
+  EXPECT_EQ(ends_of(edges), (Ends{{0, 1}, {1, 2}, {0, 2}, {0, 1}}));
   EXPECT_EQ(edges[2].name, "skip far");
   EXPECT_THAT(crossing, ElementsAre(1, 3));
 }
 
-/// The ends of the edges of one skip among six stages of one layer.
-std::vector<std::pair<int, int>> ends_of_skip(const LayerLink& skip, const std::vector<int>& placement) {
-  std::vector<int> links;
-  const auto edges = cut_edges(std::vector<std::int64_t>(6, 1), {skip}, placement, &links);
-  EXPECT_EQ(edges.size(), 5 + links.size());
-  std::vector<std::pair<int, int>> ends;
-  for (std::size_t e = 5; e < edges.size(); ++e) ends.emplace_back(edges[e].from, edges[e].to);
-  return ends;
-}
-
 TEST(CutEdges, ASkipReachesEachWorkerOnceAndGoesOnToTheWorkersLaterReaders) {
+  const auto ends_of_skip = [](const LayerLink& skip, const std::vector<int>& placement) {
+    const auto ends = ends_of(cut_edges(std::vector<std::int64_t>(6, 1), {skip}, placement));
+    return Ends(ends.begin() + 5, ends.end());  // without the activations'
+  };
   const LayerLink skip{0, {1, 2, 2, 3, 4, 5}, ""};
-  using Ends = std::vector<std::pair<int, int>>;
   EXPECT_EQ(ends_of_skip(skip, {}), (Ends{{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}}));
   EXPECT_EQ(ends_of_skip(skip, {0, 1, 0, 1, 0, 1}), (Ends{{0, 1}, {0, 2}, {1, 3}, {2, 4}, {3, 5}}));
   EXPECT_EQ(ends_of_skip(skip, {0, 1, 2, 2, 1, 0}), (Ends{{0, 1}, {1, 2}, {2, 3}, {1, 4}, {0, 5}}));
@@ -102,12 +101,8 @@ TEST(Program, KnowsItsPhases) {
   EXPECT_EQ(mixes.actions(1, Part::kForward).size(), 1u);
 }
 
-TEST(Fill, RunsTheStagesOfAWorkerInOrder) {
-  EXPECT_EQ(to_text(fill(straight(2, 3))), "0F0 0F1 0F2\n1F0 1F1 1F2\n");
-  EXPECT_EQ(to_text(fill(layout_of({0, 1, 0}, 2))), "0F0 0F1 2F0 2F1\n1F0 1F1\n");
-}
-
 TEST(FillDrain, RecomputesAsTheModeSaysAndDrainsInReverse) {
+  EXPECT_EQ(to_text(fill(layout_of({0, 1, 0}, 2))), "0F0 0F1 2F0 2F1\n1F0 1F1\n");
   const auto lists = [](const Layout& layout, Checkpoint checkpoint) {
     return to_text(fill_drain(layout, checkpoint));
   };

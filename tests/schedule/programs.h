@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <initializer_list>
 #include <random>
 #include <set>
@@ -8,6 +9,7 @@
 
 #include "gpipe/program.h"
 #include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
 #include "tests/support/matchers.h"
 
 namespace gpipe::testing {
@@ -69,6 +71,19 @@ inline Program plain_program(const Layout& layout, Schedule schedule) {
 /// GPipe's program of a model without skips.
 inline Program gpipe_program(const Layout& layout, Checkpoint checkpoint = Checkpoint::kExceptLast) {
   return plain_program(layout, fill_drain(layout, checkpoint));
+}
+
+/// The seconds of F, R, B, I and W.
+using Times = std::array<double, 5>;
+
+/// Simulates a schedule on a model without skips, with the times of each stage. Transfers take `transfer` seconds.
+inline Simulation simulated(const Layout& layout, Schedule schedule, std::vector<Times> actions, double transfer = 0) {
+  return simulate(plain_program(layout, std::move(schedule)),
+                  {.actions = std::move(actions), .edges = std::vector(layout.stages - 1, transfer)});
+}
+/// With the same times for every stage.
+inline Simulation simulated(const Layout& layout, Schedule schedule, const Times& times = {1, 0, 2, 1, 1}) {
+  return simulated(layout, std::move(schedule), std::vector(layout.stages, times));
 }
 
 /// The error of Program::make(); "" if there is none.

@@ -1,23 +1,17 @@
 // The rules of schedules.h: their formulas, their lists, and what they refuse.
 #include "gpipe/schedules.h"
 
-#include <array>
 #include <optional>
 
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedule_source.h"
-#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {
 namespace {
 
-/// Simulates a schedule with these times of F, I and W. Transfers take no time.
-Simulation simulated(const std::string& name, const Layout& layout, const std::array<double, 3>& times = {1, 1, 1}) {
-  const auto [forward, input, weight] = times;
-  const std::array<double, 5> actions = {forward, 0, input + weight, input, weight};
-  return simulate(plain_program(layout, make_schedule(name, layout, Checkpoint::kNever)),
-                  {.actions = std::vector(layout.stages, actions), .edges = std::vector(layout.stages - 1, 0.0)});
+Schedule never_recomputing(const std::string& name, const Layout& layout) {
+  return make_schedule(name, layout, Checkpoint::kNever);
 }
 
 /// The size of the largest group of micro-batches that an interleaved schedule runs at once.
@@ -29,50 +23,73 @@ int largest_round(int p, int m) {
 /// The formulas of a rule, for p workers, v stages on each, m micro-batches, and equal times of F, I and W.
 struct Formulas {
   std::string name;
-  std::function<std::optional<int>(int p, int v, int m)> overhead;
-  std::function<int(int p, int v, int m, int worker)> cells;  ///< the most at once, as a rule the exact number
-  bool is_bound = false;                                      ///< of the cells
+  std::function<std::optional<int>(int p, int v, int m)> overhead;  ///< in the time of an F
+  std::function<int(int p, int v, int m, int worker)> cells;        ///< the most at once, as a rule the exact number
+  std::function<int(int worker)> graphs = {};                       ///< the most recomputed ones at once, if m >= 4p
+  bool is_bound = false;                                            ///< of the cells
 };
 
 /// Of a pipeline that fills with forwards: with fewer micro-batches than workers, later loops wait.
 std::optional<int> filling(int p, int v, int m) { return 3 * (p - 1) + (v > 1 && m < p ? 3 * (v - 1) * (p - m) : 0); }
 int all_cells(int, int v, int m, int) { return v * m; }
+int one(int) { return 1; }
+int up_to_the_worker(int worker) { return worker + 1; }
+int twice_up_to_the_worker(int worker) { return 2 * worker + 1; }
 
 std::vector<Formulas> all_formulas() {
   const auto at_least = [](bool holds, int value) { return holds ? std::optional(value) : std::nullopt; };
   return {
-      {"gpipe", filling, all_cells},
-      {"looped_bfs", filling, all_cells},
-      {"1f1b", filling, [](int p, int, int m, int worker) { return std::min(m, p - worker); }},
+      {"gpipe", filling, all_cells, one},
+      {"looped_bfs", filling, all_cells, one},
+      {"1f1b", filling, [](int p, int, int m, int worker) { return std::min(m, p - worker); }, one},
       {"interleaved_1f1b", filling,
        [](int p, int v, int m, int worker) {
          return std::min(v * m, (v - 1) * largest_round(p, m) + 2 * (p - 1 - worker) + 1);
-       }},
+       },
+       one},
       {"zb_h1", [](int p, int, int m) { return p - 1 + std::max(0, p - m); },
-       [](int p, int, int m, int) { return std::min(m, p); }},
+       [](int p, int, int m, int) { return std::min(m, p); }, up_to_the_worker},
       {"zb_h2", [=](int p, int, int m) { return at_least(m >= 2 * p - 1, p - 1); },
-       [](int p, int, int m, int) { return std::min(m, 2 * p - 1); }},
+       [](int p, int, int m, int) { return std::min(m, 2 * p - 1); }, twice_up_to_the_worker},
       {"interleaved_zb", [=](int p, int, int m) { return at_least(m >= p, p - 1); },
-       [](int p, int v, int m, int) { return std::min(v * m, (v - 1) * largest_round(p, m) + p); }},
+       [](int p, int v, int m, int) { return std::min(v * m, (v - 1) * largest_round(p, m) + p); }, up_to_the_worker},
       {"zb_v", [=](int p, int, int m) { return at_least(m >= 2 * p - 1, p - 1); },
-       [](int p, int, int m, int) { return 2 * std::min(m, p); }},
+       [](int p, int, int m, int) { return 2 * std::min(m, p); }, twice_up_to_the_worker},
       {"dualpipe_v", [=](int p, int, int m) { return at_least(m >= 2 * p, p - 1); },
-       [](int p, int, int m, int) { return std::min(2 * m, 2 * p + 1); }},
+       [](int p, int, int m, int) { return std::min(2 * m, 2 * p + 1); }, up_to_the_worker},
       {"v_half",
        [=](int p, int, int m) {
          return at_least(m >= p && (p != 2 || m >= 5), p <= 2 ? p - 1 : p % 2 == 1 ? 3 * p - 4 : 3 * p - 7);
        },
-       [](int p, int, int, int) { return 2 * ((p + 2) / 2); }, true},
+       [](int p, int, int, int) { return 2 * ((p + 2) / 2); },
+       {},
+       true},
       {"v_min",
        [=](int p, int, int m) {
          return at_least(m >= p && (p != 2 || m >= 4), p == 1 ? 0 : p % 3 != 0 ? 4 * p - 5 : 4 * p - 7);
        },
-       [](int p, int, int, int) { return 2 * ((p + 4) / 3); }, true},
-      {"greedy", [](int, int, int) { return std::nullopt; }, [](int p, int v, int, int) { return v * p; }, true},
+       [](int p, int, int, int) { return 2 * ((p + 4) / 3); },
+       {},
+       true},
+      {"greedy", [](int, int, int) { return std::nullopt; }, [](int p, int v, int, int) { return v * p; }, {}, true},
   };
 }
 
-TEST(Schedules, TakeTheTimeAndTheCellsOfTheirFormulas) {
+/// The most recomputed graphs at once, per worker.
+std::vector<int> peak_graphs(const Schedule& schedule) {
+  std::vector<int> peaks;
+  for (const auto& list : schedule) {
+    int now = 0;
+    int& peak = peaks.emplace_back();
+    for (const auto& action : list) {
+      if (action.kind == Kind::R) peak = std::max(peak, ++now);
+      if (action.kind == Kind::B || action.kind == Kind::W) --now;
+    }
+  }
+  return peaks;
+}
+
+TEST(Schedules, TakeTheTimeTheCellsAndTheGraphsOfTheirFormulas) {
   std::set<std::string> seen;
   const auto formulas = all_formulas();
   for_each_shape(8, 3, kMicroBatches, [&](const std::string& name, const Layout& layout) {
@@ -81,52 +98,47 @@ TEST(Schedules, TakeTheTimeAndTheCellsOfTheirFormulas) {
     const int m = layout.micro_batches;
     if (name == "gpipe" && layout.placement != looped_placement(p, layout.stages)) return;
     if (p == 1 && v > 1) return;  // segments of one stage
-    for (const auto& of : formulas) {
-      if (of.name != name) continue;
-      seen.insert(name);
-      const auto result = simulated(name, layout);
-      if (const auto expected = of.overhead(p, v, m)) EXPECT_EQ(result.makespan - 3 * v * m, *expected);
-      // With few micro-batches, some workers of a V hold fewer cells.
-      const bool is_bound = of.is_bound || (layout.placement.back() == 0 && p > 1 && m < 2 * p);
-      for (int worker = 0; worker < p; ++worker) {
-        EXPECT_LE(result.peak_cells[worker], of.cells(p, v, m, worker)) << "worker " << worker;
-        if (!is_bound) EXPECT_EQ(result.peak_cells[worker], of.cells(p, v, m, worker)) << "worker " << worker;
-      }
+    const auto of = std::ranges::find(formulas, name, &Formulas::name);
+    ASSERT_NE(of, formulas.end());
+    seen.insert(name);
+    const auto result = simulated(layout, never_recomputing(name, layout));
+    if (const auto expected = of->overhead(p, v, m)) EXPECT_EQ(result.makespan - 3 * v * m, *expected);
+    // With few micro-batches, some workers of a V hold fewer cells.
+    const bool is_bound = of->is_bound || (layout.placement.back() == 0 && p > 1 && m < 2 * p);
+    const auto graphs = peak_graphs(make_schedule(name, layout, Checkpoint::kAlways));
+    for (int worker = 0; worker < p; ++worker) {
+      EXPECT_LE(result.peak_cells[worker], of->cells(p, v, m, worker)) << "worker " << worker;
+      if (!is_bound) EXPECT_EQ(result.peak_cells[worker], of->cells(p, v, m, worker)) << "worker " << worker;
+      if (of->graphs && m >= 4 * p) EXPECT_EQ(graphs[worker], of->graphs(worker)) << "worker " << worker;
+      if (name.starts_with("v_") && m == 4 * p) EXPECT_LE(graphs[worker], 4);
     }
   });
-  EXPECT_EQ(seen.size(), formulas.size());
+  EXPECT_EQ(seen.size(), schedule_rules().size());
+}
+
+/// Expects the micro-batches of each stage's actions of some kinds to ascend, or to descend.
+void expect_order(const std::vector<Action>& list, const Layout& layout, const std::string& kinds, bool descending) {
+  std::vector<int> next(layout.stages, descending ? layout.micro_batches - 1 : 0);
+  for (const auto& [kind, stage, m] : list) {
+    if (kinds.find("FRBIW"[static_cast<int>(kind)]) == kinds.npos) continue;
+    EXPECT_EQ(m, next[stage]);
+    next[stage] += descending ? -1 : 1;
+  }
 }
 
 // The forwards of a stage run in ascending order, and so do its backwards except in gpipe and looped_bfs: sums have one
 // order. In split backwards, neither part changes it.
-TEST(Schedules, SumInOneOrder) {
-  for_each_shape(8, 3, {1, 2, 3, 5, 8, 13, 40}, [](const std::string& name, const Layout& layout) {
-    const bool descending = fills_and_drains(name);
-    const int first = descending ? layout.micro_batches - 1 : 0;
-    const int step = descending ? -1 : 1;
-    for (const auto& list : make_schedule(name, layout, Checkpoint::kNever)) {
-      std::vector<int> forward(layout.stages);
-      std::vector<int> inputs(layout.stages, first);
-      std::vector<int> weights(layout.stages, first);
-      for (const auto& [kind, stage, m] : list) {
-        if (kind == Kind::F) EXPECT_EQ(m, forward[stage]++);
-        if (kind == Kind::B || kind == Kind::I) {
-          EXPECT_EQ(m, inputs[stage]);
-          inputs[stage] += step;
-        }
-        if (kind == Kind::B || kind == Kind::W) {
-          EXPECT_EQ(m, weights[stage]);
-          weights[stage] += step;
-        }
-      }
+TEST(Schedules, RunForAnyNumberOfMicroBatchesAndSumInOneOrder) {
+  for_each_shape(8, 3, kMicroBatches, [](const std::string& name, const Layout& layout) {
+    const auto schedule = make_schedule(name, layout, Checkpoint::kAlways);
+    const auto edges = layout.micro_batches > 16 ? chain(layout.stages) : all_pairs(layout.stages);
+    EXPECT_NO_THROW(verify(layout, edges, schedule));
+    for (const auto& list : schedule) {
+      expect_order(list, layout, "F", /*descending=*/false);
+      expect_order(list, layout, "BI", fills_and_drains(name));
+      expect_order(list, layout, "BW", fills_and_drains(name));
     }
   });
-}
-
-TEST(Schedules, RecomputeDirectlyBeforeTheBackward) {
-  EXPECT_EQ(to_text(make_schedule("zb_h1", straight(2, 2), Checkpoint::kExceptLast)),
-            "0F0 0F1 0R0 0I0 0W0 0I1 0W1\n"
-            "1F0 1R0 1I0 1F1 1I1 1W0 1W1\n");
 }
 
 TEST(Segments, RunAsOneStage) {
@@ -193,19 +205,9 @@ TEST(Checkpoints, RecomputeSoManyOfTheMicroBatchesInFlight) {
   });
 }
 
-TEST(Schedules, RunForAnyNumberOfMicroBatchesWithASkipBetweenAnyTwoStages) {
-  for_each_shape(8, 3, kMicroBatches, [](const std::string& name, const Layout& layout) {
-    const auto schedule = make_schedule(name, layout, Checkpoint::kAlways);
-    const auto edges = layout.micro_batches > 16 ? chain(layout.stages) : all_pairs(layout.stages);
-    EXPECT_NO_THROW(verify(layout, edges, schedule));
-  });
-}
-
 // The first two are the lists that PyTorch 2.11 makes.
 TEST(Schedules, HaveTheirLists) {
-  const auto lists = [](const char* name, const Layout& layout) {
-    return to_text(make_schedule(name, layout, Checkpoint::kNever));
-  };
+  const auto lists = [](const char* name, const Layout& layout) { return to_text(never_recomputing(name, layout)); };
   EXPECT_EQ(lists("interleaved_1f1b", looped(2, 2, 4)),
             "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3\n"
             "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3\n");
@@ -216,12 +218,13 @@ TEST(Schedules, HaveTheirLists) {
   EXPECT_EQ(lists("dualpipe_v", v_shaped(2, 1)),
             "0F0 3F0 3I0 3W0 0B0\n"
             "1F0 2F0 2B0 1B0\n");
+  EXPECT_EQ(to_text(make_schedule("zb_h1", straight(2, 2), Checkpoint::kExceptLast)),
+            "0F0 0F1 0R0 0I0 0W0 0I1 0W1\n"
+            "1F0 1R0 1I0 1F1 1I1 1W0 1W1\n");
 }
 
 TEST(Schedules, RefuseWhatDoesNotFit) {
-  const auto make = [](const char* name, const Layout& layout) {
-    return [=] { make_schedule(name, layout, Checkpoint::kNever); };
-  };
+  const auto make = [](const char* name, const Layout& layout) { return [=] { never_recomputing(name, layout); }; };
   const std::string one_each = "needs stage s on worker s, one stage per worker";
   const std::string loops = "needs stage s on worker s mod the number of workers";
   EXPECT_THAT(make("1f1f", looped(2, 1, 2)),
@@ -241,56 +244,22 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
   EXPECT_THROW(v_placement(3), std::invalid_argument);
 }
 
-TEST(ZeroBubble, HasAFormulaForUnequalTimes) {
+TEST(Schedules, OfZeroBubbleHaveAFormulaForUnequalTimes) {
   std::mt19937 random(1);  // NOLINT: the same costs in each run
   std::uniform_real_distribution<double> time(0.1, 2);
   for (int i = 0; i < 500; ++i) {
-    const std::array<double, 3> times{time(random), time(random), time(random)};
-    const auto [forward, input, weight] = times;
+    const double forward = time(random);
+    const double input = time(random);
+    const double weight = time(random);
     const int p = std::uniform_int_distribution<int>(1, 8)(random);
     const int v = std::uniform_int_distribution<int>(1, 3)(random);
     const int m = std::uniform_int_distribution<int>(2 * p, 4 * p + 3)(random);
     const double idle = (p - 1) * std::max({forward, input, forward + input - weight});
     for (const auto& [name, loops] : {std::pair("zb_h1", 1), std::pair("interleaved_zb", v)}) {
-      const double busy = loops * m * (forward + input + weight);
-      EXPECT_NEAR(simulated(name, looped(p, loops, m), times).makespan - busy, idle, 1e-9) << p << ' ' << v << ' ' << m;
-    }
-  }
-}
-
-// Per worker: the most recomputed graphs at once.
-std::vector<int> peak_graphs(const Schedule& schedule) {
-  std::vector<int> peaks;
-  for (const auto& list : schedule) {
-    int now = 0;
-    int& peak = peaks.emplace_back();
-    for (const auto& action : list) {
-      if (action.kind == Kind::R) peak = std::max(peak, ++now);
-      if (action.kind == Kind::B || action.kind == Kind::W) --now;
-    }
-  }
-  return peaks;
-}
-
-TEST(ZeroBubble, HoldsRecomputedGraphsUntilTheirWeightGradients) {
-  for (int p = 1; p <= 8; ++p) {
-    const auto graphs = [&](const char* name, const Layout& layout) {
-      return peak_graphs(make_schedule(name, layout, Checkpoint::kAlways));
-    };
-    for (const int m : {4 * p, 4 * p + 1, 64}) {
-      for (int r = 0; r < p; ++r) {
-        EXPECT_EQ(graphs("zb_h1", looped(p, 1, m))[r], r + 1);
-        if (p > 1) EXPECT_EQ(graphs("interleaved_zb", looped(p, 2, m))[r], r + 1);
-        EXPECT_EQ(graphs("dualpipe_v", v_shaped(p, m))[r], r + 1) << p << ' ' << r << ' ' << m;
-        EXPECT_EQ(graphs("zb_h2", looped(p, 1, m))[r], 2 * r + 1);
-        EXPECT_EQ(graphs("zb_v", v_shaped(p, m))[r], 2 * r + 1);
-        EXPECT_EQ(graphs("gpipe", v_shaped(p, m))[r], 1);
-      }
-    }
-    for (const auto& name : {"v_half", "v_min"}) {
-      const auto peaks = graphs(name, v_shaped(p, 4 * p));
-      EXPECT_GE(*std::max_element(peaks.begin(), peaks.end()), 2) << name << ' ' << p;
-      EXPECT_LE(*std::max_element(peaks.begin(), peaks.end()), 4) << name << ' ' << p;
+      const auto layout = looped(p, loops, m);
+      const Times times = {forward, 0, input + weight, input, weight};
+      const auto makespan = simulated(layout, never_recomputing(name, layout), times).makespan;
+      EXPECT_NEAR(makespan - loops * m * (forward + input + weight), idle, 1e-9) << p << ' ' << v << ' ' << m;
     }
   }
 }

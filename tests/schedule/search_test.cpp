@@ -1,21 +1,13 @@
 // List schedules, and the choice of "auto".
-#include <array>
 #include <string_view>
 
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe::testing {
 namespace {
-
-// Equal times of F, I and W.
-Simulation simulated(const Layout& layout, const Schedule& schedule) {
-  const std::vector<std::array<double, 5>> actions(layout.stages, {1, 0, 2, 1, 1});
-  return simulate(plain_program(layout, schedule), {.actions = actions, .edges = std::vector(layout.stages - 1, 0.0)});
-}
 
 TEST(ListSchedule, KeepsToItsOptionsAndKnowsItsMakespan) {
   std::mt19937 random(1);
@@ -54,24 +46,18 @@ TEST(NamedGreedy, IsFasterThanWholeBackwards) {
 // "auto" against all named schedules, simulated with the costs that it should have measured.
 
 /// Each stage takes longer than the one before by `growth`.
-Costs costs(const Layout& layout, double growth) {
-  Costs costs;
+Timeline growing(const Layout& layout, Schedule schedule, double growth) {
+  Costs costs{.edges = std::vector(layout.stages - 1, 0.)};
   for (int s = 0; s < layout.stages; ++s) {
     const double size = 1 + growth * s;
     costs.actions.push_back({size, size, 1.9 * size, 1.1 * size, 0.9 * size});
     costs.stored.push_back(0.9 * size);
   }
-  costs.edges.assign(layout.stages - 1, 0);
-  return costs;
-}
-
-Simulation simulated(const Layout& layout, Schedule schedule, double growth) {
-  return simulate(plain_program(layout, std::move(schedule)), costs(layout, growth));
+  return simulate(plain_program(layout, std::move(schedule)), costs).timeline;
 }
 
 std::string chosen(const Layout& layout, Checkpoint checkpoint, double growth = 0, bool saves_memory = false) {
-  const auto measured =
-      simulated(layout, with_recomputes(measuring_schedule(layout), checkpoint, layout), growth).timeline;
+  const auto measured = growing(layout, with_recomputes(measuring_schedule(layout), checkpoint, layout), growth);
   return fastest_schedule(measured, layout, checkpoint, /*last_is_smaller=*/false, saves_memory);
 }
 
@@ -83,7 +69,7 @@ TEST(AutoSchedule, IsWithinOnePercentOfTheFastest) {
         for (const bool v : {false, true}) {
           const auto layout = v ? v_shaped(workers, micro_batches) : straight(workers, micro_batches);
           const auto seconds_of = [&](std::string_view name) {
-            return simulated(layout, make_schedule(name, layout, checkpoint), kGrowth).makespan;
+            return growing(layout, make_schedule(name, layout, checkpoint), kGrowth).makespan();
           };
           const auto name = chosen(layout, checkpoint, kGrowth);
           for (const auto& rule : schedule_rules()) {
@@ -110,39 +96,34 @@ TEST(AutoSchedule, SavesMemory) {
 
 TEST(Gains, AreDifferencesOfSimulations) {
   const auto layout = straight(4, 6);
-  const auto seconds = [&](std::string_view name, Checkpoint checkpoint) {
-    return simulated(layout, make_schedule(name, layout, checkpoint), /*growth=*/0.1);
+  const auto step = [&](std::string_view name, Checkpoint checkpoint) {
+    return growing(layout, make_schedule(name, layout, checkpoint), /*growth=*/0.1);
   };
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-    const auto split = seconds("zb_h1", checkpoint);
-    auto found = gains(split.timeline, 0);
+    const auto split = step("zb_h1", checkpoint);
+    const auto gain = [&](const Timeline& other) { return split.makespan() - other.makespan(); };
+    auto found = gains(split, 0);
     EXPECT_EQ(found.contains("checkpoint='never'"), checkpoint != Checkpoint::kNever);
     if (checkpoint != Checkpoint::kNever) {
-      const double never = seconds("zb_h1", Checkpoint::kNever).makespan;
-      EXPECT_NEAR(found.at("checkpoint='never'"), split.makespan - never, 1e-9);
+      EXPECT_NEAR(found.at("checkpoint='never'"), gain(step("zb_h1", Checkpoint::kNever)), 1e-9);
     }
     EXPECT_NEAR(found.at("schedule='zb_h1'"), 0, 1e-9);
-    EXPECT_NEAR(found.at("schedule='zb_h2'"), split.makespan - seconds("zb_h2", checkpoint).makespan, 1e-9);
-    found = gains(seconds("gpipe", checkpoint).timeline, 0);
+    EXPECT_NEAR(found.at("schedule='zb_h2'"), gain(step("zb_h2", checkpoint)), 1e-9);
+    found = gains(step("gpipe", checkpoint), 0);
     EXPECT_NEAR(found.at("schedule='gpipe'"), 0, 1e-9);
     EXPECT_FALSE(found.contains("schedule='zb_h1'")) << "how long I and W take is not known";
   }
-}
-
-TEST(Gains, OfANumberOfRecomputedMicroBatchesHaveNoSchedules) {
-  const auto layout = straight(2, 8);
-  const auto some =
-      with_recomputes(make_schedule("1f1b", layout, Checkpoint::kNever), Checkpoint::in_flight(1), layout);
-  const auto step = simulated(layout, some, /*growth=*/0.1);
-  const auto never = simulated(layout, make_schedule("1f1b", layout, Checkpoint::kNever), /*growth=*/0.1);
-  const auto found = gains(step.timeline, 0);
+  // With a number of recomputed micro-batches, no schedule has a known gain.
+  const auto never = make_schedule("1f1b", layout, Checkpoint::kNever);
+  const auto some = growing(layout, with_recomputes(never, Checkpoint::in_flight(1), layout), /*growth=*/0.1);
+  const auto found = gains(some, 0);
   ASSERT_EQ(found.size(), 1);
-  EXPECT_NEAR(found.at("checkpoint='never'"), step.makespan - never.makespan, 1e-9);
+  EXPECT_NEAR(found.at("checkpoint='never'"), some.makespan() - step("1f1b", Checkpoint::kNever).makespan(), 1e-9);
 }
 
 TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
   const auto layout = looped(2, 1, 4);
-  auto measured = simulated(layout, measuring_schedule(layout), /*growth=*/0).timeline;
+  auto measured = growing(layout, measuring_schedule(layout), /*growth=*/0);
   const auto name = fastest_schedule(measured, layout, Checkpoint::kNever, /*last_is_smaller=*/false, false);
   for (auto& span : measured.spans) {
     if (span.action.micro_batch == 3) span.end = span.start + 0.01;

@@ -36,14 +36,11 @@ TEST(SkipContext, PopsTheLastTensorThatTheThreadHasStashed) {
               throws<std::runtime_error>("skip 'once' was read before it was stashed"));
 }
 
-TEST(Skippable, RefusesInvalidDeclarations) {
+TEST(Skippable, RefusesInvalidAndMissingDeclarations) {
   EXPECT_THAT([] { stashing(""); }, refused("empty name"));
   EXPECT_THAT([] { declaring({.stash = {"x", "y", "x"}}); }, refused("'x'"));
   EXPECT_THAT([] { declaring({.stash = {"y"}, .pop = {"x", "y"}}); }, refused("'y'"));
   EXPECT_THAT([] { declaring({.pop = {"x"}, .peek = {"x"}}); }, refused("'x'"));
-}
-
-TEST(Skippable, RefusesUndeclaredNames) {
   const auto layer = declaring({.stash = {"a", "b"}});
   EXPECT_THAT([&] { layer->stash("c", torch::ones({1})); },
               refused("'c' was stashed by a layer that does not declare it; it declares 'a' 'b'"));

@@ -42,19 +42,15 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
-using NamedTensors = torch::OrderedDict<std::string, torch::Tensor>;
-
-inline bool same_bits(const NamedTensors& a, const NamedTensors& b) {
-  return a.size() == b.size() && std::ranges::all_of(a, [&](const auto& item) {
-           return b.contains(item.key()) && same_bits(item.value(), b[item.key()]);
-         });
+inline bool same_bits(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  return std::ranges::equal(a, b, [](const auto& one, const auto& other) { return same_bits(one, other); });
 }
 
 /// Copies of a model's parameters and buffers.
-inline NamedTensors copy_of(const torch::nn::Module& model) {
-  NamedTensors copies;
-  for (const auto& all : {model.named_parameters(), model.named_buffers()}) {
-    for (const auto& each : all) copies.insert(each.key(), each.value().detach().clone());
+inline std::vector<torch::Tensor> copy_of(const torch::nn::Module& model) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& all : {model.parameters(), model.buffers()}) {
+    for (const auto& each : all) copies.push_back(each.detach().clone());
   }
   return copies;
 }
