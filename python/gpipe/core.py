@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import Self  # comes with torch
 
 from gpipe import _C
@@ -23,7 +22,7 @@ from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_oth
 from gpipe.ranks import Ranks
 from gpipe.skip import Skippable
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
+from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, batch_first, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoints, "chunks": check_chunks}
@@ -136,10 +135,18 @@ class StagedModel(Wrapper):
     def _has_all_stages(self) -> bool:
         return self.ranks is None or self._made is None
 
-    def _check_model(self, input: Any) -> None:
-        """Raises RuntimeError if the layers of a converted model would not do what the model does."""
-        if isinstance(self._sequence, WrappingSequence):
-            self._sequence.guards.check(tree_leaves(input) if self._is_here[0] else [])
+    def _entering(self, input: Any) -> Any:
+        """Returns what the first layer takes. Errors as :meth:`WrappingSequence.entering`."""
+        if not isinstance(self._sequence, WrappingSequence):
+            return input
+        if self._is_here[0]:
+            return self._sequence.entering(input)
+        self._sequence.guards.check([])
+        return batch_first(input, self._batch_dim)
+
+    def _leaving(self, output: Any) -> Any:
+        """Returns what the model does, for what the last layer returned."""
+        return self._sequence.leaving(output) if isinstance(self._sequence, WrappingSequence) else output
 
     def _present_schedule(self) -> str:
         """Returns the schedule of steps, which ``'auto'`` becomes in the first one."""

@@ -231,7 +231,7 @@ class GPipe(StagedModel):
         elif None in chosen.values():
             options: dict[str, Any] = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
             options |= chosen | {"seconds": seconds}
-            batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
+            batch = args[0] if model is module else input_of(args, kwargs or {})
             chosen = choose_plan(model, batch, **options)
         else:
             chosen["placement"] = "looped" if placement is None else placement
@@ -289,19 +289,18 @@ class GPipe(StagedModel):
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
         with self.team.refusing():
-            input = batch_first(self._one_input(args, kwargs), self._batch_dim)
+            input = self._one_input(args, kwargs)
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
                 take_apart(input)
                 return input
-            self._check_model(input)
+            input = self._entering(input)
             self._warn_of_schedule()
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
-            output = pipeline.forward(input, self.chunks, checkpoint, self.training)
-        return batch_first(output, self._batch_dim)
+            return self._leaving(pipeline.forward(input, self.chunks, checkpoint, self.training))
 
     def _one_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the input of the first layer. That of a converted model takes all arguments in one."""
@@ -437,8 +436,7 @@ class GPipe(StagedModel):
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
-            input, target = batch_first((input, target), self._batch_dim)
-            self._check_model(input)
+            input, target = self._entering(input), batch_first(target, self._batch_dim)
             pipeline = self._pipeline()
             chosen = self._losses.loss_of(loss, self.chunks)
             function = chosen.function
@@ -455,7 +453,8 @@ class GPipe(StagedModel):
             factor = self.team.common_scale(factor)
         with self.team.refusing():
             options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
-            native = None if self._batch_dim else native_loss(function)
+            is_plain = not isinstance(self._sequence, WrappingSequence) or self._sequence.is_plain
+            native = native_loss(function) if is_plain else None
             if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
@@ -464,12 +463,16 @@ class GPipe(StagedModel):
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
             checking = checked(function)
-            called = checking if not self._batch_dim else lambda *given: checking(*batch_first(given, self._batch_dim))
+
+            def of_model(output: Any, target: Any) -> Tensor:
+                return checking(self._leaving(output), batch_first(target, self._batch_dim))
+
+            called = checking if is_plain else of_model
             arguments = called, native, chosen._record, hold, options, self.training, keeps_graph
             result = pipeline.train(input, target, *arguments)
         if scales:
             self.team.spread_overflow()
-        return result[0], batch_first(result[1], self._batch_dim)
+        return result[0], result[1] if result[1] is None else self._leaving(result[1])
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait

@@ -20,6 +20,7 @@ from gpipe.ranks import Ranks, on_rank_0
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import Team
 from gpipe.weights import Values
+from gpipe.wrapper import WrappingSequence
 
 
 class Plan(TypedDict):
@@ -73,7 +74,8 @@ def choose_plan(
         devices = arrange_workers(None, max(1, wanted // processes) if wanted else default).devices
     placed = list(devices) * processes
     workers = len(placed)
-    samples = len(take_apart(batch)[0][0])
+    tensors = model.entering(batch) if isinstance(model, WrappingSequence) else batch
+    samples = len(take_apart(tensors)[0][0])
     if chunks is None and samples == 1:
         warnings.warn(
             "the plan is for a mini-batch of 1 sample, so for one micro-batch; give a mini-batch of the size you train with",
@@ -82,7 +84,7 @@ def choose_plan(
     if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
     counts = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
-    profiles = _profiles_of_shares(model, batch, counts, placed, ranks, seconds) if is_on_meta(model) else None
+    profiles = _profiles_of_shares(model, tensors, counts, placed, ranks, seconds) if is_on_meta(model) else None
 
     def best() -> str:
         limits = memory
@@ -96,7 +98,7 @@ def choose_plan(
         except RuntimeError as error:
             if profiles or not any(text in str(error) for text in ("out of memory", "can't allocate memory")):
                 raise
-            found = plan(_profiles_of_shares(model, batch, counts, placed, None, seconds), samples, placed, **options)
+            found = plan(_profiles_of_shares(model, tensors, counts, placed, None, seconds), samples, placed, **options)
         whole = found.unpartitioned
         faster = 0 if whole is None or not whole.fits else found.best.seconds / whole.seconds
         if wanted is None and memory is None and faster > 1.03:

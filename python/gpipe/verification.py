@@ -14,7 +14,7 @@ from gpipe.exported.exporter import unchanged
 from gpipe.pipeline import GPipe
 from gpipe.randomness import random_scope
 from gpipe.structure import take_apart
-from gpipe.wrapper import batch_first, layers_in
+from gpipe.wrapper import layers_in
 
 _See = Callable[[nn.Module, list[Tensor]], None]  # called with a layer, and the tensors of its output
 
@@ -53,8 +53,7 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
         return result.detach(), [parameter.grad for parameter in pipe.module.parameters()]
 
     def without_stages() -> Tensor:
-        output = run_layers(layers, batch_first(input, pipe._batch_dim), pipe.chunks)
-        result = loss(batch_first(output, pipe._batch_dim), target)
+        result = loss(pipe._leaving(run_layers(layers, pipe._entering(input), pipe.chunks)), target)
         result.backward()  # type: ignore[no-untyped-call]
         return result
 

@@ -18,14 +18,6 @@ _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 _COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict, partial
 
 
-class Place(NamedTuple):
-    """A value, the dict that it is in, and its name there."""
-
-    value: Any
-    table: Mapping[str, Any]
-    name: str
-
-
 class Read(NamedTuple):
     """What code reads by name: globals, each with the name of its file's module, and attributes."""
 
@@ -39,10 +31,10 @@ class Read(NamedTuple):
         if "training" in code.co_consts:  # for getattr()
             self.names.add("training")
 
-    def values(self, modules: Mapping[str, nn.Module]) -> dict[str, Place]:
+    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[str, Any], str]]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
-        classes and of objects. Each has a text that tells where it is."""
-        found: dict[str, Place] = {}
+        classes and of objects. Returns for each a text that tells where it is, the dict that it is in, and its name there."""
+        found: dict[str, tuple[Mapping[str, Any], str]] = {}
         places: list[tuple[str, Mapping[str, Any], str]] = []
         for space, name in sorted(self.globals):
             if space in sys.modules:
@@ -59,7 +51,7 @@ class Read(NamedTuple):
             value, place = table[name], f"{where}.{name}"
             in_object = "__name__" not in table and "__module__" not in table
             if isinstance(value, (*_VALUES, FunctionType)) or (in_object and _is_plain(value)):
-                found[place] = Place(value, table, name)
+                found[place] = table, name
             elif _has_attributes(value) and id(value) not in seen:
                 seen.add(id(value))
                 inside = sorted(self.names & vars(value).keys())
@@ -116,9 +108,3 @@ def same(before: Any, now: Any) -> bool:
         elements = _elements(now)
         return len(elements) == len(state) and all(map(same, state, elements))
     return value is now and noted(now)[1] == state
-
-
-def can_change(before: Any) -> bool:
-    """Returns whether something in a value can change, as :func:`noted` returned it."""
-    value, state = before
-    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size, partial) else state is not None

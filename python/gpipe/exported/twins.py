@@ -214,7 +214,7 @@ def _behaviour(
                     found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
                 except RuntimeError as error:
                     return error
-        found |= changes()
+        found |= {f"a change of {where!r}": what for where, what in changes().items()}
     return found
 
 
@@ -242,9 +242,9 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
         return f"the layers raise {type(theirs).__name__}: {theirs}"
     for name in ours | theirs:
         mine, other = ours.get(name), theirs.get(name)
-        if isinstance(mine, str) and mine != other:
-            return f"{name} differs: {mine or 'none'} or {other or 'none'}"
-        if isinstance(mine, str):
+        if isinstance(mine, str) or isinstance(other, str):
+            if mine != other:
+                return f"{name} differs: {mine or 'none'} or {other or 'none'}"
             continue
         tensors = isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.layout == other.layout == torch.strided
         if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
