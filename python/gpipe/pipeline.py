@@ -21,20 +21,20 @@ from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError, Checkpoints
 from gpipe.core import StagedModel
-from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
+from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
-from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
-from gpipe.losses import check_scale, checked, explained, native_loss, trains
+from gpipe.losses import call_loss, check_scale, loss_tensor, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.planning import Plan, choose_plan, read_plan
+from gpipe.randomness import without_turn
 from gpipe.ranks import Ranks, ranks_of
 from gpipe.report import Report
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
 from gpipe.weights import Values, Weights
-from gpipe.wrapper import WrappingSequence, batch_first, naming_dimensions
+from gpipe.wrapper import ConvertedSequence, batch_first, naming_dimensions
 
 _Result = TypeVar("_Result")
 
@@ -224,15 +224,14 @@ class GPipe(StagedModel):
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
         chosen: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        given = chosen | {"stages": stages, "placement": placement}
         if plan is not None:
-            if any(each is not None for each in (stages, placement, memory, *chosen.values())):
+            if any(each is not None for each in (memory, *given.values())):
                 raise ValueError("a plan says how the pipeline runs; leave out stages, balance, chunks and the like")
             chosen = read_plan(plan)
         elif None in chosen.values():
-            options: dict[str, Any] = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
-            options |= chosen | {"seconds": seconds}
             batch = args[0] if model is module else input_of(args, kwargs or {})
-            chosen = choose_plan(model, batch, **options)
+            chosen = choose_plan(model, batch, given, placed, memory, ranks, seconds)
         else:
             chosen["placement"] = "looped" if placement is None else placement
         chosen |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
@@ -306,7 +305,7 @@ class GPipe(StagedModel):
         """Returns the input of the first layer. That of a converted model takes all arguments in one."""
         if len(args) == 1 and not kwargs:
             return args[0]
-        if isinstance(self._sequence, WrappingSequence):
+        if isinstance(self._sequence, ConvertedSequence):
             named = {name: each for name, each in kwargs.items() if each is not None}
             return args if not named else (args, named) if args else named
         if not args and kwargs.keys() == {"input"}:
@@ -325,7 +324,7 @@ class GPipe(StagedModel):
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
             return self.team.of_last_stage(
-                lambda: explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+                lambda: call_loss(loss, output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
             )
 
     def _warn_of_schedule(self) -> None:
@@ -453,7 +452,7 @@ class GPipe(StagedModel):
             factor = self.team.common_scale(factor)
         with self.team.refusing():
             options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
-            is_plain = not isinstance(self._sequence, WrappingSequence) or self._sequence.is_plain
+            is_plain = not isinstance(self._sequence, ConvertedSequence) or self._sequence.is_plain
             native = native_loss(function) if is_plain else None
             if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
@@ -462,12 +461,10 @@ class GPipe(StagedModel):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
-            checking = checked(function)
 
-            def of_model(output: Any, target: Any) -> Tensor:
-                return checking(self._leaving(output), batch_first(target, self._batch_dim))
+            def called(output: Any, target: Any) -> Tensor:
+                return loss_tensor(function, self._leaving(output), batch_first(target, self._batch_dim))
 
-            called = checking if is_plain else of_model
             arguments = called, native, chosen._record, hold, options, self.training, keeps_graph
             result = pipeline.train(input, target, *arguments)
         if scales:
@@ -514,7 +511,7 @@ def _as_layers(
             if len(module) >= stages:
                 return module
     model = to_sequential(module, *args, opaque=opaque, native=native, batch_dim=batch_dim, **kwargs)
-    if isinstance(model, ExportedSequential) and len(model) < stages and model.refused:
+    if isinstance(model, ConvertedSequence) and len(model) < stages and model.refused:
         text = f"the model has {len(model)} layers, too few for {stages} stages, because some stay whole:"
         raise ValueError("\n".join((text, *model.refused.values())))
     if not native and len(model) > 100:

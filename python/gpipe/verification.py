@@ -42,7 +42,8 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
 
     def compare(layer: nn.Module, tensors: list[Tensor]) -> None:
         # Any micro-batch: a schedule may run them in another order.
-        closest = min((_largest(tensors, each) for each in outputs[layer] if len(each) == len(tensors)), default=inf)
+        known = [each for each in outputs[layer] if len(each) == len(tensors)]
+        closest = min((max(map(_difference, tensors, each), default=0.0) for each in known), default=inf)
         differences[layer] = max(differences[layer], closest)
 
     def run(see: _See | None, call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
@@ -112,10 +113,6 @@ def _seen(layers: list[nn.Module], see: _See) -> Iterator[None]:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(hook))
         yield
-
-
-def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    return max(map(_difference, ours, theirs), default=0.0)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:

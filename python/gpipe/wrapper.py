@@ -12,6 +12,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only,
 from typing_extensions import Self  # comes with torch
 
 
+def _mode_of(name: str) -> property:
+    """Returns a property for the mode of the module in an attribute."""
+
+    def set_mode(owner: nn.Module, mode: bool) -> None:
+        if name in vars(owner):  # else nn.Module.__init__ sets it
+            vars(owner)[name].training = mode
+
+    return property(attrgetter(f"{name}.training"), set_mode)
+
+
 class Wrapper(nn.Module):
     """A module with the children, parameters, buffers and hooks of the state of another one, ``module``. Both have the same
     dicts of them, so names, state, modes and changes of one are the other's."""
@@ -24,11 +34,7 @@ class Wrapper(nn.Module):
         self.__dict__ |= {name: table for name, table in vars(module).items() if name in tables or "_state_dict_" in name}
         self.__dict__["module"] = module
 
-    def _set_training(self, mode: bool) -> None:
-        if "module" in self.__dict__:  # else nn.Module.__init__ sets it
-            self.module.training = mode
-
-    training = property(attrgetter("module.training"), _set_training)
+    training = _mode_of("module")
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -53,13 +59,15 @@ class Wrapper(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
 
-class WrappingSequence(Wrapper, nn.Sequential):
+class ConvertedSequence(Wrapper, nn.Sequential):
     """A sequence of layers that computes what ``module`` does, and has its children in place of the layers.
     ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors, and
     ``guards.check_model()`` unless they do for any. Dimension ``batch_dim``, 0 or 1, of the model's inputs and outputs is
     the batch; of the layers' it is dimension 0. The first layer takes, and the last one returns, a tensor or a tuple of
-    tensors: those of ``input`` and, in training and in evaluation mode, ``outputs``, which have ``True`` for each."""
+    tensors: those of ``input`` and, in training and in evaluation mode, ``outputs``, which have ``True`` for each.
+    ``refused`` tells, by path, why modules became blocks whose code between smaller blocks cannot be exported."""
 
+    refused: dict[str, str]
     guards: Any = None  # until the conversion has ended
     batch_dim: int = 0
     _input: Any
@@ -69,10 +77,16 @@ class WrappingSequence(Wrapper, nn.Sequential):
         super().__init__(module)
         self.__dict__.update(_layers_of_gpipe=layers, _input=input, _outputs=outputs)
 
+    def report(self) -> str:
+        """Returns how many layers run without Python, and for each other one the functions that it calls."""
+        with_python = [layer for layer in self if getattr(layer, "python_functions", ())]
+        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
+        return "\n".join([*lines, *(f"'{layer.name}' calls {', '.join(layer.python_functions)}" for layer in with_python)])
+
     def __len__(self) -> int:
         return len(layers_in(self))
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(layers_in(self).values())
 
     def forward(self, input: Any) -> Any:
@@ -89,7 +103,7 @@ class WrappingSequence(Wrapper, nn.Sequential):
         if found != expected:
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; give what was expected, with a tensor for each '...', and leave out what was a constant"
+                f"{_shown(found)}; give a tensor for each '...', and leave out what was a constant, or call pipe.module for another value"
             )
         for number, (leaf, is_tensor) in enumerate(zip(leaves, tensors)):
             if not isinstance(leaf, Tensor if is_tensor else NoneType):
@@ -112,7 +126,7 @@ class WrappingSequence(Wrapper, nn.Sequential):
     def follow_model(self) -> None:
         """Gives the layers the tensors, and the modules to call, that the model has now."""
         for layer in self:
-            layer.follow_model()  # type: ignore[operator]
+            layer.follow_model()
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)
@@ -128,11 +142,7 @@ class Shell(nn.Module):
         super().__init__()
         self.__dict__["original_of_gpipe"] = original
 
-    def __set_training(self, mode: bool) -> None:
-        if "original_of_gpipe" in self.__dict__:
-            self.original_of_gpipe.training = mode
-
-    training = property(attrgetter("original_of_gpipe.training"), __set_training)
+    training = _mode_of("original_of_gpipe")
 
 
 class ConvertedLayer(nn.Module):
@@ -227,6 +237,5 @@ def naming_dimensions(batch_dim: int) -> Iterator[None]:
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers of a sequence by name."""
     layers: dict[str, nn.Module] = sequence.__dict__.get("_layers_of_gpipe", sequence._modules)
     return layers

@@ -26,13 +26,12 @@ std::vector<at::Tensor> run_graph(const Graph& graph, std::vector<at::Tensor> in
   return outputs;
 }
 
-std::unique_ptr<NativeLayer> NativeLayer::make(PyObject* object, const std::vector<SkipKey>& keys) {
-  const py::handle module = object;
+std::unique_ptr<NativeLayer> NativeLayer::make(const py::handle& module, const std::vector<SkipKey>& keys) {
   const auto kind = py::module_::import("gpipe.exported.layer").attr("ExportedLayer");
   if (!py::type::of(module).is(kind)) return nullptr;
   const auto graph = module.attr("_graph").cast<std::shared_ptr<Graph>>();
   if (!graph->python_functions().empty()) return nullptr;
-  std::unique_ptr<NativeLayer> layer(new NativeLayer(object, graph));
+  std::unique_ptr<NativeLayer> layer(new NativeLayer(graph));
   const auto keys_of = [&](const std::vector<std::string>& names) {
     std::vector<SkipKey> found;
     for (const auto& name : names) {
@@ -44,36 +43,21 @@ std::unique_ptr<NativeLayer> NativeLayer::make(PyObject* object, const std::vect
   return layer;
 }
 
-void NativeLayer::refresh(const std::shared_ptr<torch::nn::Module>& mirror) {
-  const py::handle module = module_.get();
-  const bool replaced = mirror != mirror_;
-  if (replaced) {
-    mirror_ = mirror;
-    model_ = reference_to(py::object(module.attr("model")).ptr());
-  }
-  is_training_ = py::handle(model_.get()).attr("training").cast<bool>();
-  if (!replaced && (!values_ || values_->training == is_training_)) return;
+void NativeLayer::refresh(const py::handle& module, bool replaced) {
+  const bool training = module.attr("model").attr("training").cast<bool>();
+  if (!replaced && values_ && values_->training == training) return;
   auto fresh = std::make_shared<Graph::State>(keys_);
-  fresh->training = is_training_;
-  const auto parameters = mirror->named_parameters();
-  const auto buffers = mirror->named_buffers();
-  for (const auto& name : graph_->tensors()) {
-    const auto dot = name.rfind('.');  // after the path of a module, if it is not the model
-    const auto place = registered_name(dot == std::string::npos ? "model" : "model." + name.substr(0, dot));
-    const auto key = place + "." + name.substr(dot + 1);
-    const auto* found = parameters.find(key);
-    if (found == nullptr) found = buffers.find(key);
-    if (found == nullptr) {
-      values_ = nullptr;
-      return;
-    }
-    fresh->tensors.push_back(*found);
+  fresh->training = training;
+  values_ = nullptr;
+  for (const auto& tensor : module.attr("own_tensors")().cast<std::vector<std::optional<at::Tensor>>>()) {
+    if (!tensor) return;
+    fresh->tensors.push_back(*tensor);
   }
   values_ = std::move(fresh);
 }
 
-bool NativeLayer::prepare() {
-  if (!values_ || !is_plain(module_.get())) return false;
+bool NativeLayer::prepare(const py::handle& module) {
+  if (!values_ || !is_plain(module)) return false;
   auto old = values_;  // destroyed without the mutex
   MutexLock lock(mutex_);
   state_.swap(old);
@@ -98,13 +82,6 @@ Value NativeLayer::run(Value input, const Graph::State& state, const std::vector
   }
   auto outputs = run_graph(*graph_, std::move(input).tensors(), *values);
   return outputs.size() == 1 ? Value(std::move(outputs.front())) : Value(std::move(outputs));
-}
-
-int NativeLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  for (auto* object : {module_.get(), model_.get()}) {
-    if (const int result = visit(object); result != 0) return result;
-  }
-  return 0;
 }
 
 bool is_plain(const py::handle& module) {

@@ -1,17 +1,15 @@
 #pragma once
 
-#include <Python.h>
-#include <torch/nn/module.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/graph/graph.h"
-#include "python/src/interpreter.h"
 
 namespace gpipe::python {
 
@@ -20,15 +18,14 @@ class NativeLayer {
  public:
   /// Returns null for any other module, and for a layer that calls Python functions. `keys` are its stashes, pops and
   /// peeks. REQUIRES: the interpreter's lock.
-  static std::unique_ptr<NativeLayer> make(PyObject* module, const std::vector<SkipKey>& keys);
+  static std::unique_ptr<NativeLayer> make(const pybind11::handle& module, const std::vector<SkipKey>& keys);
 
-  /// Reads the mode of the model, and the tensors of its mirror if that is another one than before. REQUIRES: the
-  /// interpreter's lock.
-  void refresh(const std::shared_ptr<torch::nn::Module>& mirror);
+  /// Reads the mode of the module's model, and its tensors if some were replaced. REQUIRES: the interpreter's lock.
+  void refresh(const pybind11::handle& module, bool replaced);
 
   /// Whether a call can run the layer without Python: all its tensors are registered, and nothing is hooked to its
   /// module. REQUIRES: the interpreter's lock.
-  bool prepare();
+  bool prepare(const pybind11::handle& module);
 
   /// What the layer computes with since the last prepare(). Thread-safe.
   std::shared_ptr<const Graph::State> state() const;
@@ -37,21 +34,11 @@ class NativeLayer {
   /// lock. Errors: as Graph::run().
   Value run(Value input, const Graph::State& state, const std::vector<Borrowed>& borrowed) const;
 
-  /// As PythonLayer::traverse().
-  int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
-
  private:
-  NativeLayer(PyObject* module, std::shared_ptr<const Graph> graph)
-      : module_(reference_to(module)), graph_(std::move(graph)) {}
+  explicit NativeLayer(std::shared_ptr<const Graph> graph) : graph_(std::move(graph)) {}
 
-  const Reference module_;
   const std::shared_ptr<const Graph> graph_;
-
-  // By the interpreter's lock.
-  Reference model_;
-  std::shared_ptr<torch::nn::Module> mirror_;
-  std::shared_ptr<const Graph::State> values_;  // null if a tensor is not in the mirror
-  bool is_training_ = false;
+  std::shared_ptr<const Graph::State> values_;  // null if the module lacks a tensor; guarded by the interpreter's lock
   Graph::State keys_;
 
   mutable Mutex mutex_;

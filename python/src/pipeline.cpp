@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <tuple>
@@ -188,15 +189,11 @@ void PythonPipeline::prepare(const Value& input, bool training) {
   // Tensors of other classes need Python, also those that layers make of them.
   const bool has_other_class = pipe_->is_here(0) && input.form().kind == Value::Form::kObject;
   const bool all = calls_are_plain() && !has_other_class;
-  std::vector<bool> found;
   for (const auto& stage : stages_) {
-    found.push_back(is_plain(stage.module.get()));
-    for (const auto* layer : stage.layers) {
-      const bool is_native = layer->native() != nullptr && layer->native()->prepare();
-      found.back() = found.back() && is_native;
-    }
+    stage.is_native->store(all && is_plain(stage.module.get()) &&
+                           std::all_of(stage.layers.begin(), stage.layers.end(),
+                                       [](PythonLayer* layer) { return layer->prepare_native(); }));
   }
-  for (std::size_t s = 0; s < stages_.size(); ++s) stages_[s].is_native->store(all && found[s]);
 }
 
 Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, const Checkpoints& checkpoints,

@@ -24,21 +24,7 @@ from gpipe.exported.pretended import is_on_meta, pretend, real_like, refuse_loos
 from gpipe.exported.read import Read
 from gpipe.exported.sizes import Sizes
 from gpipe.exported.twins import Twins, copy_of, prove_batch
-from gpipe.wrapper import WrappingSequence, batch_first
-
-
-class ExportedSequential(WrappingSequence):
-    """A converted model: the layers in order of execution. It has the children of the model. ``refused`` tells, by path, why
-    modules became blocks whose code between smaller blocks cannot be exported."""
-
-    refused: dict[str, str]
-
-    def report(self) -> str:
-        """Returns how many layers run without Python, and for each other one the functions that it calls."""
-        calls = {layer.name: layer.python_functions for layer in self if isinstance(layer, ExportedLayer)}
-        with_python = {name: functions for name, functions in calls.items() if functions}
-        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
-        return "\n".join([*lines, *(f"'{name}' calls {', '.join(each)}" for name, each in with_python.items())])
+from gpipe.wrapper import ConvertedSequence, batch_first
 
 
 _lock = threading.RLock()  # torch.export is not thread-safe
@@ -80,7 +66,7 @@ def to_sequential(
     Runs the module on a few samples, to see what it calls and whether the sequence does the same. Leaves it unchanged. Raises
     ValueError, with the part and the reason, if the module cannot be converted.
     """
-    if isinstance(module, ExportedSequential):
+    if isinstance(module, ConvertedSequence):
         return module
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be nn.Module, but is {type(module)}")
@@ -113,7 +99,7 @@ def to_sequential(
 
 def _converted(
     module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int, on_meta: bool
-) -> tuple[ExportedSequential, Callable[[], Guards]]:
+) -> tuple[ConvertedSequence, Callable[[], Guards]]:
     """Returns the sequence of a model, and what makes its guards."""
     examples = tree_map_only(Tensor, real_like, examples_of(arguments, batch_dim)) if on_meta else examples_of(arguments, batch_dim)
     computes = partial(shapes_only, module) if on_meta else nullcontext
@@ -261,8 +247,7 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-def _assemble(model: Captured, original: nn.Module) -> ExportedSequential:
-    """Returns the sequence of the layers of a model, which was captured from ``original``."""
+def _assemble(model: Captured, original: nn.Module) -> ConvertedSequence:
     routes = list(zip(*divide(model.graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
     entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in model.graphs]
@@ -283,7 +268,7 @@ def _assemble(model: Captured, original: nn.Module) -> ExportedSequential:
         for name in owned[index]:
             layer.add(name, model.tensors[name])
         layers[_key(each[0].name, layers)] = layer
-    return ExportedSequential(original, layers, example, returned)
+    return ConvertedSequence(original, layers, example, returned)
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -47,7 +47,7 @@ def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dic
     facts = {path: _facts_of(each) for path, each in plain.items()}
     for path, each in plain.items():
         facts[path]["its mode"] = partial(getattr, each, "training")
-        facts[path]["the shape of a buffer"] = lambda each=each: [buffer.shape for buffer in each.buffers(recurse=False)]
+        facts[path]["the shape of a buffer"] = partial(lambda module: [buffer.shape for buffer in module.buffers(recurse=False)], each)
     facts |= {where: {"a global": get} for where, get in _values_of(read, {}).items()}
     before = [(path, what, get, noted(get())) for path, of in facts.items() for what, get in of.items()]
     names = {path: set(vars(each)) for path, each in plain.items()}
@@ -137,10 +137,10 @@ class Guards:
                 facts[f"'{path}' of the model was replaced since the conversion"] = partial(self._exported[outer]._modules.get, name)
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
             facts |= {f"{who} has changed since the conversion: {what}": get for what, get in _facts_of(each).items()}
-        for (first, *place), *others in self._ties:
-            for other, *its_place in others:
+        for (first, tensors, own), *others in self._ties:
+            for other, its_tensors, its_own in others:
                 what = f"'{first}' and '{other}' of the model ({type(self._model).__name__}) are no longer one tensor"
-                facts[what] = partial(_are_one, *place, *its_place)
+                facts[what] = partial(_are_one, tensors, own, its_tensors, its_own)
         return facts
 
     def check_model(self) -> None:

@@ -13,11 +13,11 @@ from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _functorch
 
 from gpipe import _C
-from gpipe.exported.blocks import OPERATOR, path_of, run_whole
+from gpipe.exported.blocks import OPERATOR, parsed, run_whole
 from gpipe.exported.graph import Number, Operation, Value, name_of
 from gpipe.exported.layers import Route
 from gpipe.exported.sizes import Size, Sizes, described, text_of
@@ -56,7 +56,7 @@ class Description:
         guards = [] if sizes is None else [(described(each, sizes.places.get), text_of(each)) for each in sizes.guards]
         self._fields = {
             "inputs": of_inputs,
-            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in (inputs[0] if inputs else ())],
+            "shapes": [value and _constants(value.shape) for value in (inputs[0] if inputs else ())],
             "guards": [(self._number_of(guard), text) for guard, text in guards],
             "tensors": self._named([{value.tensor: value for value in route.owned} for route in routes], self._slot),
             "pops": self._named([dict(route.pops) for route in routes], self._slot),
@@ -101,7 +101,7 @@ class Description:
             call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
         elif operation.schema.name == OPERATOR:
             call["python"] = _RUN_WHOLE
-            path = path_of(args[2])
+            path = parsed(args[2]).path
             self.called.add(path)
             args = (path, args[2], args[0], args[1])
         else:
@@ -151,8 +151,8 @@ class Description:
         raise ValueError(f"cannot convert the model: it uses an operator with an argument of {type(arg)}")
 
 
-def _constant(size: Any) -> int | None:
-    return size if isinstance(size, int) else None
+def _constants(shape: Sequence[Any]) -> list[int | None]:
+    return [None, *(size if isinstance(size, int) else None for size in shape[1:])]
 
 
 _resolved = cache(pkgutil.resolve_name)
@@ -174,7 +174,6 @@ class ExportedLayer(ConvertedLayer, Skippable):
         self.child("")  # whose mode a recompute needs
 
     def describe(self, description: str) -> None:
-        """Changes what the layer computes."""
         self.description = description
         layer: Any = weakref.proxy(self)  # which the graph belongs to
         self._graph = graph = _C.Graph(description, lambda *call: layer._call_python(*call))
@@ -206,6 +205,11 @@ class ExportedLayer(ConvertedLayer, Skippable):
                 _functorch._vmap_decrement_nesting()
             raise
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def own_tensors(self) -> list[Tensor | None]:
+        """The parameters, buffers and constants of the layer that its graph uses, without stand-ins."""
+        places = [(self.child(path), name) for path, _, name in (each.rpartition(".") for each in self._graph.tensors)]
+        return [module._parameters.get(name, module._buffers.get(name)) for module, name in places]
 
     def _call_python(self, name: str, *args: Any) -> Any:
         if name == _RUN_WHOLE:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.generators import GeneratorState, is_generator
+from gpipe.randomness import GeneratorState, is_generator
 
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 _COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict, partial
@@ -39,7 +39,9 @@ class Read(NamedTuple):
         for space, name in sorted(self.globals):
             if space in sys.modules:
                 places.append((space, vars(sys.modules[space]), name))
-        for kind in {each: None for module in modules.values() for each in type(module).__mro__ if not _is_of_torch(each.__module__)}:
+        for kind in {each: None for module in modules.values() for each in type(module).__mro__}:
+            if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+                continue
             places += [(kind.__qualname__, vars(kind), name) for name in sorted(self.names & vars(kind).keys())]
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
@@ -50,7 +52,8 @@ class Read(NamedTuple):
                 continue
             value, place = table[name], f"{where}.{name}"
             in_object = "__name__" not in table and "__module__" not in table
-            if isinstance(value, (*_VALUES, FunctionType)) or (in_object and _is_plain(value)):
+            is_plain = type(value) in _COLLECTIONS and all(isinstance(leaf, _VALUES) for leaf in tree_leaves(value))
+            if isinstance(value, (*_VALUES, FunctionType)) or (in_object and is_plain):
                 found[place] = table, name
             elif _has_attributes(value) and id(value) not in seen:
                 seen.add(id(value))
@@ -61,16 +64,8 @@ class Read(NamedTuple):
         return found
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _COLLECTIONS and all(isinstance(leaf, _VALUES) for leaf in tree_leaves(value))
-
-
 def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
-
-
-def _is_of_torch(name: str) -> bool:
-    return name.partition(".")[0] in ("torch", "builtins")
 
 
 @cache
