@@ -397,7 +397,7 @@ def compare(model, args, kwargs, sequence, chunks, **options):
         return tree_leaves(pipe.step(input, torch.zeros(samples_of(input)), total, return_output=True))
 
     return of_sequence, difference(*(state_after(model, step) for step in (
-        by_pipeline, lambda: on(run_layers, layers_in(sequence).values(), input, chunks),
+        by_pipeline, lambda: on(run_layers, layers_in(sequence).values(), sequence.entering(input), chunks),
     )))  # fmt: skip
 
 

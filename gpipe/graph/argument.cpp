@@ -213,11 +213,6 @@ c10::IValue Argument::evaluate(const Frame& frame) const {
   }
 }
 
-bool Argument::is_none(bool training) const {
-  if (kind_ == Kind::kChoice) return parts_[training ? 0 : 1].is_none(training);
-  return kind_ == Kind::kConstant && constant_.isNone();
-}
-
 void Argument::add_values(std::vector<std::size_t>& values) const {
   if (kind_ == Kind::kValue || kind_ == Kind::kSize) values.push_back(index_);
   for (const auto& part : parts_) part.add_values(values);

@@ -36,9 +36,6 @@ class Argument {
   /// not a tensor with the dimension.
   c10::IValue evaluate(const Frame& frame) const;
 
-  /// Whether it is null in a mode.
-  bool is_none(bool training) const;
-
   /// Adds the numbers of the values that it uses, or whose sizes it uses.
   void add_values(std::vector<std::size_t>& values) const;
 

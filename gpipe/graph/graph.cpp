@@ -174,12 +174,6 @@ std::vector<at::Tensor> Graph::with_constants(std::vector<at::Tensor> tensors) c
   return tensors;
 }
 
-std::vector<bool> Graph::has_outputs(bool training) const {
-  std::vector<bool> found;
-  for (const auto& each : description_->outputs) found.push_back(!each.is_none(training));
-  return found;
-}
-
 std::vector<at::Tensor> Graph::run(std::vector<at::Tensor> inputs, const State& state) const {
   const auto& of = *description_;
   if (inputs.size() != of.inputs.size()) {

@@ -71,9 +71,6 @@ class Graph {
   /// Returns the inputs with an undefined tensor for each that must be null.
   std::vector<at::Tensor> with_constants(std::vector<at::Tensor> tensors) const;
 
-  /// Which outputs are tensors in a mode.
-  std::vector<bool> has_outputs(bool training) const;
-
   /// Computes the outputs. A tensor that a mode lacks is undefined. Errors: std::invalid_argument for inputs of a wrong
   /// number, shape or size; what the operators throw, with the line of the model's code.
   std::vector<at::Tensor> run(std::vector<at::Tensor> inputs, const State& state) const;

@@ -27,6 +27,7 @@ from gpipe.exported.conversion import as_sequential
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
+from gpipe.wrapper import ConvertedSequence
 
 __all__ = [
     "LayerProfile",
@@ -139,7 +140,7 @@ def predict(
     """
     checks.check_is(profile, "profile", Profile, "a Profile, as gpipe.balance.profile() returns")
     cut = checks.check_balance(balance, len(profile.layers))
-    scheduling = _scheduling(schedule, placement, len(cut))
+    scheduling = _C.Scheduling(*checks.check_scheduling("" if schedule is None else schedule, placement, len(cut)))
     return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
 
@@ -194,11 +195,12 @@ def plan(
         param_scale: as for :func:`profile`.
     """
     few = checks.check_whole(devices, "devices", bits=16) if isinstance(devices, int) else None
-    if devices is None or few is not None:
-        placed = [_device(None)] * (few or torch.cuda.device_count() or 2)
-        placed = placed if few else checks.arrange_workers(None, len(placed)).devices
-    else:
-        placed = _check_devices(devices)
+    if few:
+        placed = [_device(None)] * few
+    elif devices is None or few == 0:
+        placed = checks.arrange_workers(None, torch.cuda.device_count() or 2).devices
+    elif not (placed := checks.check_devices(devices)):
+        raise ValueError("devices is empty; give at least one device")
     if hosts < 1 or len(placed) % hosts:
         raise ValueError(f"hosts is {hosts}, which does not divide the {len(placed)} devices")
     per_host = len(placed) // hosts
@@ -229,10 +231,6 @@ def plan(
         return _C.plan_model(layers, batch, placed, options, counts, pilots if replicas == 1 else 0, profiling)
 
 
-def _scheduling(schedule: str | None, placement: Any = "looped", stages: int = 0) -> _C.Scheduling:
-    return _C.Scheduling(*checks.check_scheduling("" if schedule is None else schedule, placement, stages))
-
-
 def _progress(function: object) -> Callable[[float], None] | None:
     return None if function is None else checks.check_function(function, "progress", "the completed share")
 
@@ -242,12 +240,6 @@ def _checked_model(partitions: int, module: nn.Module, input: Any) -> nn.Sequent
     verify_module(model)
     _C.check_stages(partitions, len(model))
     return model
-
-
-def _check_devices(devices: object) -> list[torch.device]:
-    if placed := checks.check_devices(devices):
-        return placed
-    raise ValueError("devices is empty; give at least one device")
 
 
 def _device(device: Device | None) -> torch.device:
@@ -260,7 +252,7 @@ def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterat
     attributes, parameters and buffers that layers replaced."""
     model = as_sequential(module, sample)
     verify_module(model)
-    tensors, structure = take_apart(sample)
+    tensors, structure = take_apart(model.entering(sample) if isinstance(model, ConvertedSequence) else sample)
     with unchanged(vars(model).get("module", model).modules()):
         moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
         with mode(model, True):

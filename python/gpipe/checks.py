@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,6 @@ def check_whole(value: object, name: str, bits: int = 31) -> int:
 
 
 def check_number(value: object, name: str) -> float:
-    """Returns a number as ``float``."""
     if not isinstance(value, (bool, str)):
         try:
             return float(value)  # type: ignore[arg-type]
@@ -78,7 +77,6 @@ def check_list(value: object, name: str, of: str = "values to try") -> list[Any]
 
 
 def check_numbers(value: object, name: str) -> list[float]:
-    """Returns an iterable of numbers as a list of ``float``."""
     return [check_number(each, f"each of {name}") for each in check_list(value, name, "numbers")]
 
 
@@ -98,18 +96,13 @@ def check_chunks(chunks: object, name: str = "chunks") -> int:
     return number
 
 
-def check_checkpoints(checkpoints: Any, _: str = "") -> Checkpoints:
-    """Returns the checkpoint modes of a pipeline: a mode, or a list. Raises ValueError for another name."""
-    return cast(Checkpoints, _C.check_checkpoints(checkpoints))
-
-
 _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
     "int": check_whole,
     "float": check_number,
     "bool": functools.partial(check_is, kind=bool, words="True or False"),
     "str": functools.partial(check_is, kind=str, words="a str"),
     "Checkpoint": lambda mode, name: _C.check_checkpoint(mode),
-    "Checkpoints": check_checkpoints,
+    "Checkpoints": lambda modes, name: _C.check_checkpoints(modes),
 }
 check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
@@ -211,16 +204,15 @@ def arrange_workers(
 
 def check_memory(memory: object) -> list[int]:
     """Returns sizes of memory in bytes."""
-    return [_to_bytes(each) for each in (memory if isinstance(memory, (list, tuple)) else [memory])]
-
-
-def _to_bytes(size: object) -> int:
+    if isinstance(memory, (list, tuple)):
+        return [size for each in memory for size in check_memory(each)]
+    size = memory
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?I?)B?", size.upper()) if isinstance(size, str) else None
     if found and found[2] in units:
         size = int(float(found[1]) * units[found[2]])
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**63:
-        return size
+        return [size]
     raise (TypeError if not isinstance(size, (int, str)) else ValueError)(
         f"memory must be a size, such as '6GB', '6GiB' or a number of bytes, but is {shown(size)}"
     )

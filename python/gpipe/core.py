@@ -11,22 +11,21 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from typing_extensions import Self  # comes with torch
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
-from gpipe.checks import Workers, check_checkpoints, check_chunks
+from gpipe.checks import Workers, check_chunks
 from gpipe.losses import Losses
 from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_others, layers_of, split
 from gpipe.ranks import Ranks
 from gpipe.skip import Skippable
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedLayer, Wrapper, WrappingSequence, layers_in
+from gpipe.wrapper import ConvertedLayer, Wrapper, ConvertedSequence, batch_first, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
-_SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": check_checkpoints, "chunks": check_chunks}
+_SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": _C.check_checkpoints, "chunks": check_chunks}
 # The settings whose assignment is refused, because it would have no effect.
 _FIXED = "balance", "deferred_batch_norm", "devices", "keep_memory", "module", "partitions", "placement", "schedule"
 
@@ -120,7 +119,8 @@ class StagedModel(Wrapper):
         RuntimeError if the model has other layers."""
         present = layers_in(self._sequence)
         own = {name for stage in self.partitions for name in stage._modules}
-        if other := [name for name in present if name not in own and self._has_all_stages()] + [*(own - present.keys())]:
+        has_all = self.ranks is None or self._made is None
+        if other := [name for name in present if name not in own and has_all] + [*(own - present.keys())]:
             raise RuntimeError(
                 f"layer '{other[0]}' was added to the model of this pipeline or taken from it; make another pipeline of the model"
             )
@@ -133,13 +133,18 @@ class StagedModel(Wrapper):
                 if isinstance(layer, ConvertedLayer):
                     layer.follow_model()
 
-    def _has_all_stages(self) -> bool:
-        return self.ranks is None or self._made is None
+    def _entering(self, input: Any) -> Any:
+        """Returns what the first layer takes. Errors as :meth:`ConvertedSequence.entering`."""
+        if not isinstance(self._sequence, ConvertedSequence):
+            return input
+        if self._is_here[0]:
+            return self._sequence.entering(input)
+        self._sequence.guards.check([])
+        return batch_first(input, self._batch_dim)
 
-    def _check_model(self, input: Any) -> None:
-        """Raises RuntimeError if the layers of a converted model would not do what the model does."""
-        if isinstance(self._sequence, WrappingSequence):
-            self._sequence.guards.check(tree_leaves(input) if self._is_here[0] else [])
+    def _leaving(self, output: Any) -> Any:
+        """Returns what the model does, for what the last layer returned."""
+        return self._sequence.leaving(output) if isinstance(self._sequence, ConvertedSequence) else output
 
     def _present_schedule(self) -> str:
         """Returns the schedule of steps, which ``'auto'`` becomes in the first one."""
@@ -257,7 +262,9 @@ def of_torchgpipe(state: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> 
     for key, value in state.items():
         name, _, rest = key.split(".", 2)[2].partition(".") if key.startswith("partitions.") else (key, "", "")
         rest = _without_wrappers(layers.get(name), rest)
-        if not _is_deferred_sum(layers.get(name), rest):
+        owner, _, own = rest.rpartition(".")
+        modules = dict(layers[name].named_modules()) if own in ("sum", "sum_squares") and name in layers else {}
+        if not isinstance(modules.get(owner), nn.modules.batchnorm._BatchNorm):  # whose sums only torchgpipe saves
             found[f"{name}.{rest}" if rest else name] = value
     return found
 
@@ -269,10 +276,3 @@ def _without_wrappers(layer: nn.Module | None, key: str) -> str:
     name, dot, rest = key.partition(".")
     child = layer._modules.get(name) if layer is not None else None
     return key if child is None else name + dot + _without_wrappers(child, rest)
-
-
-def _is_deferred_sum(layer: nn.Module | None, key: str) -> bool:
-    """Returns whether a key of a layer's state is one that only torchgpipe's deferred batch norm has."""
-    owner, _, name = key.rpartition(".")
-    owners = dict(layer.named_modules()) if layer is not None and name in ("sum", "sum_squares") else {}
-    return isinstance(owners.get(owner), nn.modules.batchnorm._BatchNorm)

@@ -56,7 +56,8 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
             variables = value.__globals__
             used = {name: variables[name] for name in value.__code__.co_names if name in variables}
             found += [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            found += [*held(used.values()), *(each for each in used.values() if _is_beside(value, each))]
+            found += held(used.values())
+            found += [each for each in used.values() if isinstance(each, FunctionType) and each.__module__ == value.__module__]
             steps.append(partial(variables.update, used))
         elif isinstance(value, (dict, list, set, deque)):
             found += held(value.values() if isinstance(value, dict) else value)
@@ -71,10 +72,6 @@ def hold_state(loss: object, others: Iterable[object]) -> Callable[[], None]:
             step()
 
     return undo
-
-
-def _is_beside(function: FunctionType, other: object) -> bool:
-    return isinstance(other, FunctionType) and other.__module__ == function.__module__
 
 
 def put_back(container: Any, before: Any) -> None:

@@ -75,15 +75,17 @@ class Loss:
         return partial(Loss, count=self.count, reduction=self.reduction, check=self.check), (self.function,)
 
     def options(self, scale: float, chunks: int, checkpoint: Any, return_output: bool) -> _C.StepOptions:
-        """Returns the options of a step, with what a loss of torch tells."""
-        known = None if self.count is not None else _reduction_of(self.function)
-        reduction: object = self.reduction
-        counted: Any = None if self.count is None else partial(_counted, self.count)
+        """Returns the options of a step, with what a loss of torch tells: how it reduces, and of a mean over classes the
+        weight and the ignored index."""
+        reduction: str | None = self.reduction
         check = self.check
-        if known is not None and reduction in (None, known[0]):
-            is_plain = _is_plain(self.function)
-            if is_plain or known[0] == "mean":
-                (reduction, counted), check = known, check and not is_plain
+        counted: Any = None if self.count is None else partial(_counted, self.count)
+        settings = None if self.count is not None else _settings_of(self.function)
+        if settings is not None:
+            is_plain, known = _is_plain(self.function), "sum" if settings["reduction"] == "sum" else "mean"
+            if reduction in (None, known) and (is_plain or known == "mean"):
+                reduction, check = known, check and not is_plain
+                counted = (settings["weight"], settings["ignore_index"]) if known == "mean" and "ignore_index" in settings else None
         return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
@@ -131,7 +133,7 @@ def check_loss(loss: Callable[[Any, Any], Tensor], output: Any, target: Any, chu
         chunks: the most micro-batches. Choose one that makes the last smaller: an even cut can hide a wrong weight.
     """
     whole = loss if isinstance(loss, Loss) else Loss(loss)
-    return _C.check_loss(checked(whole.function), output, target, whole.options(1.0, chunks, "never", False))
+    return _C.check_loss(partial(loss_tensor, whole.function), output, target, whole.options(1.0, chunks, "never", False))
 
 
 def check_scale(scale: object, device: torch.device) -> float:
@@ -152,13 +154,11 @@ _OPERATORS: dict[Any, tuple[type[nn.Module], str, bool]] = {
 _FUNCTIONS = {module: function for function, (module, _, _) in _OPERATORS.items()}
 
 
-def native_loss(loss: object) -> tuple[_C.Graph, list[Tensor], bool] | None:
+def native_loss(loss: Any) -> tuple[_C.Graph, list[Tensor], bool] | None:
     """Returns what C++ computes in place of a loss of torch, if it can: the graph, its tensors, and whether output and target
     must have one shape."""
     settings = _settings_of(loss)
-    function: Any = _FUNCTIONS.get(type(loss), loss) if isinstance(loss, nn.Module) else loss
-    if isinstance(function, partial):
-        function = function.func
+    function: Any = _FUNCTIONS.get(type(loss), getattr(loss, "func", loss))
     if settings is None or function not in _OPERATORS or not _is_plain(loss):
         return None
     _, operator, one_shape = _OPERATORS[function]
@@ -191,35 +191,26 @@ def _graph_of(operator: str, args: str, tensors: int) -> _C.Graph:
     return _C.Graph(json.dumps(description), None)
 
 
-def explained(function: Callable[[Any, Any], _Result]) -> Callable[[Any, Any], _Result]:
-    """Returns a function that calls another one. Its errors tell what an output is that is not a tensor."""
-
-    def call(output: Any, target: Any) -> _Result:
-        try:
-            return function(output, target)
-        except Exception as error:
-            if not isinstance(output, Tensor) and hasattr(error, "add_note"):  # Python 3.10 has no notes
-                part = "output['...']" if isinstance(output, Mapping) else "output[0]"
-                error.add_note(
-                    f"[gpipe] the loss gets all that the model returns, here a {type(output).__name__}; take a tensor of it, "
-                    f"such as lambda output, target: criterion({part}, target)"
-                )
-            raise
-
-    return call
+def call_loss(loss: Callable[[Any, Any], _Result], output: Any, target: Any) -> _Result:
+    """Calls a loss. Its errors tell what an output is that is not a tensor."""
+    try:
+        return loss(output, target)
+    except Exception as error:
+        if not isinstance(output, Tensor) and hasattr(error, "add_note"):  # Python 3.10 has no notes
+            part = "output['...']" if isinstance(output, Mapping) else "output[0]"
+            error.add_note(
+                f"[gpipe] the loss gets all that the model returns, here a {type(output).__name__}; take a tensor of it, "
+                f"such as lambda output, target: criterion({part}, target)"
+            )
+        raise
 
 
-def checked(loss: Callable[[Any, Any], object]) -> Callable[[Any, Any], Tensor]:
-    """Returns a function that calls ``loss`` as :func:`explained` does, and raises TypeError unless it returns a tensor."""
-    explain = explained(loss)
-
-    def call(output: Any, target: Any) -> Tensor:
-        value = explain(output, target)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"the loss function returned {shown(value)}; return a tensor, such as a floating-point scalar")
-        return value
-
-    return call
+def loss_tensor(loss: Callable[[Any, Any], object], output: Any, target: Any) -> Tensor:
+    """Calls a loss. Raises TypeError unless it returns a tensor."""
+    value = call_loss(loss, output, target)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"the loss function returned {shown(value)}; return a tensor, such as a floating-point scalar")
+    return value
 
 
 def _counted(count: Callable[[Any], object], target: Any) -> float | Tensor:
@@ -233,17 +224,6 @@ def _counted(count: Callable[[Any], object], target: Any) -> float | Tensor:
 def trains(loss: object) -> bool:
     """Returns whether a loss is a module with parameters that require grad."""
     return isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters())
-
-
-def _reduction_of(loss: object) -> tuple[str, tuple[Tensor | None, int] | None] | None:
-    """Returns how a loss module or function of torch reduces: ``'sum'`` or ``'mean'``, and the weight and the ignored index
-    of a mean over classes; ``None`` for the mean over samples. Returns ``None`` for other losses."""
-    settings = _settings_of(loss)
-    if settings is None:
-        return None
-    if settings["reduction"] == "sum":
-        return "sum", None
-    return "mean", (settings["weight"], settings["ignore_index"]) if "ignore_index" in settings else None
 
 
 def _is_plain(loss: Any) -> bool:
@@ -261,17 +241,15 @@ def _is_defined_in(module: ModuleType, function: object) -> bool:
     return getattr(function, "__globals__", None) is vars(module)
 
 
-def _settings_of(loss: object) -> dict[str, Any] | None:
+def _settings_of(loss: Any) -> dict[str, Any] | None:
     if isinstance(loss, nn.Module):
         if type(loss).__module__ != nn.modules.loss.__name__:
             return None
         names = _defaults(_FUNCTIONS[type(loss)]) if type(loss) in _FUNCTIONS else ("reduction", "weight", "ignore_index")
         settings = {name: getattr(loss, name) for name in names if hasattr(loss, name)}
     else:
-        function: Any = loss
-        given: dict[str, Any] = {}
-        if isinstance(loss, partial) and not loss.args:
-            function, given = loss.func, loss.keywords
+        has_names = isinstance(loss, partial) and not loss.args
+        function, given = (loss.func, loss.keywords) if has_names else (loss, {})
         if vars(F).get(getattr(function, "__name__", "")) is not function:
             return None
         settings = _defaults(function) | given
@@ -281,5 +259,4 @@ def _settings_of(loss: object) -> dict[str, Any] | None:
 
 @cache
 def _defaults(function: Any) -> dict[str, Any]:
-    """Returns the default values of a function's parameters."""
     return {name: each.default for name, each in signature(function).parameters.items()}

@@ -16,11 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from gpipe import _C
 from gpipe._C import is_checkpointing
-from gpipe.generators import Draws
-from gpipe.randomness import redirect_generators
+from gpipe.randomness import Draws, redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedLayer, Shell, WrappingSequence, layers_in
+from gpipe.wrapper import ConvertedLayer, Shell, ConvertedSequence, layers_in
 
 
 class _Kept(torch.autograd.Function):
@@ -85,8 +84,6 @@ class Partition(nn.Sequential):
 
 
 class Stages(nn.ModuleList):
-    """The stages of a pipeline."""
-
     def __iter__(self) -> Iterator[Partition]:
         return super().__iter__()  # type: ignore[return-value]
 
@@ -211,7 +208,7 @@ def verify_module(module: nn.Sequential) -> None:
             f"module must be nn.Sequential to be partitioned, but is {kind}; use "
             "gpipe.GPipe.from_module(module, input, stages=2) for another module, nn.Sequential(*layers) for layers"
         )
-    plain = kind.forward in (nn.Sequential.forward, Partition.forward, WrappingSequence.forward) and kind.__call__ is nn.Module.__call__
+    plain = kind.forward in (nn.Sequential.forward, Partition.forward, ConvertedSequence.forward) and kind.__call__ is nn.Module.__call__
     if not plain or "forward" in vars(module) or module._compiled_call_impl is not None:
         raise TypeError(
             f"the model ({kind.__name__}) has a forward of its own, or is compiled as a whole, but a pipeline calls "
@@ -229,7 +226,7 @@ def verify_module(module: nn.Sequential) -> None:
             "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
         )
     model = vars(module).get("module", module)
-    if isinstance(module, WrappingSequence):
+    if isinstance(module, ConvertedSequence):
         module.guards.check_model()
     registered = {id(parameter) for parameter in model.parameters()}
     for path, each in model.named_modules():

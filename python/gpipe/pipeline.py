@@ -21,20 +21,20 @@ from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharding, refuse_tracing
 from gpipe.checks import BalanceError, Checkpoints
 from gpipe.core import StagedModel
-from gpipe.exported.conversion import ExportedSequential, input_of, to_sequential
+from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.exported.exporter import mode
-from gpipe.generators import without_turn
 from gpipe.loss_state import hold_state
-from gpipe.losses import check_scale, checked, explained, native_loss, trains
+from gpipe.losses import call_loss, check_scale, loss_tensor, native_loss, trains
 from gpipe.partition import Partition, verify_module
 from gpipe.planning import Plan, choose_plan, read_plan
+from gpipe.randomness import without_turn
 from gpipe.ranks import Ranks, ranks_of
 from gpipe.report import Report
 from gpipe.skip import Skippable
 from gpipe.structure import take_apart
 from gpipe.team import Team
 from gpipe.weights import Values, Weights
-from gpipe.wrapper import WrappingSequence, batch_first, naming_dimensions
+from gpipe.wrapper import ConvertedSequence, batch_first, naming_dimensions
 
 _Result = TypeVar("_Result")
 
@@ -224,15 +224,14 @@ class GPipe(StagedModel):
         placed = None if devices is None else checks.check_devices(devices)
         cut = None if balance is None else checks.check_balance(balance, len(model))
         chosen: dict[str, Any] = {"balance": cut, "chunks": chunks, "checkpoint": checkpoint, "schedule": schedule}
+        given = chosen | {"stages": stages, "placement": placement}
         if plan is not None:
-            if any(each is not None for each in (stages, placement, memory, *chosen.values())):
+            if any(each is not None for each in (memory, *given.values())):
                 raise ValueError("a plan says how the pipeline runs; leave out stages, balance, chunks and the like")
             chosen = read_plan(plan)
         elif None in chosen.values():
-            options: dict[str, Any] = {"devices": placed, "stages": stages, "placement": placement, "memory": memory, "ranks": ranks}
-            options |= chosen | {"seconds": seconds}
-            batch = args[0] if model is module else batch_first(input_of(args, kwargs or {}), batch_dim)
-            chosen = choose_plan(model, batch, **options)
+            batch = args[0] if model is module else input_of(args, kwargs or {})
+            chosen = choose_plan(model, batch, given, placed, memory, ranks, seconds)
         else:
             chosen["placement"] = "looped" if placement is None else placement
         chosen |= {"deferred_batch_norm": deferred_batch_norm, "keep_memory": keep_memory}
@@ -289,25 +288,24 @@ class GPipe(StagedModel):
             NotImplementedError: under tracing, ``FakeTensorMode``, ``torch.func`` and forward-mode differentiation.
         """
         with self.team.refusing():
-            input = batch_first(self._one_input(args, kwargs), self._batch_dim)
+            input = self._one_input(args, kwargs)
             refuse_tracing()
             refuse_sharding(self, self.partitions, "forward")
             if not self.balance:
                 take_apart(input)
                 return input
-            self._check_model(input)
+            input = self._entering(input)
             self._warn_of_schedule()
             checkpoint = self.checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
-            output = pipeline.forward(input, self.chunks, checkpoint, self.training)
-        return batch_first(output, self._batch_dim)
+            return self._leaving(pipeline.forward(input, self.chunks, checkpoint, self.training))
 
     def _one_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the input of the first layer. That of a converted model takes all arguments in one."""
         if len(args) == 1 and not kwargs:
             return args[0]
-        if isinstance(self._sequence, WrappingSequence):
+        if isinstance(self._sequence, ConvertedSequence):
             named = {name: each for name, each in kwargs.items() if each is not None}
             return args if not named else (args, named) if args else named
         if not args and kwargs.keys() == {"input"}:
@@ -326,7 +324,7 @@ class GPipe(StagedModel):
             output = self(input)
             device = next((tensor.device for tensor in take_apart(output)[0]), torch.device("cpu"))
             return self.team.of_last_stage(
-                lambda: explained(loss)(output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
+                lambda: call_loss(loss, output, tree_map_only(Tensor, lambda tensor: tensor.to(device), target))
             )
 
     def _warn_of_schedule(self) -> None:
@@ -437,8 +435,7 @@ class GPipe(StagedModel):
             refuse_sharding(self, self.partitions, method)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
-            input, target = batch_first((input, target), self._batch_dim)
-            self._check_model(input)
+            input, target = self._entering(input), batch_first(target, self._batch_dim)
             pipeline = self._pipeline()
             chosen = self._losses.loss_of(loss, self.chunks)
             function = chosen.function
@@ -455,7 +452,8 @@ class GPipe(StagedModel):
             factor = self.team.common_scale(factor)
         with self.team.refusing():
             options = chosen.options(factor, self.chunks, self.checkpoint, checks.check_flag(return_output, "return_output"))
-            native = None if self._batch_dim else native_loss(function)
+            is_plain = not isinstance(self._sequence, ConvertedSequence) or self._sequence.is_plain
+            native = native_loss(function) if is_plain else None
             if native is not None and self.ranks is None and not trains(function):
                 tensors = chain(self.partitions.parameters(), tree_leaves(input))
                 if not any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
@@ -463,13 +461,15 @@ class GPipe(StagedModel):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints(), naming_dimensions(self._batch_dim):
             keeps_graph = method == "compute_loss"
             hold = partial(hold_state, function, chain(self.modules(), self.parameters(), self.buffers()))
-            checking = checked(function)
-            called = checking if not self._batch_dim else lambda *given: checking(*batch_first(given, self._batch_dim))
+
+            def called(output: Any, target: Any) -> Tensor:
+                return loss_tensor(function, self._leaving(output), batch_first(target, self._batch_dim))
+
             arguments = called, native, chosen._record, hold, options, self.training, keeps_graph
             result = pipeline.train(input, target, *arguments)
         if scales:
             self.team.spread_overflow()
-        return result[0], batch_first(result[1], self._batch_dim)
+        return result[0], result[1] if result[1] is None else self._leaving(result[1])
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, calls then wait
@@ -511,7 +511,7 @@ def _as_layers(
             if len(module) >= stages:
                 return module
     model = to_sequential(module, *args, opaque=opaque, native=native, batch_dim=batch_dim, **kwargs)
-    if isinstance(model, ExportedSequential) and len(model) < stages and model.refused:
+    if isinstance(model, ConvertedSequence) and len(model) < stages and model.refused:
         text = f"the model has {len(model)} layers, too few for {stages} stages, because some stay whole:"
         raise ValueError("\n".join((text, *model.refused.values())))
     if not native and len(model) > 100:

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,6 +20,7 @@ from gpipe.ranks import Ranks, on_rank_0
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import Team
 from gpipe.weights import Values
+from gpipe.wrapper import ConvertedSequence
 
 
 class Plan(TypedDict):
@@ -46,34 +47,31 @@ def read_plan(path: Any) -> dict[str, Any]:
 def choose_plan(
     model: nn.Sequential,
     batch: Any,
-    *,
+    given: Mapping[str, Any],
     devices: Sequence[torch.device] | None,
-    stages: int | None,
-    balance: list[int] | None,
-    chunks: int | None,
-    checkpoint: Checkpoints | None,
-    schedule: str | None,
-    placement: Iterable[int] | str | None,
     memory: Memory | None,
     ranks: Ranks | None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Measures a model for about ``seconds``, and chooses what is ``None``. The number of micro-batches is chosen only if the
+    """Measures a model for about ``seconds``, and chooses what is ``None`` in ``given``: stages, balance, chunks, checkpoint,
+    schedule and placement, as for :func:`gpipe.plan`. The number of micro-batches is chosen only if the
     results do not depend on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on
     the ``meta`` device each measures a share. Layers of a model that no device holds are measured one at a time. Raises
     RuntimeError if nothing fits the devices' memory."""
-    wanted = len(balance) if balance is not None else stages
+    wanted, chunks = given["stages"] if given["balance"] is None else len(given["balance"]), given["chunks"]
+    schedule = given["schedule"] or "auto"
     if wanted is not None:
         _C.check_stages(wanted, len(model))
     processes = 1 if ranks is None else ranks.size // ranks.replicas
     if devices is None and wanted and processes == 1:
-        devices = arrange_workers(None, wanted, schedule or "auto", placement or "looped").devices
+        devices = arrange_workers(None, wanted, schedule, given["placement"] or "looped").devices
     elif devices is None:
         default = 1 if processes > 1 else min(torch.cuda.device_count() or 2, len(model))
         devices = arrange_workers(None, max(1, wanted // processes) if wanted else default).devices
     placed = list(devices) * processes
     workers = len(placed)
-    samples = len(take_apart(batch)[0][0])
+    tensors = model.entering(batch) if isinstance(model, ConvertedSequence) else batch
+    samples = len(take_apart(tensors)[0][0])
     if chunks is None and samples == 1:
         warnings.warn(
             "the plan is for a mini-batch of 1 sample, so for one micro-batch; give a mini-batch of the size you train with",
@@ -82,21 +80,20 @@ def choose_plan(
     if chunks is None and _has_batch_norm(model):
         chunks = max(1, min(2 * workers, samples // 2))
     counts = [chunks] if chunks else sorted({min(workers * factor, samples) for factor in (1, 2, 4, 8)})
-    profiles = _profiles_of_shares(model, batch, counts, placed, ranks, seconds) if is_on_meta(model) else None
+    profiles = _profiles_of_shares(model, tensors, counts, placed, ranks, seconds) if is_on_meta(model) else None
 
     def best() -> str:
         limits = memory
         if limits is None and all(each.type == "cuda" for each in devices):
             limits = [_free(each, model) for each in devices] * processes
-        options: dict[str, Any] = {"memory": limits, "stages": wanted, "balance": balance, "chunks": counts}
-        options |= {"checkpoint": checkpoint, "schedule": schedule or "auto", "placement": placement, "seconds": seconds}
-        options |= {"hosts": processes, "pilots": 3 if processes == 1 else 0}
+        options: dict[str, Any] = {**given, "stages": wanted, "chunks": counts, "schedule": schedule, "memory": limits}
+        options |= {"seconds": seconds, "hosts": processes, "pilots": 3 if processes == 1 else 0}
         try:
             found = plan(profiles or model, samples if profiles else batch, placed, **options)
         except RuntimeError as error:
             if profiles or not any(text in str(error) for text in ("out of memory", "can't allocate memory")):
                 raise
-            found = plan(_profiles_of_shares(model, batch, counts, placed, None, seconds), samples, placed, **options)
+            found = plan(_profiles_of_shares(model, tensors, counts, placed, None, seconds), samples, placed, **options)
         whole = found.unpartitioned
         faster = 0 if whole is None or not whole.fits else found.best.seconds / whole.seconds
         if wanted is None and memory is None and faster > 1.03:

@@ -22,15 +22,17 @@ from gpipe.checks import check_is
 __all__ = ["Report", "watch"]
 
 _KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_REMEDIES = {
-    "recompute": "forwards that run again: checkpoint='never' if the memory suffices, or a smaller number",
-    "imbalance": "workers have unequal work: move layers to workers that wait",
-    "schedule": "workers fill and drain: more chunks, or another schedule",
-    "wires": "data goes from worker to worker",
-    "locks": "threads sleep in an action, as at the interpreter's lock, which Python code of another layer holds",
-    "cores": "threads wait for a core: fewer workers or threads, or fewer other processes",
-    "jitter": "actions of one kind take unequal times",
-    "caller": "between steps: optimizer, loader, and the preparation of the call",
+# Of each part of a step, its color in a page, and what it is. The palette of Okabe and Ito is distinguishable with color blindness.
+_PARTS = {
+    "work": ("#bbbbbb", "typical time of the actions, divided by the workers"),
+    "recompute": ("#f0e442", "forwards that run again: checkpoint='never' if the memory suffices, or a smaller number"),
+    "imbalance": ("#d55e00", "workers have unequal work: move layers to workers that wait"),
+    "schedule": ("#0072b2", "workers fill and drain: more chunks, or another schedule"),
+    "wires": ("#cc79a7", "data goes from worker to worker"),
+    "locks": ("#000000", "threads sleep in an action, as at the interpreter's lock, which Python code of another layer holds"),
+    "cores": ("#e69f00", "threads wait for a core: fewer workers or threads, or fewer other processes"),
+    "jitter": ("#009e73", "actions of one kind take unequal times"),
+    "caller": ("#56b4e9", "between steps: optimizer, loader, and the preparation of the call"),
 }
 _COLORS = {"F": 44, "R": 43, "B": 42, "I": 45, "W": 46}  # of a terminal's background
 
@@ -112,7 +114,7 @@ class Report:
         count += f", median {_time(wall)}, {_time(min(walls))} to {_time(max(walls))}"
         lines = [f"{count}. Where the time goes, and from step to step:"]
         for name, seconds in self.parts.items():
-            text = _REMEDIES.get(name, "typical time of the actions, divided by the workers")
+            text = _PARTS[name][1]
             if name == "imbalance":
                 text += f"; stage {self.busiest} takes longest"
             low, high = _range(step["parts"].get(name, 0.0) for step in self.steps)
@@ -166,6 +168,7 @@ def _range(values: Iterable[float]) -> tuple[float, float]:
 def to_page(lines: str) -> str:
     """Returns the page that shows lines of a report. A line may have a ``name``."""
     page = (Path(__file__).parent / "report.html").read_text()
+    page = page.replace("@PARTS@", json.dumps(_PARTS)).replace("@KINDS@", json.dumps(_KINDS))
     return page.replace("@DATA@", lines.replace("</", "<\\/"))  # which JSON allows
 
 

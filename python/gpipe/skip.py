@@ -99,7 +99,6 @@ class Skippable(nn.Module):
         return self
 
     def native_key(self, name: str) -> _C.SkipKey:
-        """Returns the C++ key of a declared name."""
         namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
         return _C.SkipKey(_native.get(namespace) or _native.setdefault(namespace, _C.Namespace()), name)
 
@@ -122,8 +121,6 @@ _thread = threading.local()  # its `forward` is the innermost one of a skippable
 
 @dataclass
 class _Forward:
-    """One forward of a skippable layer."""
-
     layer: Skippable
     answer: Any = None  # of the last stash(), pop() or peek()
 

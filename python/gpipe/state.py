@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from gpipe import _C
 
@@ -174,7 +175,7 @@ def optimizer_from_json(
         group.pop("param_names", None)  # the optimizer keeps its own
         for name, number in zip(of, group["params"]):
             if name in saved["state"]:
-                state["state"][number] = _mapped(unpacked(saved["state"][name], read), _Text, str)
+                state["state"][number] = tree_map_only(str, _Text, unpacked(saved["state"][name], read))
         if isinstance(optimizer, torch.optim.LBFGS):
             holders = [number for number in group["params"] if state["state"].get(number, {}).get("d") is not None]
             numbers = sum(each.numel() for each in optimizer.param_groups[index]["params"])
@@ -193,16 +194,7 @@ class _Text:
 def restore_texts(optimizer: Optimizer) -> None:
     """To call after ``load_state_dict()``."""
     for parameter, fields in optimizer.state.items():
-        optimizer.state[parameter] = _mapped(fields, lambda each: each.text, _Text)
-
-
-def _mapped(value: Any, function: Callable[[Any], Any], kind: type) -> Any:
-    """Returns a value with the function of each object of a class in its containers."""
-    if isinstance(value, dict):
-        return type(value)({key: _mapped(each, function, kind) for key, each in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(each, function, kind) for each in value)
-    return function(value) if isinstance(value, kind) else value
+        optimizer.state[parameter] = tree_map_only(_Text, lambda each: each.text, fields)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -24,7 +24,7 @@ class Structure:
     def build(self, tensors: Iterable[Any]) -> Any:
         """Returns an object of this structure with the given tensors, in the order of :func:`take_apart`."""
         remaining = iter(tensors)
-        leaves = [None if cls is None else _as_class(next(remaining), cls) for cls in self._classes]
+        leaves = [cls and (next(remaining) if cls is Tensor else next(remaining).as_subclass(cls)) for cls in self._classes]
         return tree_unflatten(leaves, self._tree)
 
     def __eq__(self, other: object) -> bool:
@@ -32,10 +32,6 @@ class Structure:
 
     def __repr__(self) -> str:
         return repr(tree_unflatten([cls and _Name(cls.__name__) for cls in self._classes], self._tree))
-
-
-def _as_class(tensor: Any, cls: type[Tensor]) -> Any:
-    return tensor if cls is Tensor else tensor.as_subclass(cls)
 
 
 def _class_of(leaf: Tensor | None) -> type[Tensor] | None:

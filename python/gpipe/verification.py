@@ -14,7 +14,7 @@ from gpipe.exported.exporter import unchanged
 from gpipe.pipeline import GPipe
 from gpipe.randomness import random_scope
 from gpipe.structure import take_apart
-from gpipe.wrapper import batch_first, layers_in
+from gpipe.wrapper import layers_in
 
 _See = Callable[[nn.Module, list[Tensor]], None]  # called with a layer, and the tensors of its output
 
@@ -42,7 +42,8 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
 
     def compare(layer: nn.Module, tensors: list[Tensor]) -> None:
         # Any micro-batch: a schedule may run them in another order.
-        closest = min((_largest(tensors, each) for each in outputs[layer] if len(each) == len(tensors)), default=inf)
+        known = [each for each in outputs[layer] if len(each) == len(tensors)]
+        closest = min((max(map(_difference, tensors, each), default=0.0) for each in known), default=inf)
         differences[layer] = max(differences[layer], closest)
 
     def run(see: _See | None, call: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor | None]]:
@@ -53,8 +54,7 @@ def verify(pipe: GPipe, input: Any, target: Any, loss: Callable[[Any, Any], Tens
         return result.detach(), [parameter.grad for parameter in pipe.module.parameters()]
 
     def without_stages() -> Tensor:
-        output = run_layers(layers, batch_first(input, pipe._batch_dim), pipe.chunks)
-        result = loss(batch_first(output, pipe._batch_dim), target)
+        result = loss(pipe._leaving(run_layers(layers, pipe._entering(input), pipe.chunks)), target)
         result.backward()  # type: ignore[no-untyped-call]
         return result
 
@@ -113,10 +113,6 @@ def _seen(layers: list[nn.Module], see: _See) -> Iterator[None]:
         for layer in layers:
             hooks.enter_context(layer.register_forward_hook(hook))
         yield
-
-
-def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    return max(map(_difference, ours, theirs), default=0.0)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:

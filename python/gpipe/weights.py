@@ -22,6 +22,7 @@ from gpipe.randomness import random_scope
 from gpipe.wrapper import Shell
 
 Weights = str | os.PathLike[str] | Callable[[str], Tensor]
+Sources = dict[str, Callable[[], object]]
 
 
 class Values(NamedTuple):
@@ -50,7 +51,9 @@ class Values(NamedTuple):
             return
         seed = _C.draw_seed() if self.weights is None else 0
         names, persistent = _names_of(model), model.state_dict(keep_vars=True).keys()
-        read = None if self.weights is None else _reader(self.weights, names, persistent)
+        sources = {} if self.weights is None else _sources(self.weights, persistent)
+        if self.weights is not None:
+            _check_names(sources, names, persistent)
         made: set[Tensor] = set()
         for stage, device, here in zip(stages, devices, is_here):
             for tensor in chain(stage.parameters(), stage.buffers()):
@@ -64,11 +67,11 @@ class Values(NamedTuple):
         initialized = made.intersection(borrowed)
         for parameter in initialized:
             parameter.data.zero_()
-        if read is not None:
-            for tensor, own in names.items():
-                if tensor in made and (value := read(tensor, own)) is not None:
-                    tensor.data.copy_(value)
-                    initialized.add(tensor)
+        for tensor, own in names.items():
+            known = [name for name in own if name in sources]
+            if tensor in made and known:
+                tensor.data.copy_(_value(known[0], sources[known[0]], tensor))
+                initialized.add(tensor)
         layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
         for index, ((name, layer), here) in enumerate(layers):
             if here:
@@ -80,44 +83,20 @@ class Values(NamedTuple):
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Returns the names of each tensor of a model."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         names.setdefault(tensor, []).append(name)
     return names
 
 
-def _reader(
-    weights: Weights, names: Mapping[Tensor, list[str]], persistent: Iterable[str]
-) -> Callable[[Tensor, list[str]], Tensor | None]:
-    """Returns a function that reads the value of a tensor with some names; ``None`` for one that a state does not have. Raises
-    ValueError for weights that are missing, are none of the model, or have another shape."""
-    known: set[str]
-    shape: Callable[[str], Iterable[int]] | None
-    known, shape, read = (set(persistent), None, weights) if callable(weights) else _opened(Path(weights))
-    needed = {tensor: own for tensor, own in names.items() if tensor.is_meta and not set(own).isdisjoint(persistent)}
-    for tensor, own in needed.items():
-        if known.isdisjoint(own):
-            raise ValueError(f"the weights have no '{own[0]}'{_near(own[0], known)}")
-    all_names = set(chain.from_iterable(names.values()))
-    if surplus := sorted(known - all_names):
-        raise ValueError(f"the weights have '{surplus[0]}', which the model has not{_near(surplus[0], all_names)}")
+def _check_names(sources: Sources, names: Mapping[Tensor, list[str]], persistent: Iterable[str]) -> None:
+    """Raises ValueError for weights that are missing, or are none of the model."""
     for tensor, own in names.items():
-        for name in known.intersection(own):
-            if shape is not None:
-                _check_shape(name, shape(name), tensor)
-
-    def value(tensor: Tensor, own: list[str]) -> Tensor | None:
-        name = next((name for name in own if name in known), None)
-        if name is None:
-            return None
-        found = read(name)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"weights returned {type(found)} for '{name}'; return a tensor")
-        _check_shape(name, found.shape, tensor)
-        return found.detach()
-
-    return value
+        if tensor.is_meta and not set(own).isdisjoint(persistent) and sources.keys().isdisjoint(own):
+            raise ValueError(f"the weights have no '{own[0]}'{_near(own[0], sources)}")
+    all_names = set(chain.from_iterable(names.values()))
+    if surplus := sorted(sources.keys() - all_names):
+        raise ValueError(f"the weights have '{surplus[0]}', which the model has not{_near(surplus[0], all_names)}")
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -125,16 +104,23 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"; near are {', '.join(map(repr, near))}" if near else ""
 
 
-def _check_shape(name: str, shape: Iterable[int], tensor: Tensor) -> None:
-    if tuple(shape) != tuple(tensor.shape):
-        raise ValueError(f"'{name}' of the weights has the shape {tuple(shape)}, but the model's has {tuple(tensor.shape)}")
+def _value(name: str, read: Callable[[], object], like: Tensor) -> Tensor:
+    found = read()
+    if not isinstance(found, Tensor):
+        raise TypeError(f"weights returned {type(found)} for '{name}'; return a tensor")
+    if found.shape != like.shape:
+        raise ValueError(f"'{name}' of the weights has the shape {tuple(found.shape)}, but the model's has {tuple(like.shape)}")
+    return found.detach()
 
 
-def _opened(path: Path) -> tuple[set[str], Callable[[str], Iterable[int]], Callable[[str], Tensor]]:
-    """Returns the names of the tensors in files, and functions that read the shape and the value of one."""
+def _sources(weights: Weights, persistent: Iterable[str]) -> Sources:
+    """Returns functions that read the tensors, by name."""
+    if callable(weights):
+        return {name: functools.partial(weights, name) for name in persistent}
+    path = Path(weights)
     if not path.is_dir() and path.suffix != ".safetensors":
         state: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return set(state), lambda name: state[name].shape, state.__getitem__
+        return {name: functools.partial(state.get, name) for name in state}
     safetensors: Any = importlib.import_module("safetensors")  # an optional package
     opened = functools.cache(lambda file: safetensors.safe_open(file, "pt"))
     index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
@@ -145,11 +131,7 @@ def _opened(path: Path) -> tuple[set[str], Callable[[str], Iterable[int]], Calla
         files = {name: file for file in listed for name in opened(file).keys()}
     if not files:
         raise ValueError(f"{path} has no .safetensors file")
-    return (
-        set(files),
-        lambda name: opened(files[name]).get_slice(name).get_shape(),
-        lambda name: opened(files[name]).get_tensor(name),
-    )
+    return {name: functools.partial(lambda file, name: opened(file).get_tensor(name), file, name) for name, file in files.items()}
 
 
 def _has_nan(tensor: Tensor) -> bool:

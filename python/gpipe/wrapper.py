@@ -1,14 +1,25 @@
 """A module that stands for another one, as a pipeline and a converted model do."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from typing_extensions import Self  # comes with torch
+
+
+def _mode_of(name: str) -> property:
+    """Returns a property for the mode of the module in an attribute."""
+
+    def set_mode(owner: nn.Module, mode: bool) -> None:
+        if name in vars(owner):  # else nn.Module.__init__ sets it
+            vars(owner)[name].training = mode
+
+    return property(attrgetter(f"{name}.training"), set_mode)
 
 
 class Wrapper(nn.Module):
@@ -23,11 +34,7 @@ class Wrapper(nn.Module):
         self.__dict__ |= {name: table for name, table in vars(module).items() if name in tables or "_state_dict_" in name}
         self.__dict__["module"] = module
 
-    def _set_training(self, mode: bool) -> None:
-        if "module" in self.__dict__:  # else nn.Module.__init__ sets it
-            self.module.training = mode
-
-    training = property(attrgetter("module.training"), _set_training)
+    training = _mode_of("module")
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -52,36 +59,74 @@ class Wrapper(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
 
-class WrappingSequence(Wrapper, nn.Sequential):
+class ConvertedSequence(Wrapper, nn.Sequential):
     """A sequence of layers that computes what ``module`` does, and has its children in place of the layers.
     ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors, and
     ``guards.check_model()`` unless they do for any. Dimension ``batch_dim``, 0 or 1, of the model's inputs and outputs is
-    the batch; of the layers' it is dimension 0."""
+    the batch; of the layers' it is dimension 0. The first layer takes, and the last one returns, a tensor or a tuple of
+    tensors: those of ``input`` and, in training and in evaluation mode, ``outputs``, which have ``True`` for each.
+    ``refused`` tells, by path, why modules became blocks whose code between smaller blocks cannot be exported."""
 
-    guards: Any
-    batch_dim: int
+    refused: dict[str, str]
+    guards: Any = None  # until the conversion has ended
+    batch_dim: int = 0
+    _input: Any
+    _outputs: Sequence[Any]
 
-    def __init__(self, module: nn.Module, layers: dict[str, nn.Module], batch_dim: int) -> None:
+    def __init__(self, module: nn.Module, layers: dict[str, nn.Module], input: Any, outputs: Sequence[Any]) -> None:
         super().__init__(module)
-        self.__dict__.update(_layers_of_gpipe=layers, batch_dim=batch_dim)
+        self.__dict__.update(_layers_of_gpipe=layers, _input=input, _outputs=outputs)
+
+    def report(self) -> str:
+        """Returns how many layers run without Python, and for each other one the functions that it calls."""
+        with_python = [layer for layer in self if getattr(layer, "python_functions", ())]
+        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
+        return "\n".join([*lines, *(f"'{layer.name}' calls {', '.join(layer.python_functions)}" for layer in with_python)])
 
     def __len__(self) -> int:
         return len(layers_in(self))
 
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(layers_in(self).values())
 
     def forward(self, input: Any) -> Any:
-        self.guards.check(tree_leaves(input))
+        tensors = self.entering(input)
         self.follow_model()
         with naming_dimensions(self.batch_dim):
-            output = super().forward(batch_first(input, self.batch_dim))  # type: ignore[no-untyped-call]
-        return batch_first(output, self.batch_dim)
+            return self.leaving(super().forward(tensors))  # type: ignore[no-untyped-call]
+
+    def entering(self, input: Any) -> Any:
+        """Returns what the first layer takes, for an input of the model. Raises TypeError if the model was converted for another
+        structure, and RuntimeError as the guards do."""
+        leaves, found = tree_flatten(_in_order_of(self._input, input))
+        tensors, expected = tree_flatten(self._input)
+        if found != expected:
+            raise TypeError(
+                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
+                f"{_shown(found)}; give a tensor for each '...', and leave out what was a constant, or call pipe.module for another value"
+            )
+        for number, (leaf, is_tensor) in enumerate(zip(leaves, tensors)):
+            if not isinstance(leaf, Tensor if is_tensor else NoneType):
+                raise ValueError(f"input {number} is {leaf!r}, but must be a tensor, or None for what was a constant at the conversion")
+        given = batch_first(tuple(leaf for leaf in leaves if leaf is not None), self.batch_dim)
+        if self.guards is not None:
+            self.guards.check(given)
+        return given if len(given) > 1 else given[0]
+
+    def leaving(self, output: Any) -> Any:
+        """Returns what the model does, in its present mode, for what the last layer returned."""
+        tensors = iter(batch_first(output if isinstance(output, tuple) else (output,), self.batch_dim))
+        return tree_map(lambda is_tensor: next(tensors) if is_tensor else None, self._outputs[0 if self.module.training else -1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the last layer returns what the model does."""
+        return self.batch_dim == 0 and all(each is True for each in self._outputs)
 
     def follow_model(self) -> None:
         """Gives the layers the tensors, and the modules to call, that the model has now."""
         for layer in self:
-            layer.follow_model()  # type: ignore[operator]
+            layer.follow_model()
 
     def __getitem__(self, index: Any) -> Any:
         layers = layers_in(self)
@@ -97,11 +142,7 @@ class Shell(nn.Module):
         super().__init__()
         self.__dict__["original_of_gpipe"] = original
 
-    def __set_training(self, mode: bool) -> None:
-        if "original_of_gpipe" in self.__dict__:
-            self.original_of_gpipe.training = mode
-
-    training = property(attrgetter("original_of_gpipe.training"), __set_training)
+    training = _mode_of("original_of_gpipe")
 
 
 class ConvertedLayer(nn.Module):
@@ -160,6 +201,19 @@ def _key(path: str) -> str:
     return f"model.{path}" if path else "model"
 
 
+def _in_order_of(example: Any, value: Any) -> Any:
+    """Returns a value with the keys of its dicts in the order of an example."""
+    if isinstance(example, dict) and isinstance(value, dict) and example.keys() == value.keys():
+        return {key: _in_order_of(each, value[key]) for key, each in example.items()}
+    if type(example) is tuple and type(value) is tuple and len(example) == len(value):
+        return tuple(_in_order_of(*pair) for pair in zip(example, value))
+    return value
+
+
+def _shown(spec: TreeSpec) -> str:
+    return str(tree_unflatten(["..."] * spec.num_leaves, spec)).replace("'...'", "...")
+
+
 def batch_first(value: Any, batch_dim: int) -> Any:
     """Swaps dimensions 0 and ``batch_dim`` of the tensors in a value. Raises ValueError for a tensor that lacks one."""
 
@@ -183,6 +237,5 @@ def naming_dimensions(batch_dim: int) -> Iterator[None]:
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:
-    """Returns the layers of a sequence by name."""
     layers: dict[str, nn.Module] = sequence.__dict__.get("_layers_of_gpipe", sequence._modules)
     return layers

@@ -48,13 +48,14 @@ std::vector<at::Tensor> or_undefined(std::vector<std::optional<at::Tensor>> tens
   return found;
 }
 
-std::vector<at::Tensor> run(const Graph& graph, std::vector<std::optional<at::Tensor>> inputs,
+std::vector<at::Tensor> run(const Graph& graph, std::vector<at::Tensor> inputs,
                             std::vector<std::optional<at::Tensor>> tensors, bool training, std::vector<SkipKey> pops,
                             std::vector<SkipKey> peeks, std::vector<SkipKey> stashes) {
   const torch::PyWarningHandler warnings;
   return released([&] {
-    return graph.run(or_undefined(std::move(inputs)), {or_undefined(std::move(tensors)), training, std::move(pops),
-                                                       std::move(peeks), std::move(stashes)});
+    const Graph::State state{or_undefined(std::move(tensors)), training, std::move(pops), std::move(peeks),
+                             std::move(stashes)};
+    return run_graph(graph, std::move(inputs), state);
   });
 }
 

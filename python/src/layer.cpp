@@ -136,7 +136,7 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       mirrored_(tensors_of(module)),
       native_(NativeLayer::make(module, keys_of(skips_))),
       mirror_(mirror(module, skips_)) {
-  if (native_) native_->refresh(this->module());
+  if (native_) native_->refresh(module, true);
 }
 
 void PythonLayer::find_places(PyObject* object, Places& places) {
@@ -169,12 +169,12 @@ bool PythonLayer::refresh() {
   }
   auto tensors = tensors_of(module_.get());
   if (are_same(tensors.parameters, mirrored_.parameters) && are_same(tensors.buffers, mirrored_.buffers)) {
-    if (native_) native_->refresh(module());
+    if (native_) native_->refresh(module_.get(), false);
     return false;
   }
   auto fresh = mirror(module_.get(), skips_);
   mirrored_ = std::move(tensors);
-  if (native_) native_->refresh(fresh);
+  if (native_) native_->refresh(module_.get(), true);
   MutexLock lock(mutex_);
   mirror_.swap(fresh);
   return true;
@@ -258,7 +258,7 @@ int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   for (auto* object : held) {
     if (const int result = object == nullptr ? 0 : visit(object); result != 0) return result;
   }
-  return native_ ? native_->traverse(visit) : 0;
+  return 0;
 }
 
 Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& states) {

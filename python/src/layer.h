@@ -59,7 +59,9 @@ class PythonLayer : public Layer {
   void check_not_replaced() const;
 
   /// Runs the layer without Python; null if its module is not of a converted model, or needs Python.
-  NativeLayer* native() const { return native_.get(); }
+  const NativeLayer* native() const { return native_.get(); }
+  /// As NativeLayer::prepare(). REQUIRES: the interpreter's lock.
+  bool prepare_native() { return native_ && native_->prepare(module_.get()); }
 
   /// Calls visit(object) for each Python object that the layer owns, until a call returns a value other than 0. Returns
   /// that value, or 0.

@@ -1,82 +1,52 @@
 #pragma once
 
-#include <Python.h>
-#include <torch/nn/module.h>
+#include <pybind11/pybind11.h>
 
-#include <array>
 #include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/graph/graph.h"
-#include "python/src/interpreter.h"
 
 namespace gpipe::python {
 
 /// Runs a layer of a converted model (gpipe.exported.layer.ExportedLayer) without Python.
 class NativeLayer {
  public:
-  /// What the layer computes with during a call. Immutable. May be destroyed on any thread.
-  struct State;
-
   /// Returns null for any other module, and for a layer that calls Python functions. `keys` are its stashes, pops and
   /// peeks. REQUIRES: the interpreter's lock.
-  static std::unique_ptr<NativeLayer> make(PyObject* module, const std::vector<SkipKey>& keys);
+  static std::unique_ptr<NativeLayer> make(const pybind11::handle& module, const std::vector<SkipKey>& keys);
 
-  /// Reads the mode of the model, and the tensors of its mirror if that is another one than before. REQUIRES: the
-  /// interpreter's lock.
-  void refresh(const std::shared_ptr<torch::nn::Module>& mirror);
+  /// Reads the mode of the module's model, and its tensors if some were replaced. REQUIRES: the interpreter's lock.
+  void refresh(const pybind11::handle& module, bool replaced);
 
   /// Whether a call can run the layer without Python: all its tensors are registered, and nothing is hooked to its
-  /// module. `input` is the model's, which the first layer must be able to take apart; null elsewhere. REQUIRES: the
-  /// interpreter's lock.
-  bool prepare(const Value* input);
+  /// module. REQUIRES: the interpreter's lock.
+  bool prepare(const pybind11::handle& module);
 
-  /// The state of the last prepare(). Thread-safe.
-  std::shared_ptr<const State> state() const;
+  /// What the layer computes with since the last prepare(). Thread-safe.
+  std::shared_ptr<const Graph::State> state() const;
 
-  /// Runs the layer. If it is the first one of its model, the input has the structure that the model takes; if it is
-  /// the last one, the output has the structure that the model returns. Other layers take and return tensors.
-  /// Thread-safe. REQUIRES: the thread does not hold the interpreter's lock. Errors: as Graph::run().
-  Value run(Value input, const State& state, const std::vector<Borrowed>& borrowed) const;
-
-  /// As PythonLayer::traverse().
-  int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
+  /// Runs the layer, which takes and returns tensors. Thread-safe. REQUIRES: the thread does not hold the interpreter's
+  /// lock. Errors: as Graph::run().
+  Value run(Value input, const Graph::State& state, const std::vector<Borrowed>& borrowed) const;
 
  private:
-  /// Where the tensors of a structure are among the model's flattened tensors, or the reverse; nullopt stands for None.
-  struct Order {
-    Value::Form form;
-    std::vector<std::optional<std::size_t>> tensors;
-  };
+  explicit NativeLayer(std::shared_ptr<const Graph> graph) : graph_(std::move(graph)) {}
 
-  NativeLayer(PyObject* module, std::shared_ptr<const Graph> graph)
-      : module_(reference_to(module)), graph_(std::move(graph)) {}
-
-  std::shared_ptr<const Order> order_of_input(const Value& input) const;
-  std::shared_ptr<const Order> order_of_output() const;
-
-  const Reference module_;
   const std::shared_ptr<const Graph> graph_;
-  bool is_first_ = false;
-  bool is_last_ = false;
-
-  // By the interpreter's lock.
-  Reference model_;
-  std::shared_ptr<torch::nn::Module> mirror_;
-  std::shared_ptr<const Graph::State> values_;  // null if a tensor is not in the mirror
-  bool is_training_ = false;
-  std::shared_ptr<const Order> input_;
-  std::array<std::shared_ptr<const Order>, 2> outputs_;  // in evaluation and in training mode
+  std::shared_ptr<const Graph::State> values_;  // null if the module lacks a tensor; guarded by the interpreter's lock
   Graph::State keys_;
 
   mutable Mutex mutex_;
-  std::shared_ptr<const State> state_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const Graph::State> state_ ABSL_GUARDED_BY(mutex_);
 };
+
+/// Runs the graph of a layer on its tensors, without those that are constants. Returns those that its mode has.
+std::vector<at::Tensor> run_graph(const Graph& graph, std::vector<at::Tensor> inputs, const Graph::State& state);
 
 /// Whether a call of the module does what its class says: it has no hooks, no `forward` of its own and is not compiled.
 /// REQUIRES: the interpreter's lock.

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 #include <tuple>
@@ -32,8 +33,8 @@ thread_local Running running;
 
 /// What a cell's forward leaves for its recompute.
 struct Memo {
-  Reference object;                                               ///< of the Python module
-  std::vector<std::shared_ptr<const NativeLayer::State>> states;  ///< of layers that run without Python
+  Reference object;                                         ///< of the Python module
+  std::vector<std::shared_ptr<const Graph::State>> states;  ///< of layers that run without Python
 };
 
 /// Called by a stage's module before each of its layers. The stage itself has begun the first layer.
@@ -185,20 +186,14 @@ bool PythonPipeline::refresh() {
 
 void PythonPipeline::prepare(const Value& input, bool training) {
   if (pipe_->is_training() != training) pipe_->train(training);
-  const auto* input_of_layer = &input;  // the first one
-  bool all = calls_are_plain();
-  std::vector<bool> found;
+  // Tensors of other classes need Python, also those that layers make of them.
+  const bool has_other_class = pipe_->is_here(0) && input.form().kind == Value::Form::kObject;
+  const bool all = calls_are_plain() && !has_other_class;
   for (const auto& stage : stages_) {
-    found.push_back(is_plain(stage.module.get()));
-    for (const auto* layer : stage.layers) {
-      const bool is_native = layer->native() != nullptr && layer->native()->prepare(input_of_layer);
-      // If it is only the input that needs Python, the classes of its tensors may reach the output.
-      if (input_of_layer != nullptr && layer->native() != nullptr && !is_native) all = false;
-      found.back() = found.back() && is_native;
-      input_of_layer = nullptr;
-    }
+    stage.is_native->store(all && is_plain(stage.module.get()) &&
+                           std::all_of(stage.layers.begin(), stage.layers.end(),
+                                       [](PythonLayer* layer) { return layer->prepare_native(); }));
   }
-  for (std::size_t s = 0; s < stages_.size(); ++s) stages_[s].is_native->store(all && found[s]);
 }
 
 Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, const Checkpoints& checkpoints,

@@ -125,7 +125,7 @@ LossFunction to_loss(const py::object& callable, const std::optional<NativeLoss>
       // The function of torch warns of other shapes, or refuses them.
       if (!one_shape || inputs[0].sizes() == inputs[1].sizes()) return graph->run(inputs, {tensors}).front();
     }
-    // A tensor of any class, as checked() in losses.py has made sure.
+    // A tensor of any class, as loss_tensor() in losses.py has made sure.
     return call(function.get(), {output, target}, *states).tensors().front();
   };
 }

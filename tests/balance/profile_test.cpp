@@ -252,11 +252,11 @@ std::vector<Checkpoints> modes_of_segments(std::size_t stages) {
 }
 
 /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
-/// step: they are at least `least` of these. The profile's model ends in the loss. `segments`: the stages are segments of
-/// one worker.
+/// step: they are not fewer, but for the values of losses. The profile's model ends in the loss. `segments`: the stages are
+/// segments of one worker.
 void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
                         const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
-                        double least = 0.9999, bool segments = false) {
+                        bool segments = false) {
   nn::Sequential whole;
   whole->extend(*model);
   whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().expand({output.size(0)}); }));
@@ -265,16 +265,16 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
   ++with_loss.back();
   RunOptions run;
   if (segments) run.scheduling.placement.assign(balance.size(), 0);
-  const auto bytes = StageCost(of_whole).costs(with_loss, run).bytes;
   const auto modes =
       segments ? modes_of_segments(balance.size()) : std::vector<Checkpoints>{Checkpoint::kNever, Checkpoint::kAlways};
-  const int chunks = 4;
-  auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
+  run.chunks = 4;
+  auto batch = torch::cat(std::vector<torch::Tensor>(run.chunks, micro_batch.detach()));
   batch.set_requires_grad(micro_batch.requires_grad());
   for (const auto& schedule : schedules) {
     for (const auto& checkpoint : modes) {
       SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
-      auto options = in_chunks(chunks, checkpoint).schedule(schedule).intraop_threads(1);
+      run.checkpoint = checkpoint;
+      auto options = in_chunks(run.chunks, checkpoint).schedule(schedule).intraop_threads(1);
       if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
       if (segments) options.placement(run.scheduling.placement);
       GPipe pipe(model, balance, options);
@@ -283,11 +283,11 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
       pipe->trace(timeline);
       trial_schedule(pipe, batch);
       auto accounted = *timeline;
-      account(accounted, bytes);
+      account(accounted, StageCost(of_whole).costs(with_loss, run).bytes);
       for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
         const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
         const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
-        EXPECT_GE(ratio, least) << "worker " << w;
+        EXPECT_GE(ratio, 0.9999) << "worker " << w;
         // Workers free each other's memory during their actions. The account frees it at their ends.
         if (balance.size() == 1 || segments) EXPECT_LT(ratio, segments ? 1.1 : 1.05);
       }
@@ -364,8 +364,8 @@ TEST(BytesOfSchedules, LayersThatEndInReLU) {
   const auto make = [] { return NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}); };
   const auto model = alternating(4, make, make);
   const auto x = torch::randn({64, 256});
-  expect_close_bytes(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
-  expect_close_bytes(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
+  expect_close_bytes(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"});
+  expect_close_bytes(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"});
   expect_close_bytes(model, x, {8}, {"zb_h1"});
 }
 
@@ -377,10 +377,10 @@ TEST(BytesOfSchedules, SegmentsOfAWorker) {
     model->push_back(nn::ReLU());
   }
   const auto x = torch::randn({4, 8, 16, 16});
-  expect_close_bytes(model, x, {6, 6, 6, 6}, {"1f1b", "zb_h1"}, 0.95, /*segments=*/true);
-  expect_close_bytes(model, x, {4, 7, 1, 12}, {"1f1b"}, 0.95, /*segments=*/true);
+  expect_close_bytes(model, x, {6, 6, 6, 6}, {"1f1b", "zb_h1"}, /*segments=*/true);
+  expect_close_bytes(model, x, {4, 7, 1, 12}, {"1f1b"}, /*segments=*/true);
   const auto unet = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
-  expect_close_bytes(unet, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"1f1b"}, 0.95, /*segments=*/true);
+  expect_close_bytes(unet, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"1f1b"}, /*segments=*/true);
 }
 
 TEST(BytesOfSchedules, AnInputThatRequiresGrad) {

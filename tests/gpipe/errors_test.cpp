@@ -1,7 +1,6 @@
 // Errors of a call: the exception, last_error(), and the state that is restored. Models, balances, options and inputs
 // that a pipeline refuses.
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
@@ -201,17 +200,6 @@ TEST(Refusal, OfBalancesAndOptions) {
   EXPECT_THAT([&] { LayerFactory("a.b", factory); }, refused("but is 'a.b'"));
   EXPECT_THAT([&] { LayerFactory("", factory); }, refused("but is ''"));
   EXPECT_EQ(calls, 0) << "no factory has run";
-}
-
-TEST(Refusal, OfNcclWithoutGpus) {
-  const auto make = [] {
-    const auto options = RanksOptions().nccl(true);
-    const auto ranks = std::make_shared<Ranks>(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
-    GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices({torch::kCPU, torch::kCPU}).ranks(ranks));
-  };
-  EXPECT_THAT(make, ::testing::ThrowsMessage<std::invalid_argument>(
-                        ::testing::AnyOf(::testing::HasSubstr("worker 0, of rank 0, is on cpu"),
-                                         ::testing::HasSubstr("this gpipe was built without NCCL"))));
 }
 
 TEST(Refusal, OfDevicesModelsAndInputs) {

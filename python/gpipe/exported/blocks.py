@@ -304,7 +304,7 @@ def _operator() -> Any:
 
 
 def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
-    leaves, spec = tree_flatten(_fake_output(_tracing.blocks[_parsed(call).path], inputs, sizes, call))
+    leaves, spec = tree_flatten(_fake_output(_tracing.blocks[parsed(call).path], inputs, sizes, call))
     _tracing.output = [isinstance(leaf, Tensor) for leaf in leaves], spec
     return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -313,7 +313,7 @@ def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call:
     """Returns what a block gives, as fake tensors."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # takes a second, so only here
 
-    args, kwargs = _parsed(call).arguments(inputs, sizes)
+    args, kwargs = parsed(call).arguments(inputs, sizes)
     environment: Any = next((each.fake_mode.shape_env for each in inputs if isinstance(each, FakeTensor)), None)
 
     def unknown(leaves: Any) -> set[Any]:
@@ -367,7 +367,7 @@ def _recurrent(module: nn.RNNBase, input: Tensor, state: Any = None) -> Any:
     return output.transpose(0, 1) if is_transposed else output, tree_map_only(Tensor, state_like, states)
 
 
-class _Parsed(NamedTuple):
+class Parsed(NamedTuple):
     """The text of a call: a module's path, the structure and kinds of its arguments, and which tensors it changes."""
 
     path: str
@@ -382,22 +382,12 @@ class _Parsed(NamedTuple):
 
 
 @functools.cache
-def _parsed(call: str) -> _Parsed:
+def parsed(call: str) -> Parsed:
     path, spec, kinds, changed = json.loads(call)
-    return _Parsed(path, treespec_loads(spec), kinds, changed)
-
-
-def path_of(call: str) -> str:
-    """Returns the path of the module that a call of the operator calls."""
-    return _parsed(call).path
-
-
-def changed_by(call: str) -> list[int]:
-    """Returns the numbers of the tensors that a call of the operator changes in place."""
-    return _parsed(call).changed
+    return Parsed(path, treespec_loads(spec), kinds, changed)
 
 
 def run_whole(block: nn.Module, call: str, inputs: list[Tensor], sizes: list[int]) -> list[Tensor]:
     """Calls a module as the operator was called. Returns the tensors of its output."""
-    args, kwargs = _parsed(call).arguments(inputs, sizes)
+    args, kwargs = parsed(call).arguments(inputs, sizes)
     return [leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)]

@@ -41,8 +41,8 @@ def capture(
     for training in modes:
         with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
             programs.append(exported(module, *arguments, any_shape=any_shape))
-    own = _tensors_of_module(module)
-    tensors = dict(own)
+    own = dict(itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+    tensors: dict[str, Tensor] = dict(own)
     graphs = [Reader(program, _names_in(program, own, tensors)).graph for program in programs]
     for graph in graphs:
         check_outputs(graph, batch_dim)
@@ -54,30 +54,20 @@ def capture(
     return Captured(graphs, tensors, dict(blocks))
 
 
-def _tensors_of_program(program: ExportedProgram) -> dict[str, Tensor]:
-    """Returns the tensors that an exported program uses, by name."""
-    found: dict[str, Tensor] = dict(program.state_dict)
-    for spec in program.graph_signature.input_specs:
-        if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
-            found[spec.target] = program.constants[spec.target]
-    return found
-
-
-def _tensors_of_module(module: nn.Module) -> dict[str, Tensor]:
-    """Returns all parameters and buffers of a module, by name. A tensor can have several names."""
-    named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    return dict(itertools.chain(*named))
-
-
 def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Tensor]) -> dict[str, str]:
     """Returns one name for each tensor of a program, also if it is tied. ``own`` are the names of the model's tensors.
     Adds constants to ``tensors``, except those that equal a constant of an earlier program."""
+    used: dict[str, Tensor] = dict(program.state_dict)
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
+            used[spec.target] = program.constants[spec.target]
     free = [name for name in tensors if name not in own]
     names = {}
-    for name, owned in _tensors_of_program(program).items():
+    for name, owned in used.items():
         new = name
         if name not in own:
-            equal = [each for each in free if _equal(owned, tensors[each])]
+            like = [each for each in free if (tensors[each].dtype, tensors[each].shape) == (owned.dtype, owned.shape)]
+            equal = [each for each in like if torch.allclose(owned, tensors[each], rtol=0, atol=0, equal_nan=True)]
             while not equal and new in tensors:
                 new += "_eval"
             if equal:
@@ -87,11 +77,6 @@ def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, 
         names[name] = new
     first = {id(owned): name for name, owned in reversed(tensors.items())}
     return {name: first[id(tensors[new])] for name, new in names.items()}
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return alike and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def examples_of(arguments: Any, batch_dim: int) -> Any:

@@ -17,27 +17,14 @@ from gpipe.exported.blocks import Calls
 from gpipe.exported.capture import Captured, capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
 from gpipe.exported.graph import Graph, Value
-from gpipe.exported.guards import Guards, effects_on
+from gpipe.exported.guards import Guards, changes_in
 from gpipe.exported.layer import Description, ExportedLayer
 from gpipe.exported.layers import Route, divide
 from gpipe.exported.pretended import is_on_meta, pretend, real_like, refuse_loose, shapes_only
+from gpipe.exported.read import Read
 from gpipe.exported.sizes import Sizes
 from gpipe.exported.twins import Twins, copy_of, prove_batch
-from gpipe.wrapper import WrappingSequence, batch_first
-
-
-class ExportedSequential(WrappingSequence):
-    """A converted model: the layers in order of execution. It has the children of the model. ``refused`` tells, by path, why
-    modules became blocks whose code between smaller blocks cannot be exported."""
-
-    refused: dict[str, str]
-
-    def report(self) -> str:
-        """Returns how many layers run without Python, and for each other one the functions that it calls."""
-        calls = {layer.name: layer.python_functions for layer in self if isinstance(layer, ExportedLayer)}
-        with_python = {name: functions for name, functions in calls.items() if functions}
-        lines = [f"{len(self) - len(with_python)} of {len(self)} layers run without Python", *self.refused.values()]
-        return "\n".join([*lines, *(f"'{name}' calls {', '.join(each)}" for name, each in with_python.items())])
+from gpipe.wrapper import ConvertedSequence, batch_first
 
 
 _lock = threading.RLock()  # torch.export is not thread-safe
@@ -79,7 +66,7 @@ def to_sequential(
     Runs the module on a few samples, to see what it calls and whether the sequence does the same. Leaves it unchanged. Raises
     ValueError, with the part and the reason, if the module cannot be converted.
     """
-    if isinstance(module, ExportedSequential):
+    if isinstance(module, ConvertedSequence):
         return module
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be nn.Module, but is {type(module)}")
@@ -106,13 +93,13 @@ def to_sequential(
         with patch.object(module, "forward", transposed) if batch_dim else nullcontext():
             sequence, guards = _converted(module, batch_first(arguments, batch_dim), whole, native, batch_dim, on_meta)
     sequence.follow_model()
-    sequence.__dict__["guards"] = guards()
+    sequence.__dict__.update(batch_dim=batch_dim, guards=guards())
     return sequence
 
 
 def _converted(
     module: nn.Module, arguments: Any, whole: Mapping[str, nn.Module], native: bool, batch_dim: int, on_meta: bool
-) -> tuple[ExportedSequential, Callable[[], Guards]]:
+) -> tuple[ConvertedSequence, Callable[[], Guards]]:
     """Returns the sequence of a model, and what makes its guards."""
     examples = tree_map_only(Tensor, real_like, examples_of(arguments, batch_dim)) if on_meta else examples_of(arguments, batch_dim)
     computes = partial(shapes_only, module) if on_meta else nullcontext
@@ -141,12 +128,12 @@ def _converted(
             exported = {path: each for path, each in module.named_modules() if not is_inside(path, blocks)}
             refuse_modules(exported)
             for path, each in exported.items():
-                if each in effects:
-                    what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[each]} in forward()"
+                if path in effects:
+                    what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[path]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             modes = (True, False) if calls.depends_on_mode(exported.values()) else (True,)
             model = capture(module, examples, blocks, calls, batch_dim, modes, **way)
-            sequence = _assemble(model, module, batch_dim)
+            sequence = _assemble(model, module)
             read = calls.read_by(exported.values())
             twins_of = partial(Twins, module, partial(_run, sequence), exported, blocks.values(), read, modes)
             twins = twins_of(few, calls)
@@ -198,22 +185,22 @@ def _first(samples: int | None, tensor: Tensor) -> Tensor:
 
 
 def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return nn.Sequential.forward(sequence, input_of(args, kwargs))  # type: ignore[no-untyped-call]  # without guards
+    return sequence(input_of(args, kwargs))
 
 
-def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[nn.Module, str], Any]:
-    """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, and the output
-    in evaluation mode."""
+def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[str, str], Any]:
+    """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, by path, and the
+    output in evaluation mode."""
     calls, output = Calls(), None
-    effects: dict[nn.Module, str] = {}
+    effects: dict[str, str] = {}
     try:
         for training in (True, False):
             with mode(module, training), unchanged(module.modules()):
                 args, kwargs = tree_map_only(Tensor, copy_of, arguments)
-                found = effects_on(module.modules())
+                changes = changes_in(dict(module.named_modules()), Read(set(), set()))
                 with calls.recorded(module):
                     output = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
-                effects |= found()
+                effects |= changes()
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
         if any(isinstance(arg, Mapping) for arg in arguments[0]) and not arguments[1]:
@@ -260,14 +247,13 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedSequential:
-    """Returns the sequence of the layers of a model, which was captured from ``original``."""
+def _assemble(model: Captured, original: nn.Module) -> ConvertedSequence:
     routes = list(zip(*divide(model.graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
     entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in model.graphs]
     inputs, sizes, outputs = [leaves for leaves, _ in entering], model.graphs[0].sizes, [graph.outputs for graph in model.graphs]
-    specs = entering[0][1], *(graph.out_spec for graph in model.graphs)
-    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in specs]
+    example = tree_unflatten([value and True for value in inputs[0]], entering[0][1])
+    returned = [tree_unflatten([value and True for value in graph.outputs], graph.out_spec) for graph in model.graphs]
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
         first, last = index == 0, index == len(routes) - 1
@@ -278,12 +264,11 @@ def _assemble(model: Captured, original: nn.Module, batch_dim: int) -> ExportedS
 
         alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
         description = described(0, 1 if alike else 2, sizes if first else None)
-        ends = example if first else None, returned if last else None
-        layer = ExportedLayer(each[0].name, original, description.called, str(description), *ends)
+        layer = ExportedLayer(each[0].name, original, description.called, str(description))
         for name in owned[index]:
             layer.add(name, model.tensors[name])
         layers[_key(each[0].name, layers)] = layer
-    return ExportedSequential(original, layers, batch_dim)
+    return ConvertedSequence(original, layers, example, returned)
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -20,8 +20,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from gpipe.generators import GeneratorState, is_generator
 from gpipe.loss_state import put_back
+from gpipe.randomness import GeneratorState, is_generator
 
 
 @contextmanager
@@ -44,74 +44,54 @@ def mode(module: nn.Module, training: bool) -> Iterator[None]:
                 each.train(was)
 
 
-def _held(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Adds an object and the containers, tensors and generators in it, each with a copy of what can change in it."""
+OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+def _hold(value: Any, held: list[tuple[Any, Any]]) -> None:
+    """Adds to ``held`` an object and the containers and tensors in it, each with a copy of what can change in it."""
     if type(value) in (list, dict, set):
-        found.append((value, value.copy()))
+        held.append((value, value.copy()))
     if type(value) in (list, tuple, set, dict):
         for each in value.values() if type(value) is dict else value:
-            _held(each, found)
+            _hold(each, held)
     elif type(value) is Tensor and not value.is_inference():
-        found.append((value, value.detach().clone()))
-    return found
-
-
-@contextmanager
-def _same_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives modules the attributes that they had before a block, with their elements, values and states. A forward may set
-    some, an export to fake tensors and sizes."""
-    inner = [each for each in modules if not isinstance(each, LazyModuleMixin)]
-    before = [(each, dict(vars(each))) for each in inner]
-    named = (each for _, attributes in before for each in attributes.items())
-    values = [value for name, value in named if name not in OF_MODULES and type(value) not in _PLAIN]
-    held = [each for value in values for each in _held(value, [])]
-    generators = GeneratorState(value for value in values if is_generator(value))
-    try:
-        yield
-    finally:
-        for each, attributes in before:
-            vars(each).clear()
-            vars(each).update(attributes)
-        for value, copy in held:
-            if isinstance(value, Tensor):
-                if not value.is_meta and not torch.equal(value, copy):  # guards see each write
-                    with torch.no_grad():
-                        value.copy_(copy)
-            else:
-                put_back(value, copy)
-        generators.restore()
-
-
-_PLAIN = {bool, int, float, str, type(None)}
-OF_MODULES = {*vars(nn.Module()), "_compiled_call_impl"}  # attributes of any module; compile() changes no result
+        held.append((value, value.detach().clone()))
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False) -> Iterator[None]:
-    """Restores tensors, buffers' values, attributes and random numbers of modules after a block, which runs from a seed if one
-    is given. With ``values``, restores those of parameters too."""
+    """Restores attributes and tensors of modules, buffers' values and random numbers after a block, which runs from a seed if one
+    is given. With ``values``, restores those of parameters too. A forward may set attributes, an export to fake tensors."""
     modules = list(modules)
-    held = {each: None for module in modules for each in (*module.parameters(False), *module.buffers(False))}
-    kept = (each for each in held if not is_lazy(each) and (values or not isinstance(each, nn.Parameter)))
+    tensors = {each: None for module in modules for each in (*module.parameters(False), *module.buffers(False))}
+    kept = (each for each in tensors if not is_lazy(each) and (values or not isinstance(each, nn.Parameter)))
     saved = [(tensor, tensor.detach().clone()) for tensor in kept]
-    devices = {each.device for each in held if each.is_cuda}
-    modules = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-    tables: dict[int, Any] = {id(each): each for module in modules for each in (module._parameters, module._buffers)}
-    before = [(table, dict(table)) for table in tables.values()]
-    with _same_attributes(modules), torch.random.fork_rng(devices):
+    devices = {each.device for each in tensors if each.is_cuda}
+    plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    held: list[tuple[Any, Any]] = [(vars(each), dict(vars(each))) for each in plain if not isinstance(each, LazyModuleMixin)]
+    attributes = [each for _, own in held for name, each in own.items() if name not in OF_MODULES and type(each) not in _PLAIN]
+    held += [(table, dict(table)) for each in plain for table in (each._parameters, each._buffers)]
+    for value in attributes:
+        _hold(value, held)
+    generators = GeneratorState(filter(is_generator, attributes))
+    with torch.random.fork_rng(devices):
         if seed is not None:  # torch.manual_seed() would seed devices that are not restored
             for generator in (torch.default_generator, *(torch.cuda.default_generators[each.index] for each in devices)):
                 generator.manual_seed(seed)
         try:
             yield
         finally:
-            for table, tensors in before:
-                table.clear()
-                table.update(tensors)
-            with torch.no_grad():
-                for tensor, value in saved:
-                    if not tensor.is_meta and not torch.equal(tensor, value):
-                        tensor.copy_(value)
+            for value, copy in (*held, *saved):
+                if isinstance(value, dict):
+                    value.clear()
+                    value.update(copy)
+                elif not isinstance(value, Tensor):
+                    put_back(value, copy)
+                elif not value.is_meta and not torch.equal(value, copy):  # guards see each write
+                    with torch.no_grad():
+                        value.copy_(copy)
+            generators.restore()
 
 
 def exported(
@@ -204,7 +184,6 @@ class NotExported(ValueError):
 
 
 def _explained(module: nn.Module, error: Exception) -> NotExported:
-    """Tells which module cannot be captured, and why."""
     if isinstance(error, NotExported):
         return error
     paths = {id(each): path for path, each in module.named_modules()}
@@ -252,6 +231,8 @@ def _few_guards() -> Iterator[None]:
 
 
 _MOST_GUARDS = 64
+
+
 def is_inside(name: str, paths: Iterable[str]) -> bool:
     """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
     return any(name == path or name.startswith(f"{path}.") for path in paths)
@@ -273,5 +254,3 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
         if not any(isinstance(each, kind) for path, each in module.named_modules() if path):
             raise ValueError(f"opaque has {kind.__name__}, but no submodule of the model is one")
     return found
-
-

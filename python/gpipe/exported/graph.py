@@ -67,7 +67,6 @@ class Operation:
     line: str = ""  # of the model's code
 
     def inputs(self) -> Iterator[Value]:
-        """Yields the values among the arguments."""
         return inputs_of((self.args, self.kwargs))
 
     @property
@@ -97,7 +96,6 @@ class Graph:
 
 
 def inputs_of(arguments: Any) -> Iterator[Value]:
-    """Yields the values in an argument."""
     return (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Value))
 
 
@@ -183,7 +181,7 @@ class Reader:
                 self._values[node] = named if isinstance(named, int) else Number(named)
             elif not self._is_own_check(node):
                 args, kwargs = self._arguments((node.args, node.kwargs))
-                place = _innermost(node), contexts, _line_of(node)
+                place = _innermost(node), contexts, innermost_line(node.meta.get("stack_trace") or "")
                 self.graph.operations.append(Operation(self._value(node), node.target, tuple(args), dict(kwargs), *place))
         raise AssertionError("a graph without output")
 
@@ -223,11 +221,6 @@ class Reader:
 
     def _arguments(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, lambda node: self._values[node])
-
-
-def _line_of(node: fx.Node) -> str:
-    """Returns the innermost line of code outside torch that a node comes from."""
-    return innermost_line(node.meta.get("stack_trace") or "")
 
 
 def _innermost(node: fx.Node) -> Call:

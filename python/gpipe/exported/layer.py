@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from gpipe import _C
-from gpipe.exported.blocks import OPERATOR, path_of, run_whole
+from gpipe.exported.blocks import OPERATOR, parsed, run_whole
 from gpipe.exported.graph import Number, Operation, Value, name_of
 from gpipe.exported.layers import Route
 from gpipe.exported.sizes import Size, Sizes, described, text_of
@@ -57,7 +56,7 @@ class Description:
         guards = [] if sizes is None else [(described(each, sizes.places.get), text_of(each)) for each in sizes.guards]
         self._fields = {
             "inputs": of_inputs,
-            "shapes": [value and [None, *map(_constant, value.shape[1:])] for value in (inputs[0] if inputs else ())],
+            "shapes": [value and _constants(value.shape) for value in (inputs[0] if inputs else ())],
             "guards": [(self._number_of(guard), text) for guard, text in guards],
             "tensors": self._named([{value.tensor: value for value in route.owned} for route in routes], self._slot),
             "pops": self._named([dict(route.pops) for route in routes], self._slot),
@@ -102,7 +101,7 @@ class Description:
             call["python"] = f"{function.__module__}:{function.__qualname__}".replace("_operator:", "operator:")
         elif operation.schema.name == OPERATOR:
             call["python"] = _RUN_WHOLE
-            path = path_of(args[2])
+            path = parsed(args[2]).path
             self.called.add(path)
             args = (path, args[2], args[0], args[1])
         else:
@@ -152,8 +151,8 @@ class Description:
         raise ValueError(f"cannot convert the model: it uses an operator with an argument of {type(arg)}")
 
 
-def _constant(size: Any) -> int | None:
-    return size if isinstance(size, int) else None
+def _constants(shape: Sequence[Any]) -> list[int | None]:
+    return [None, *(size if isinstance(size, int) else None for size in shape[1:])]
 
 
 _resolved = cache(pkgutil.resolve_name)
@@ -166,20 +165,15 @@ class ExportedLayer(ConvertedLayer, Skippable):
         model: the model.
         called: the paths of the modules that it calls.
         description: what the layer computes, for ``gpipe::Graph``.
-        input: of the first layer: an object of the input's structure.
-        output: of the last layer: objects of the output's structure in each mode.
     """
 
-    def __init__(
-        self, name: str, model: nn.Module, called: Iterable[str], description: str, input: Any = None, output: Any = None
-    ) -> None:
+    def __init__(self, name: str, model: nn.Module, called: Iterable[str], description: str) -> None:
         super().__init__(model, called)
-        self.name, self._input, self._output = name, input, output
+        self.name = name
         self.describe(description)
         self.child("")  # whose mode a recompute needs
 
     def describe(self, description: str) -> None:
-        """Changes what the layer computes."""
         self.description = description
         layer: Any = weakref.proxy(self)  # which the graph belongs to
         self._graph = graph = _C.Graph(description, lambda *call: layer._call_python(*call))
@@ -196,16 +190,12 @@ class ExportedLayer(ConvertedLayer, Skippable):
         return self.name
 
     def forward(self, input: Any) -> Any:
-        if self._input is not None:
-            inputs = self.flattened(input)
-        else:
-            inputs = list(input) if isinstance(input, tuple) else [input]
         graph = self._graph
         owned = [name.rpartition(".") for name in graph.tensors]
         depth = _functorch.maybe_current_level() or 0
         try:
             outputs = graph.run(
-                inputs,
+                list(input) if isinstance(input, tuple) else [input],
                 [getattr(self.child(path), name) for path, _, name in owned],
                 self.model.training,
                 *(list(map(self.native_key, names)) for names in (graph.pops, graph.peeks, graph.stashes)),
@@ -214,29 +204,12 @@ class ExportedLayer(ConvertedLayer, Skippable):
             while (_functorch.maybe_current_level() or 0) > depth:  # vmap() was not left
                 _functorch._vmap_decrement_nesting()
             raise
-        if self._output is not None:
-            return self.unflattened(outputs, self.model.training)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def flattened(self, input: Any) -> list[Tensor | None]:
-        """Returns the first layer's flattened input. Raises TypeError if the model was converted for another structure."""
-        leaves, found = tree_flatten(_in_order_of(self._input, input))
-        expected = tree_structure(self._input)
-        if found != expected:
-            raise TypeError(
-                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; give what was expected, with a tensor for each '...', and leave out what was a constant"
-            )
-        for number, leaf in enumerate(leaves):
-            if not (leaf is None or isinstance(leaf, Tensor)):
-                text = f"input {number} is {leaf!r}, but must be a tensor, or None for what was a constant at the conversion"
-                raise ValueError(text)
-        return leaves
-
-    def unflattened(self, outputs: Sequence[Tensor | None], training: bool) -> Any:
-        """Returns the last layer's output with the structure that the model returns in a mode."""
-        spec = tree_structure(self._output[0 if training else -1])
-        return tree_unflatten(outputs[: spec.num_leaves], spec)
+    def own_tensors(self) -> list[Tensor | None]:
+        """The parameters, buffers and constants of the layer that its graph uses, without stand-ins."""
+        places = [(self.child(path), name) for path, _, name in (each.rpartition(".") for each in self._graph.tensors)]
+        return [module._parameters.get(name, module._buffers.get(name)) for module, name in places]
 
     def _call_python(self, name: str, *args: Any) -> Any:
         if name == _RUN_WHOLE:
@@ -252,16 +225,3 @@ class ExportedLayer(ConvertedLayer, Skippable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.describe(self.description)
-
-
-def _in_order_of(example: Any, value: Any) -> Any:
-    """Returns a value with the keys of its dicts in the order of an example."""
-    if isinstance(example, dict) and isinstance(value, dict) and example.keys() == value.keys():
-        return {key: _in_order_of(each, value[key]) for key, each in example.items()}
-    if type(example) is tuple and type(value) is tuple and len(example) == len(value):
-        return tuple(_in_order_of(*pair) for pair in zip(example, value))
-    return value
-
-
-def _shown(spec: TreeSpec) -> str:
-    return str(tree_unflatten(["..."] * spec.num_leaves, spec)).replace("'...'", "...")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.blocks import OPERATOR, changed_by
+from gpipe.exported.blocks import OPERATOR, parsed
 from gpipe.exported.graph import Call, Graph, Number, Operation, Value, inputs_of
 from gpipe.exported.sizes import Size, described
 
@@ -35,15 +35,15 @@ class Route:
 def divide(graphs: Sequence[Graph]) -> list[list[Route]]:
     """Returns the layers of a model in each mode, of which it has a graph, as many in all. Layers of the same name are one. A
     layer that a mode lacks does nothing in it."""
-    modes = _aligned([_layers_of(graph) for graph in graphs])
-    modes = _keep_together(graphs, modes)
+    memories = [_memory_of(graph) for graph in graphs]
+    modes = _keep_together(_aligned([_layers_of(graph) for graph in graphs]), memories)
     owners: dict[str, int] = {}
     for index, same in enumerate(zip(*modes)):
         for value in inputs_of([(each.args, each.kwargs) for layer in same for each in layer.operations]):
             if value.tensor:
                 owners.setdefault(value.tensor, index)
-    for graph, layers in zip(graphs, modes):
-        Routes(graph, layers, owners)
+    for graph, layers, memory in zip(graphs, modes, memories):
+        Routes(graph, layers, owners, memory)
     _level(modes)
     return modes
 
@@ -115,7 +115,7 @@ def _unique(name: str, taken: set[str]) -> str:
     return found
 
 
-def _keep_together(graphs: Sequence[Graph], modes: list[list[Route]]) -> list[list[Route]]:
+def _keep_together(modes: list[list[Route]], memories: list[Memory]) -> list[list[Route]]:
     """Joins layers that must be in one stage: those between the first and last use of a buffer that an operation changes,
     as other stages would not see the change; those between the first and the last use of a number that is computed, as
     numbers do not leave a layer; and those within a ``torch.vmap``, which changes what operators on its thread do."""
@@ -123,13 +123,12 @@ def _keep_together(graphs: Sequence[Graph], modes: list[list[Route]]) -> list[li
     together: set[Value | str] = set()
     begun: list[int] = []
     spans: list[tuple[int, int]] = []
-    for graph, layers in zip(graphs, modes):
-        memory = owners_of_memory(graph)
+    for layers, memory in zip(modes, memories):
         for index, layer in enumerate(layers):
             for operation in layer.operations:
                 for value in operation.inputs():
-                    uses.setdefault(memory.get(value, value).tensor or value, []).append(index)
-                together.update(memory[value].tensor for value in _changed_by(operation) if value in memory)
+                    uses.setdefault(memory.owner(value).tensor or value, []).append(index)
+                together.update(owner.tensor for owner in map(memory.owner, _changed_by(operation)) if owner.tensor)
                 name = getattr(operation.function, "__name__", "")
                 if name == "_vmap_increment_nesting":
                     begun.append(index)
@@ -142,14 +141,22 @@ def _keep_together(graphs: Sequence[Graph], modes: list[list[Route]]) -> list[li
     return [_joined(layers, [span for span in spans if span[0] < span[1]]) for layers in modes]
 
 
-def owners_of_memory(graph: Graph) -> dict[Value, Value]:
-    """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
-    owners = {value: value for value in graph.tensors.values()}
+class Memory(dict[Value, set[Value]]):
+    """For each value that an operation computes, those whose memory it may share, and itself."""
+
+    def __missing__(self, value: Value) -> set[Value]:
+        return {value}
+
+    def owner(self, value: Value) -> Value:
+        """Returns the parameter, buffer or constant whose memory a value shares, else the value."""
+        return next((each for each in self[value] if each.tensor), value)
+
+
+def _memory_of(graph: Graph) -> Memory:
+    memory = Memory()
     for operation in graph.operations:
-        for viewed in _viewed_by(operation):
-            if viewed in owners:
-                owners[operation.result] = owners[viewed]
-    return owners
+        memory[operation.result] = {operation.result}.union(*(memory[each] for each in _viewed_by(operation)))
+    return memory
 
 
 def _viewed_by(operation: Operation) -> Iterable[Value]:
@@ -164,24 +171,12 @@ def _viewed_by(operation: Operation) -> Iterable[Value]:
 def _changed_by(operation: Operation) -> Iterator[Value]:
     """Yields the values that an operation writes to."""
     if operation.schema is not None and operation.schema.name == OPERATOR:
-        yield from (operation.args[0][number] for number in changed_by(operation.args[2]))
+        yield from (operation.args[0][number] for number in parsed(operation.args[2]).changed)
     for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.
         if writes or argument.name in ("running_mean", "running_var"):
             yield from inputs_of(value)
-
-
-def _changed_in(operations: Iterable[Operation]) -> set[Value]:
-    """Returns the values that operations write to, also through views."""
-    viewed: dict[Value, set[Value]] = {}
-    changed: set[Value] = set()
-    for operation in operations:
-        bases = set(_viewed_by(operation))
-        viewed[operation.result] = bases.union(*(viewed.get(base, ()) for base in bases))
-        for value in _changed_by(operation):
-            changed |= {value} | viewed.get(value, set())
-    return changed
 
 
 def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
@@ -201,16 +196,15 @@ class Routes:
     next layer does, else as a skip. Of a buffer, a copy leaves.
 
     The first layer has the inputs, and the last layer uses the outputs. ``owners`` tells which layer a parameter or buffer
-    belongs to; else it is the first one that uses it. Sizes are read off tensors that a layer has anyway, else off one without
+    belongs to; else it is the first one that uses it. Sizes are read off tensors that a layer gets anyway, else off one without
     elements.
     """
 
-    def __init__(self, graph: Graph, layers: list[Route], owners: Mapping[str, int]) -> None:
-        self.routes = layers
+    def __init__(self, graph: Graph, layers: list[Route], owners: Mapping[str, int], memory: Memory) -> None:
+        self.routes, self._memory = layers, memory
         self._outputs = set(inputs_of(graph.outputs))
         self._source = dict.fromkeys(filter(None, graph.inputs), 0)  # the layer that has a value first
         self._source |= {value: owners[name] for name, value in graph.tensors.items() if name in owners}
-        self._owners = owners_of_memory(graph)
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
@@ -233,34 +227,30 @@ class Routes:
         return needed
 
     def _find_sizes(self, index: int, needed: dict[Value, None]) -> None:
-        """Describes a layer's numbers by sizes of values that it has at that time. May add a tensor that only has sizes to
-        ``needed``, those that the layer gets from others."""
-        known: dict[Any, Any] = {}  # descriptions of numbers, by expression
+        """Describes a layer's numbers by sizes of tensors that it gets from other layers, else of the inputs. May add a tensor
+        that only has sizes to ``needed``, those that the layer gets."""
+        operations = list(self.routes[index].operations)
+        resized = {next(each.inputs()) for each in operations if torch.Tag.inplace_view in getattr(each.function, "tags", ())}
+        for value in resized:
+            value.shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+        known: dict[Any, Size] = {}  # by expression
         for value in needed:
             _add_sizes(known, value)
-        for operation in list(self.routes[index].operations):
-            near: dict[Any, Any] = {}
-            for value in operation.inputs():
-                _add_sizes(near, value)
 
-            def find(expression: Any, near: dict[Any, Any] = near, known: dict[Any, Any] = known) -> Any:
-                if expression.is_Symbol and expression not in near and expression not in known:
-                    size = self._places[expression]
-                    if index > 0 or size.value.shape[size.dimension] is None:
-                        size = Size(self._shape_of(size.value), size.dimension + 1, size.divisor)
-                    if index > 0:
-                        needed[size.value] = None
-                    known[expression] = size
-                return near.get(expression, known.get(expression))
+        def find(expression: Any) -> Size | None:
+            if expression.is_Symbol and expression not in known:
+                size = self._places[expression]
+                if index > 0 or size.value in resized:
+                    size = Size(self._shape_of(size.value), size.dimension + 1, size.divisor)
+                if index > 0:
+                    needed[size.value] = None
+                known[expression] = size
+            return known.get(expression)
 
-            operation.args, operation.kwargs = tree_map_only(
-                Number, lambda each: Number(described(each.expression, find)), (operation.args, operation.kwargs)
+        for each in operations:
+            each.args, each.kwargs = tree_map_only(
+                Number, lambda number: Number(described(number.expression, find)), (each.args, each.kwargs)
             )
-            if torch.Tag.inplace_view in getattr(operation.function, "tags", ()):
-                changed = next(operation.inputs())  # whose sizes are others from now on
-                changed.shape = tuple(size if isinstance(size, int) else None for size in changed.shape)
-                known = {number: size for number, size in known.items() if size.value is not changed}
-            _add_sizes(known, operation.result)
 
     def _shape_of(self, input: Value) -> Value:
         """Returns a tensor of the shape (0, *sizes of an input), which the first layer makes."""
@@ -277,13 +267,14 @@ class Routes:
         for index, needed in enumerate(needs):
             for value in needed:
                 takers.setdefault(value, []).append(index)
-        changed = [_changed_in(each.operations) for each in self.routes]
+        written = [map(_changed_by, each.operations) for each in self.routes]
+        changed = [set[Value]().union(*map(self._memory.__getitem__, itertools.chain.from_iterable(each))) for each in written]
         skips: Counter[tuple[int, int]] = Counter()  # by their first and last layers
         for value, layers in takers.items():
-            owner, giver = self._owners.get(value), self._source[value]
+            owner, giver = self._memory.owner(value), self._source[value]
             if value.tensor and value not in self.routes[giver].owned:
                 self.routes[giver].owned.append(value)
-            is_buffer = owner is not None and not owner.is_parameter
+            is_buffer = bool(owner.tensor) and not owner.is_parameter
             sent = self._copied(value, giver) if is_buffer else value
             # A layer that changes the value sends it on.
             ends = [index for index, taker in enumerate(layers, 1) if value in changed[taker] or index == len(layers)]
@@ -312,8 +303,7 @@ class Routes:
         return copy
 
 
-def _add_sizes(known: dict[Any, Any], value: Value) -> None:
-    """Adds the sizes of a value."""
+def _add_sizes(known: dict[Any, Size], value: Value) -> None:
     for dimension, size in enumerate(value.shape):
         if size is not None and not isinstance(size, int):
             factor, symbol = size.as_coeff_Mul()

@@ -8,16 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpipe import _C
-from gpipe.exported.conversion import ExportedSequential
 from gpipe.exported.layer import ExportedLayer
-from gpipe.wrapper import layers_in
+from gpipe.wrapper import ConvertedSequence, layers_in
 
 
 def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
     """Writes a model of ``gpipe.to_sequential(..., native=True)`` as a file that the C++ function ``gpipe::load_model`` reads.
     Raises TypeError for another model; ValueError, with names, if a layer calls Python functions, or if different parameters
     share memory; and OSError."""
-    if not isinstance(sequence, ExportedSequential):
+    if not isinstance(sequence, ConvertedSequence):
         raise TypeError(f"sequence must be a model of gpipe.to_sequential, but is {type(sequence).__name__}")
     tensors: dict[str, Tensor] = {}
     state = sequence.state_dict(keep_vars=True)
@@ -43,13 +42,8 @@ def export_model(sequence: nn.Sequential, path: str | os.PathLike[str]) -> None:
                 listed.append([name, "parameter" if tensor.requires_grad else "frozen", first_names[id(tensor)]])
                 tensors[name] = tensor
         layers.append({"name": key, "tensors": listed, "graph": json.loads(layer.description)})
-    _refuse_views(tensors)
-    _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))
-
-
-def _refuse_views(tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError if different parameters share memory, which those in a file do not."""
     places = {id(each): (each.data_ptr(), each.nbytes, name) for name, each in tensors.items() if isinstance(each, nn.Parameter)}
     for (begin, size, name), (after, _, other) in pairwise(sorted(places.values())):
         if after < begin + size:
             raise ValueError(f"the parameters '{name}' and '{other}' share memory, which a file loses; use one parameter")
+    _C.write_weights(os.fsencode(path), tensors, json.dumps({"version": 1, "layers": layers}))

@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.generators import GeneratorState, is_generator
+from gpipe.randomness import GeneratorState, is_generator
 
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
 _COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict, partial
-
-
-class Place(NamedTuple):
-    """A value, the dict that it is in, and its name there."""
-
-    value: Any
-    table: Mapping[str, Any]
-    name: str
 
 
 class Read(NamedTuple):
@@ -39,15 +31,17 @@ class Read(NamedTuple):
         if "training" in code.co_consts:  # for getattr()
             self.names.add("training")
 
-    def values(self, modules: Mapping[str, nn.Module]) -> dict[str, Place]:
+    def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[str, Any], str]]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
-        classes and of objects. Each has a text that tells where it is."""
-        found: dict[str, Place] = {}
+        classes and of objects. Returns for each a text that tells where it is, the dict that it is in, and its name there."""
+        found: dict[str, tuple[Mapping[str, Any], str]] = {}
         places: list[tuple[str, Mapping[str, Any], str]] = []
         for space, name in sorted(self.globals):
             if space in sys.modules:
                 places.append((space, vars(sys.modules[space]), name))
-        for kind in {each: None for module in modules.values() for each in type(module).__mro__ if not _is_of_torch(each.__module__)}:
+        for kind in {each: None for module in modules.values() for each in type(module).__mro__}:
+            if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+                continue
             places += [(kind.__qualname__, vars(kind), name) for name in sorted(self.names & vars(kind).keys())]
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
@@ -58,8 +52,9 @@ class Read(NamedTuple):
                 continue
             value, place = table[name], f"{where}.{name}"
             in_object = "__name__" not in table and "__module__" not in table
-            if isinstance(value, (*_VALUES, FunctionType)) or (in_object and _is_plain(value)):
-                found[place] = Place(value, table, name)
+            is_plain = type(value) in _COLLECTIONS and all(isinstance(leaf, _VALUES) for leaf in tree_leaves(value))
+            if isinstance(value, (*_VALUES, FunctionType)) or (in_object and is_plain):
+                found[place] = table, name
             elif _has_attributes(value) and id(value) not in seen:
                 seen.add(id(value))
                 inside = sorted(self.names & vars(value).keys())
@@ -69,16 +64,8 @@ class Read(NamedTuple):
         return found
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _COLLECTIONS and all(isinstance(leaf, _VALUES) for leaf in tree_leaves(value))
-
-
 def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
-
-
-def _is_of_torch(name: str) -> bool:
-    return name.partition(".")[0] in ("torch", "builtins")
 
 
 @cache
@@ -116,9 +103,3 @@ def same(before: Any, now: Any) -> bool:
         elements = _elements(now)
         return len(elements) == len(state) and all(map(same, state, elements))
     return value is now and noted(now)[1] == state
-
-
-def can_change(before: Any) -> bool:
-    """Returns whether something in a value can change, as :func:`noted` returned it."""
-    value, state = before
-    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size, partial) else state is not None

@@ -101,7 +101,6 @@ def expression_of(number: Any) -> Any:
 
 
 def text_of(expression: Any) -> str:
-    """Returns an expression as Python code."""
     from torch.utils._sympy.printers import PythonPrinter
 
     text: str = PythonPrinter().doprint(expression)

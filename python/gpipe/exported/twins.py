@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -95,51 +95,54 @@ class Twins:
     def tested(self) -> dict[str, str]:
         """Compares both in each mode of torch that calls may have, and for other types. Returns how they differ, as
         :class:`Guards` takes it."""
+        tested: dict[str, str] = {}
+        for about, setting, arguments, options in self._settings():
+            for training in self._modes:
+                with mode(self._module, training), setting():
+                    if "autocast" in about and self._blocks and training:
+                        self._record()
+                    reason = self._difference(arguments, **options)
+                    compute = self._given and self._blocks and not self._calls.without_values
+                    if "autocast" in about and compute:  # rounding differs, so only shapes and types
+                        reason = reason or self._difference(arguments, replay=False, atol=math.inf, rtol=0)
+                tested[about] = tested.get(about) or reason
+        return tested
+
+    def _settings(self) -> Iterator[tuple[str, Callable[[], AbstractContextManager[object]], Any, dict[str, Any]]]:
+        """Yields what differs from the conversion in words, a context that makes it so, arguments, and options of a comparison."""
         module, arguments = self._module, self._arguments
         with_grad = tree_map_only(Tensor, lambda each: copy_of(each).requires_grad_(each.is_floating_point()), arguments)
-        strided = tree_map_only(Tensor, _strided, arguments)
-        settings: dict[str, tuple[Callable[[], AbstractContextManager[object]], Any]] = {
-            "without grad mode": (torch.no_grad, arguments),
-            "in inference mode": (torch.inference_mode, arguments),
-            "for inputs that require grad": (nullcontext, with_grad),
-            "for inputs that are not contiguous": (nullcontext, strided),
-        }
+        yield "without grad mode", torch.no_grad, arguments, {}
+        yield "in inference mode", torch.inference_mode, arguments, {}
+        yield "for inputs that require grad", nullcontext, with_grad, {}
+        yield "for inputs that are not contiguous", nullcontext, tree_map_only(Tensor, _strided, arguments), {"gradients": False}
         for kind in device_kinds(module):
             if now := autocast_dtype(kind):
-                settings[f"without autocast on {kind}"] = partial(torch.autocast, kind, enabled=False), arguments
+                yield f"without autocast on {kind}", partial(torch.autocast, kind, enabled=False), arguments, {}
             for dtype in {torch.bfloat16, *(() if kind == "cpu" else (torch.float16,))} - {now}:
-                settings[f"under autocast to {dtype} on {kind}"] = partial(torch.autocast, kind, dtype), arguments
+                yield f"under autocast to {dtype} on {kind}", partial(torch.autocast, kind, dtype), arguments, {}
         for dtype in _FLOATS | _INTEGERS:
             others = tree_map_only(Tensor, partial(_of_dtype, dtype), arguments)
             if any(each is not other for each, other in zip(tree_leaves(others), tree_leaves(arguments))):
-                settings[f"for inputs of {dtype}"] = nullcontext, others
-        tested = {}
-        for about, (setting, given) in settings.items():
-            reasons = []
-            for training in self._modes:
-                with setting(), mode(module, training):
-                    if "autocast" in about and self._blocks and training:
-                        self._record()
-                    reasons.append(self._difference(given, gradients=about in _WITH_GRADIENTS or "autocast" in about))
-                    compute = self._given and self._blocks and not self._calls.without_values
-                    if "autocast" in about and compute:  # rounding differs, so only shapes and types
-                        reasons.append(self._difference(given, replay=False, atol=math.inf, rtol=0))
-            tested[about] = next(filter(None, reasons), "")
-        reasons = []
-        for training in self._modes:
-            with mode(module, training):
-                for each in self._blocks:
-                    each.training = not training
-                reasons.append(self._difference(arguments, gradients=False))
-        tested["with modules in different modes"] = next(filter(None, reasons), "")
+                yield f"for inputs of {dtype}", nullcontext, others, {"gradients": False}
+        yield "with modules in different modes", self._blocks_in_other_modes, arguments, {"gradients": False}
         own = chain.from_iterable((*each.parameters(False), *each.buffers(False)) for each in self._exported.values())
         if self._blocks and not self._given and not any(tensor.is_floating_point() for tensor in own):
             for dtype in _FLOATS - {torch.uint8} - {parameter.dtype for parameter in module.parameters()}:
-                cast = tree_map_only(Tensor, partial(_float_of, dtype), arguments)
-                with unchanged(module.modules()):
-                    pretend(module, dtype)
-                    tested[f"with parameters of {dtype}"] = self._difference(cast, dtype=dtype, gradients=False)
-        return tested
+                cast = tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, arguments)
+                yield f"with parameters of {dtype}", partial(self._pretending, dtype), cast, {"gradients": False, "dtype": dtype}
+
+    @contextmanager
+    def _blocks_in_other_modes(self) -> Iterator[None]:
+        for each in self._blocks:
+            each.training = not self._module.training
+        yield
+
+    @contextmanager
+    def _pretending(self, dtype: torch.dtype) -> Iterator[None]:
+        with unchanged(self._module.modules()):
+            pretend(self._module, dtype)
+            yield
 
     def _record(self) -> None:
         """Records what the blocks return under the present autocast, unless the model raises."""
@@ -150,11 +153,6 @@ class Twins:
             self._module(*args, **kwargs)
 
 
-def _float_of(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-_WITH_GRADIENTS = "for inputs that require grad", "without grad mode", "in inference mode"
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
 _INTEGERS = {torch.uint8, torch.int32, torch.int64}
 
@@ -214,7 +212,7 @@ def _behaviour(
                     found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
                 except RuntimeError as error:
                     return error
-        found |= changes()
+        found |= {f"a change of {where!r}": what for where, what in changes().items()}
     return found
 
 
@@ -242,9 +240,9 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
         return f"the layers raise {type(theirs).__name__}: {theirs}"
     for name in ours | theirs:
         mine, other = ours.get(name), theirs.get(name)
-        if isinstance(mine, str) and mine != other:
-            return f"{name} differs: {mine or 'none'} or {other or 'none'}"
-        if isinstance(mine, str):
+        if isinstance(mine, str) or isinstance(other, str):
+            if mine != other:
+                return f"{name} differs: {mine or 'none'} or {other or 'none'}"
             continue
         tensors = isinstance(mine, Tensor) and isinstance(other, Tensor) and mine.layout == other.layout == torch.strided
         if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
