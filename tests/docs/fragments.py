@@ -22,7 +22,7 @@ TYPE = re.compile(r"^struct \w+ .*?^};\n(?:TORCH_MODULE\(\w+\);\n)?", re.MULTILI
 
 def main() -> None:
     *pages, output = map(Path, sys.argv[1:])
-    headers = ["<torch/torch.h>", "<fstream>", "<iostream>", '"gpipe/gpipe.h"']
+    headers = ["<torch/torch.h>", "<torch/csrc/distributed/c10d/Backend.hpp>", "<fstream>", "<iostream>", '"gpipe/gpipe.h"']
     code = "namespace nn = torch::nn;\n"
     for page in pages:
         fragments = re.findall(r"^```c\+\+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
