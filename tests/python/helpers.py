@@ -1,6 +1,7 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import json
@@ -8,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -216,6 +218,7 @@ def run_on_two_ranks(program, folder, *arguments):
 
 
 def _start(rank, size, folder):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the tests, also if they are killed
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     join(rank, size, folder)
