@@ -1,7 +1,6 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -9,11 +8,11 @@ import multiprocessing
 import os
 import pickle
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections import OrderedDict
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -217,8 +216,13 @@ def run_on_two_ranks(program, folder, *arguments):
     return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _start(rank, size, folder):
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the tests, also if they are killed
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # also if the tests are killed
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     join(rank, size, folder)
