@@ -186,6 +186,9 @@ HARD = {
     "auxiliary or nothing": auxiliary_or_nothing,
     "more in evaluation": more_in_evaluation,
     "changed in place": changed_in_place,
+    "mode by name": lambda m, x: m.a(x) * (2 if getattr(m, "training") else 3),  # noqa: B009
+    "mode of another module": lambda m, x: m.a(x) + (m.d(x) if m.c.training else m.b(x)),
+    "output of a block": lambda m, x: sum(each for each in m.maybe(m.a(x)) if each is not None),
 }
 
 
