@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections import OrderedDict
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -215,7 +216,13 @@ def run_on_two_ranks(program, folder, *arguments):
     return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _start(rank, size, folder):
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # also if the tests are killed
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     join(rank, size, folder)

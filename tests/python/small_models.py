@@ -43,6 +43,14 @@ def batch(samples=6):
     return torch.randn(samples, 4).double()
 
 
+class Maybe(nn.Linear):
+    """Returns one tensor more in training mode."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.sin() if self.training else None
+
+
 class Calls(nn.Module):
     """Calls a function with itself and the input."""
 
@@ -50,6 +58,7 @@ class Calls(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c, self.d = (nn.Linear(4, 4).double() for _ in range(4))
+        self.maybe = Maybe(4, 4).double()
         self.shifts = nn.ParameterList([nn.Parameter(torch.randn(4).double()) for _ in range(2)])
         self.scales = nn.ParameterDict({name: nn.Parameter(torch.randn(4).double()) for name in ("class", "w-1")})
         self.register_buffer("count", torch.ones(4).double())

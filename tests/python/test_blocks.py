@@ -10,7 +10,6 @@ from torch import nn
 
 import gpipe
 from gpipe import to_sequential
-from gpipe.exported import capture
 from gpipe.exported.guards import Guards
 from gpipe.exported.read import Read
 from small_models import Calls, assert_equal_in_each_mode, batch, make_net, names_of
@@ -198,34 +197,3 @@ def test_what_cannot_be_native_is_kept_whole(odd, reason):
     outputs = [sequence(batch().float()), model(batch().float())]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), odd.weight)[0] for each in outputs))
-
-
-class Maybe(nn.Linear):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y.sin() if self.training else None
-
-
-def by_name(model, x):
-    return model.a(x) * (2 if getattr(model, "training") else 3)  # noqa: B009
-
-
-def by_a_block(model, x):
-    y, more = model.c(x)
-    return y if more is None else y + more
-
-
-def by_calls(model, x):
-    return model.a(x) + (model.d(x) if model.c.training else model.b(x))
-
-
-@pytest.mark.parametrize(
-    ("function", "exports"), [(by_name, 2), (by_a_block, 2), (by_calls, 2), (lambda m, x: m.b(m.a(x).sin()) + x, 1)]
-)
-def test_code_between_blocks_is_exported_in_evaluation_mode_if_it_depends_on_the_mode(function, exports, monkeypatch):
-    model, made = Calls(function), []
-    model.c = Maybe(4, 4).double() if function is by_a_block else model.c
-    export = capture.exported
-    monkeypatch.setattr(capture, "exported", lambda *args, **options: made.append(0) or export(*args, **options))
-    assert_equal_in_each_mode(to_sequential(model, batch()), copy.deepcopy(model), batch())
-    assert len(made) == exports

@@ -130,14 +130,6 @@ def reads_before_it_counts(self, x):
     return self.b(self.a(x) * count) * count
 
 
-def names_that_are_no_identifiers(self, x):
-    return self.b(self.a(x) * self.shifts[0] + self.scales["class"]) * self.scales["w-1"] + self.shifts[1]
-
-
-def calls_layers_under_vmap(self, x):
-    return self.b(torch.vmap(lambda row: self.b(self.a(row)) + self.count)(x))
-
-
 def test_constants_among_the_inputs_stay():
     sequence = to_sequential(Returns(lambda x, factor: x * factor), batch(), 2)
     assert torch.equal(sequence((batch(), None)), batch() * 2)
@@ -154,14 +146,6 @@ def test_what_is_equal_in_both_modes_is_no_choice():
 class Outputs(NamedTuple):
     out: torch.Tensor
     aux: torch.Tensor
-
-
-def another_layer(m, x):
-    return m.d(m.b(x) if m.training else m.c(x))
-
-
-def another_order(m, x):
-    return m.d(m.b(m.c(x)) if m.training else m.c(m.b(x)))
 
 
 def other_arguments(m, x):
@@ -191,17 +175,30 @@ def total(output):
     return sum(leaf.sin().sum() for leaf in tree_leaves(output) if leaf is not None)
 
 
+HARD = {
+    "counts through a view": counts_through_a_view,
+    "reads before it counts": reads_before_it_counts,
+    "names that are no identifiers": lambda m, x: m.b(m.a(x) * m.shifts[0] + m.scales["class"]) * m.scales["w-1"] + m.shifts[1],
+    "calls layers under vmap": lambda m, x: m.b(torch.vmap(lambda row: m.b(m.a(row)) + m.count)(x)),
+    "another layer": lambda m, x: m.d(m.b(x) if m.training else m.c(x)),
+    "another order": lambda m, x: m.d(m.b(m.c(x)) if m.training else m.c(m.b(x))),
+    "other arguments": other_arguments,
+    "auxiliary or nothing": auxiliary_or_nothing,
+    "more in evaluation": more_in_evaluation,
+    "changed in place": changed_in_place,
+    "mode by name": lambda m, x: m.a(x) * (2 if getattr(m, "training") else 3),  # noqa: B009
+    "mode of another module": lambda m, x: m.a(x) + (m.d(x) if m.c.training else m.b(x)),
+    "output of a block": lambda m, x: sum(each for each in m.maybe(m.a(x)) if each is not None),
+}
+
+
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(
-    "function",
-    [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap]
-    + [another_layer, another_order, other_arguments, auxiliary_or_nothing, more_in_evaluation, changed_in_place],
-)
-def test_what_is_hard_to_divide(function, native):
-    model = Calls(function)
+@pytest.mark.parametrize("name", HARD)
+def test_what_is_hard_to_divide(name, native):
+    model = Calls(HARD[name])
     plain = copy.deepcopy(model)
     sequence = to_sequential(model, batch(), native=native)
-    chunks = 1 if "count" in function.__name__ else 2
+    chunks = 1 if "count" in name else 2
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence), chunks=chunks, checkpoint="always")
     for mode in (True, False, True):
         outputs = []
@@ -231,7 +228,7 @@ class Nested(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = Calls(another_layer), Calls(another_order)
+        self.first, self.second = Calls(HARD["another layer"]), Calls(HARD["another order"])
         self.skip, self.last = Skipping(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
 
     def forward(self, x):

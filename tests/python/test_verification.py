@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpipe
-from helpers import Add, Stash
+from test_ranks import batch, make_model
 
 
 def on_worker():
@@ -36,17 +36,10 @@ class DifferingLinear(nn.Linear):
         return Differs.apply(super().forward(x), self.backward)
 
 
-def make_layers():
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), Stash(), nn.Dropout(), nn.BatchNorm1d(4), nn.Tanh(), Add(), nn.Linear(4, 3)]
-    return nn.Sequential(*layers)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_pipeline_is_its_layers(schedule):
-    model = make_layers()
-    pipe = gpipe.GPipe(model, [2, 2, 3], chunks=3, schedule=schedule, devices=["cpu"] * 3)
-    x, target = torch.randn(8, 4), torch.arange(8) % 3
+    pipe = gpipe.GPipe(make_model(), [2, 2, 4], chunks=3, schedule=schedule, devices=["cpu"] * 3)
+    x, target = batch(8)
     pipe.step(x, target, F.cross_entropy)
     before = {**pipe.state_dict()}, [each.grad.clone() for each in pipe.parameters()], torch.get_rng_state()
     before[0].update((name, each.clone()) for name, each in before[0].items())
@@ -56,16 +49,16 @@ def test_a_pipeline_is_its_layers(schedule):
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-@pytest.mark.parametrize(
-    "backward, message",
-    [(False, "the output of layer '6' differs"), (True, "the gradient of '0.weight' differs")],
-)
+@pytest.mark.parametrize("backward, message", [
+    (False, "the output of layer '7' differs"),
+    (True, "the gradient of '0.weight' differs"),
+])  # fmt: skip
 def test_what_differs_is_named(backward, message):
-    model = make_layers()
-    model[6] = DifferingLinear(4, 3)
-    model[6].backward = backward
+    model = make_model()
+    model[7] = DifferingLinear(6, 3)
+    model[7].backward = backward
     model.append(nn.Tanh())
-    pipe = gpipe.GPipe(model, [4, 4], chunks=2, schedule="1f1b", devices=["cpu"] * 2)
+    pipe = gpipe.GPipe(model, [4, 5], chunks=2, schedule="1f1b", devices=["cpu"] * 2)
     with pytest.raises(AssertionError, match=re.escape(message) + ".* by 0.2"):
         gpipe.verify(pipe, torch.randn(8, 4), torch.zeros(8, 3), F.mse_loss)
 
