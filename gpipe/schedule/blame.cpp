@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <nlohmann/json.hpp>
+#include <cmath>
 #include <numeric>
+#include <stdexcept>
 
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedule/verifier.h"
@@ -297,19 +298,6 @@ std::vector<Slack> slack_of(const Step& step, const Typical& typical, double rep
   return slack;
 }
 
-nlohmann::json to_json(const Piece& piece) {
-  const auto [kind, stage, micro_batch] = piece.action;
-  constexpr std::array kCauses = {"work", "queued", "blocked", "wire", "caller"};
-  const auto* cause = kCauses[static_cast<std::size_t>(piece.cause)];
-  return {cause, piece.worker, stage, std::string(1, to_char(kind)), micro_batch, piece.edge, piece.seconds};
-}
-
-nlohmann::json to_json(const std::vector<Piece>& pieces) {
-  auto list = nlohmann::json::array();
-  for (const auto& piece : pieces) list.push_back(to_json(piece));
-  return list;
-}
-
 }  // namespace
 
 std::vector<StepBlame> blame(const Timeline& timeline) {
@@ -344,31 +332,6 @@ std::vector<StepBlame> blame(const Timeline& timeline) {
     blamed.back().slack = slack_of(steps.rbegin()->second, typical, blamed.back().replayed, stages);
   }
   return blamed;
-}
-
-std::string to_json_lines(const Timeline& timeline) {
-  std::string lines;
-  for (const auto& [step, start, end, waits, critical_path, parts, replayed, slack] : blame(timeline)) {
-    nlohmann::json line = {{"step", step},   {"start", start},      {"end", end}, {"workers", timeline.workers},
-                           {"parts", parts}, {"replayed", replayed}};
-    for (const auto& edge : timeline.edges) line["edges"].push_back({edge.from, edge.to, edge.name});
-    for (const auto& span : timeline.spans) {
-      if (span.step != step) continue;
-      const auto [kind, stage, m] = span.action;
-      const auto [before, peak, after] = span.bytes;
-      line["spans"].push_back({span.worker, stage, std::string(1, to_char(kind)), m, span.start, span.end, span.lead,
-                               span.queued, span.blocked, before, peak, after});
-    }
-    line["waits"] = nlohmann::json::array();
-    for (const auto& wait : waits) line["waits"].push_back({wait.worker, wait.start, wait.end, to_json(wait.pieces)});
-    line["critical_path"] = to_json(critical_path);
-    line["gains"] = gains(timeline, step);
-    for (const auto& each : slack) {
-      line["slack"].push_back({each.stage, std::string(1, to_char(each.kind)), each.slower, each.gain});
-    }
-    lines += line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + '\n';
-  }
-  return lines;
 }
 
 }  // namespace gpipe
