@@ -23,6 +23,8 @@ static bool left_out(int call) {
   return tells;
 }
 """
+# Of overwrite(): no test puts back a copy that another stream has made.
+UNTESTED = ("use_on_current_stream(from);", "use_on_current_stream(value);")
 FOLDERS = ("tensors", "run", "autograd")  # where such calls are, beside the wires between devices
 FILTER = "Pipeline/OnDevices*:GeneratedOnDevices*:Counts.Copies*:*RanksOnDevices*-*Deadlock*"
 
@@ -55,7 +57,7 @@ def main(build: str, first: str = "1", last: str = "1000") -> None:
     calls = compile_library(folder, folder / "tests/accelerator")
     survivors = []
     for call, place in enumerate(calls, 1):
-        if not int(first) <= call <= int(last):
+        if not int(first) <= call <= int(last) or place.endswith(UNTESTED):
             continue
         library = str(folder / "tests/accelerator/left_out.so")
         environment = {**os.environ, "LD_PRELOAD": library, "LEFT_OUT": str(call), "MKL_CBWR": "AUTO,STRICT"}
