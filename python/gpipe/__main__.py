@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

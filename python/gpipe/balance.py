@@ -27,7 +27,7 @@ from gpipe.exported.conversion import as_sequential
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
-from gpipe.wrapper import ConvertedSequence
+from gpipe.wrapper import entering
 
 __all__ = [
     "LayerProfile",
@@ -252,7 +252,7 @@ def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterat
     attributes, parameters and buffers that layers replaced."""
     model = as_sequential(module, sample)
     verify_module(model)
-    tensors, structure = take_apart(model.entering(sample) if isinstance(model, ConvertedSequence) else sample)
+    tensors, structure = take_apart(entering(model, sample))
     with unchanged(vars(model).get("module", model).modules()):
         moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
         with mode(model, True):

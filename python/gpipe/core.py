@@ -22,7 +22,7 @@ from gpipe.partition import Partition, Stages, borrowed_across_ranks, forget_oth
 from gpipe.ranks import Ranks
 from gpipe.skip import Skippable
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedLayer, Wrapper, ConvertedSequence, batch_first, layers_in
+from gpipe.wrapper import ConvertedLayer, ConvertedSequence, Wrapper, batch_first, entering, layers_in
 
 # The settings that may be assigned, with their checks. Another spelling is refused, because it would have no effect.
 _SETTINGS: dict[str, Callable[[Any], Any]] = {"checkpoint": _C.check_checkpoints, "chunks": check_chunks}
@@ -134,12 +134,10 @@ class StagedModel(Wrapper):
                     layer.follow_model()
 
     def _entering(self, input: Any) -> Any:
-        """Returns what the first layer takes. Errors as :meth:`ConvertedSequence.entering`."""
-        if not isinstance(self._sequence, ConvertedSequence):
-            return input
-        if self._is_here[0]:
-            return self._sequence.entering(input)
-        self._sequence.guards.check([])
+        if all(self._is_here[:1]):
+            return entering(self._sequence, input)
+        if isinstance(self._sequence, ConvertedSequence):
+            self._sequence.guards.check([])
         return batch_first(input, self._batch_dim)
 
     def _leaving(self, output: Any) -> Any:

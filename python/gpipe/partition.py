@@ -19,7 +19,7 @@ from gpipe._C import is_checkpointing
 from gpipe.randomness import Draws, redirect_generators
 from gpipe.skip import Skippable, skippables_in, verify_skippables
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedLayer, Shell, ConvertedSequence, layers_in
+from gpipe.wrapper import ConvertedLayer, ConvertedSequence, Shell, layers_in
 
 
 class _Kept(torch.autograd.Function):

@@ -278,8 +278,8 @@ class GPipe(StagedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on one mini-batch: tensors in any structure, whose dimension 0 is the batch, of the same size in
         all. A converted model takes its module's arguments, except those without tensors. Returns the output of the last
-        layer for the whole mini-batch, on the last stage's device; on other ranks as :class:`Ranks` says. Warns once if it trains with a ``schedule`` that only
-        :meth:`step` runs. An exception of a layer gets a note with its place.
+        layer for the whole mini-batch, on the last stage's device; on other ranks as :class:`Ranks` says. Warns once if it
+        trains with a ``schedule`` that only :meth:`step` runs. An exception of a layer gets a note with its place.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.

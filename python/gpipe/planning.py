@@ -20,7 +20,7 @@ from gpipe.ranks import Ranks, on_rank_0
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import Team
 from gpipe.weights import Values
-from gpipe.wrapper import ConvertedSequence
+from gpipe.wrapper import entering
 
 
 class Plan(TypedDict):
@@ -70,7 +70,7 @@ def choose_plan(
         devices = arrange_workers(None, max(1, wanted // processes) if wanted else default).devices
     placed = list(devices) * processes
     workers = len(placed)
-    tensors = model.entering(batch) if isinstance(model, ConvertedSequence) else batch
+    tensors = entering(model, batch)
     samples = len(take_apart(tensors)[0][0])
     if chunks is None and samples == 1:
         warnings.warn(

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from typing_extensions import Self  # comes with torch
 
+from gpipe.structure import take_apart
+
 
 def _mode_of(name: str) -> property:
     """Returns a property for the mode of the module in an attribute."""
@@ -101,9 +103,10 @@ class ConvertedSequence(Wrapper, nn.Sequential):
         leaves, found = tree_flatten(_in_order_of(self._input, input))
         tensors, expected = tree_flatten(self._input)
         if found != expected:
+            take_apart(input)  # names what is no tensor
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; give a tensor for each '...', and leave out what was a constant, or call pipe.module for another value"
+                f"{_shown(found)}; give what was expected, with a tensor for each '...', and leave out what was a constant"
             )
         for number, (leaf, is_tensor) in enumerate(zip(leaves, tensors)):
             if not isinstance(leaf, Tensor if is_tensor else NoneType):
@@ -234,6 +237,11 @@ def naming_dimensions(batch_dim: int) -> Iterator[None]:
         if batch_dim and "shape" in str(error) and hasattr(error, "add_note"):  # Python 3.10 has no notes
             error.add_note("[gpipe] the layers have the batch as dimension 0; swap dimensions 0 and 1 for the model's shapes")
         raise
+
+
+def entering(sequence: nn.Module, input: Any) -> Any:
+    """Returns what the first layer of a sequence takes. Errors as :meth:`ConvertedSequence.entering`."""
+    return sequence.entering(input) if isinstance(sequence, ConvertedSequence) else input
 
 
 def layers_in(sequence: nn.Module) -> dict[str, nn.Module]:

@@ -124,7 +124,7 @@ MISTAKES = [
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"the first layer takes one input, but got 2 arguments; call pipe\(\(a, b\)\), or"),
     (lambda: pipe()(ids=X), TypeError, r"takes one input, but got 1 arguments; call .* pipe\({'name': a}\)"),
-    (lambda: from_module(balance=[1, 1])(X, use_cache=False), TypeError, "expected ..., but got .*'use_cache'.* call pipe.module"),
+    (lambda: from_module(balance=[1, 1])(X, use_cache=False), TypeError, "<class 'bool'> for 'use_cache'; .* call pipe.module"),
     (lambda: pipe()({"x": X, "use_cache": False}), TypeError, r"but got <class 'bool'> for 'use_cache'; .* leave it out"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
     (lambda: pipe()(UserDict(x=X)), TypeError, r"expected Tensor, but got <class 'collections.UserDict'>; .* pass dict\(...\)"),

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Container, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,6 @@ from gpipe.exported.exporter import NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
 
 
-class Captured(NamedTuple):
-    """A model as a graph per mode, training first, with its tensors. The first one's sizes have what all modes require."""
-
-    graphs: list[Graph]
-    tensors: dict[str, Tensor]  # by name, also tensors that the graph does not use
-    whole: dict[str, nn.Module]  # the modules that are kept whole, by path
-
-
 def capture(
     module: nn.Module,
     arguments: Any,
@@ -33,10 +25,11 @@ def capture(
     *,
     any_shape: bool,
     runs: bool,
-) -> Captured:
+) -> tuple[list[Graph], dict[str, Tensor]]:
     """Captures a model for any number of samples in the ``modes`` that count: training, and evaluation if what it computes
     outside the ``blocks``, which are kept whole, depends on the mode. With ``any_shape``, also for other sizes where its code
-    allows them. ``calls`` are those of a plain run. Raises ValueError if it cannot be converted."""
+    allows them. ``calls`` are those of a plain run. Returns a graph per mode, whose first one's sizes have what all modes
+    require, and tensors by name, also those that no graph uses. Raises ValueError if it cannot be converted."""
     programs = []
     for training in modes:
         with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
@@ -51,7 +44,7 @@ def capture(
         for ours, theirs in ((ours, theirs) for theirs, ours in same.items() if ours and theirs):
             ours.shape = tuple(size if isinstance(size, int) else own for own, size in zip(ours.shape, theirs.shape, strict=True))
         graphs[0].sizes.merge(other.sizes, same)
-    return Captured(graphs, tensors, dict(blocks))
+    return graphs, tensors
 
 
 def _names_in(program: ExportedProgram, own: Container[str], tensors: dict[str, Tensor]) -> dict[str, str]:

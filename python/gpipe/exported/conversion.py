@@ -14,7 +14,7 @@ from torch import Tensor, enable_grad, inference_mode, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.blocks import Calls
-from gpipe.exported.capture import Captured, capture, examples_of, refuse_modules
+from gpipe.exported.capture import capture, examples_of, refuse_modules
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, changes_in
@@ -132,8 +132,8 @@ def _converted(
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[path]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
             modes = (True, False) if calls.depends_on_mode(exported.values()) else (True,)
-            model = capture(module, examples, blocks, calls, batch_dim, modes, **way)
-            sequence = _assemble(model, module)
+            graphs, tensors = capture(module, examples, blocks, calls, batch_dim, modes, **way)
+            sequence = _assemble(graphs, tensors, blocks, module)
             read = calls.read_by(exported.values())
             twins_of = partial(Twins, module, partial(_run, sequence), exported, blocks.values(), read, modes)
             twins = twins_of(few, calls)
@@ -171,7 +171,7 @@ def _converted(
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
 
-    _try_one_sample(sequence, model.graphs[0], few, twins.agree)
+    _try_one_sample(sequence, graphs[0], few, twins.agree)
     deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
     decided = []
     for training in modes:
@@ -247,14 +247,14 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-def _assemble(model: Captured, original: nn.Module) -> ConvertedSequence:
-    routes = list(zip(*divide(model.graphs)))  # of each layer, in each mode
+def _assemble(graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module) -> ConvertedSequence:
+    routes = list(zip(*divide(graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
-    entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in model.graphs]
-    inputs, sizes, outputs = [leaves for leaves, _ in entering], model.graphs[0].sizes, [graph.outputs for graph in model.graphs]
+    entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in graphs]
+    inputs, sizes, outputs = [leaves for leaves, _ in entering], graphs[0].sizes, [graph.outputs for graph in graphs]
     example = tree_unflatten([value and True for value in inputs[0]], entering[0][1])
-    returned = [tree_unflatten([value and True for value in graph.outputs], graph.out_spec) for graph in model.graphs]
-    owned = _owners(model, routes)
+    returned = [tree_unflatten([value and True for value in graph.outputs], graph.out_spec) for graph in graphs]
+    owned = _owners(tensors, blocks, routes)
     for index, each in enumerate(routes):
         first, last = index == 0, index == len(routes) - 1
 
@@ -264,11 +264,11 @@ def _assemble(model: Captured, original: nn.Module) -> ConvertedSequence:
 
         alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
         description = described(0, 1 if alike else 2, sizes if first else None)
-        layer = ExportedLayer(each[0].name, original, description.called, str(description))
+        layer = ExportedLayer(each[0].name, model, description.called, str(description))
         for name in owned[index]:
-            layer.add(name, model.tensors[name])
+            layer.add(name, tensors[name])
         layers[_key(each[0].name, layers)] = layer
-    return ConvertedSequence(original, layers, example, returned)
+    return ConvertedSequence(model, layers, example, returned)
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -280,14 +280,14 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if len(args) == 1 else args
 
 
-def _owners(model: Captured, routes: list[tuple[Route, ...]]) -> list[list[str]]:
+def _owners(tensors: Mapping[str, Tensor], blocks: Iterable[str], routes: list[tuple[Route, ...]]) -> list[list[str]]:
     """Returns the names of each layer's tensors, without those of modules that are kept whole. One that is not used belongs to
     the layer with the nearest name."""
     owned = [list(dict.fromkeys(value.tensor for route in each for value in route.owned)) for each in routes]
-    used = {id(model.tensors[name]) for names in owned for name in names}
+    used = {id(tensors[name]) for names in owned for name in names}
     paths = [each[0].name.split(".") for each in routes]
-    for name, each in model.tensors.items():
-        if id(each) not in used and not is_inside(name, model.whole):
+    for name, each in tensors.items():
+        if id(each) not in used and not is_inside(name, blocks):
             common = [len(os.path.commonprefix([name.split("."), path])) for path in paths]
             owned[common.index(max(common))].append(name)
     return owned

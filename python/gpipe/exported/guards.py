@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe.exported.blocks import autocast_dtype
 from gpipe.exported.exporter import OF_MODULES
-from gpipe.exported.read import Read, noted, same
+from gpipe.exported.read import Read, can_change, noted, same
 
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
@@ -26,15 +26,22 @@ class _Gone:
 Facts = dict[str, Callable[[], Any]]  # what messages call something, and what returns it
 
 
-def _facts_of(module: nn.Module) -> Facts:
+def _facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
     """Returns what the code of a module may read from it: its class, attributes, hooks, and names of tensors and modules."""
     own = vars(module)
-    inherited = {name for kind in type(module).__mro__[: -len(nn.Module.__mro__)] for name in vars(kind)} - OF_MODULES
     facts: Facts = {"its class": partial(type, module)}
-    facts |= {f"its attribute '{name}'": partial(own.get, name, _Gone) for name in (own.keys() - OF_MODULES) | inherited | {"forward"}}
-    for name in (*_HOOKS, "_parameters", "_buffers", "_modules"):  # a hook has a number that no other has
-        facts[f"its {name.strip('_').replace('_', ' ')}"] = partial(repr, own[name].keys())
+    facts |= {f"its attribute '{name}'": partial(own.get, name, _Gone) for name in (*own, *inherited) if name not in OF_MODULES}
+    for name in _HOOKS:
+        facts[f"its {name.strip('_').replace('_', ' ')}"] = partial(tuple, own[name])  # numbers that no other hooks have
+    for name in ("_parameters", "_buffers", "_modules"):
+        facts[f"its {name.strip('_')}"] = partial("\n".join, own[name])
     return facts
+
+
+def _inherited(kind: type[nn.Module]) -> list[str]:
+    """Returns the names of what a class has, which attributes of a module may hide."""
+    names = {name for base in kind.__mro__[: -len(nn.Module.__mro__)] for name in vars(base)}
+    return [name for name in {*names, "forward"} if not name.startswith("__")]
 
 
 def _values_of(read: Read, modules: Mapping[str, nn.Module]) -> Facts:
@@ -123,7 +130,7 @@ class Guards:
         self._modes = [each.training for each in self._with_modes]
         self._defaults = torch.get_default_dtype(), torch.get_default_device()
         self._before = {what: noted(get()) for what, get in self._facts().items()}
-        self._watched: list[tuple[str, Callable[[], Any], Any, Any]] = []
+        self._watched: list[tuple[str, Callable[[], Any], Any, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watched": []}
@@ -136,7 +143,7 @@ class Guards:
             if path:
                 facts[f"'{path}' of the model was replaced since the conversion"] = partial(self._exported[outer]._modules.get, name)
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
-            facts |= {f"{who} has changed since the conversion: {what}": get for what, get in _facts_of(each).items()}
+            facts |= {f"{who} has changed since the conversion: {what}": get for what, get in _facts_of(each, _inherited(type(each))).items()}
         for (first, tensors, own), *others in self._ties:
             for other, its_tensors, its_own in others:
                 what = f"'{first}' and '{other}' of the model ({type(self._model).__name__}) are no longer one tensor"
@@ -147,10 +154,10 @@ class Guards:
         """Raises RuntimeError if something has changed since the conversion that the exported code of the model reads."""
         if not self._watched:
             facts = self._facts()
-            self._watched = [(what, facts.get(what, _Gone), *was) for what, was in self._before.items()]
-        for what, get, value, state in self._watched:
+            self._watched = [(what, facts.get(what, _Gone), was[0], can_change(was)) for what, was in self._before.items()]
+        for what, get, value, changes in self._watched:
             now = get()
-            if (now is value and state is None) or same((value, state), now):
+            if (now is value and not changes) or same(self._before[what], now):
                 continue
             if value is _Gone and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
                 continue

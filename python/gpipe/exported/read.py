@@ -103,3 +103,9 @@ def same(before: Any, now: Any) -> bool:
         elements = _elements(now)
         return len(elements) == len(state) and all(map(same, state, elements))
     return value is now and noted(now)[1] == state
+
+
+def can_change(before: Any) -> bool:
+    """Returns whether something in a value can change, as :func:`noted` returned it."""
+    value, state = before
+    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size, partial) else state is not None

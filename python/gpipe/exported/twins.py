@@ -67,15 +67,15 @@ class Twins:
 
     def agree(self, arguments: Any) -> bool:
         """Returns whether both do the same, or raise, in the modes that count."""
-        reasons = []
         for training in self._modes:
             with mode(self._module, training):
                 reason = self._difference(arguments)
                 if reason and self._blocks and not self._calls.without_values:  # an export may call them with a mask more
                     with torch.no_grad():
                         reason = self._difference(arguments, replay=False)
-                reasons.append(reason)
-        return not any(reasons)
+                if reason:
+                    return False
+        return True
 
     def compare(self) -> None:
         """Compares both in training and in evaluation mode. Raises ValueError if they differ."""
