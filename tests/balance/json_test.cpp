@@ -82,7 +82,8 @@ void expect_refused(const std::string& place, const std::vector<Json>& values) {
 TEST(ProfileJson, ValuesHaveTheirTypesAndRanges) {
   const auto wraps = (std::int64_t{1} << 32) + 1;
   const auto huge = std::numeric_limits<std::uint64_t>::max();
-  for (const auto& [place, value] : good().flatten().items()) {
+  const auto values = good().flatten();
+  for (const auto& [place, value] : values.items()) {
     if (value.is_string()) expect_refused(place, {1, nullptr});
     if (value.is_boolean()) expect_refused(place, {1, "true", nullptr});
     if (value.is_number_integer()) expect_refused(place, {0.5, -3, 1e30, true, "1", nullptr, Json::array(), huge});
@@ -104,7 +105,7 @@ TEST(ProfileJson, ValuesHaveTheirTypesAndRanges) {
       {"/skips/0/readers/0", {-1, 2, wraps}},
       {"/ties/0/layers/1", {0, 2}},
   };
-  for (const auto& [place, values] : wrong) expect_refused(place, values);
+  for (const auto& [place, of_place] : wrong) expect_refused(place, of_place);
 }
 
 }  // namespace

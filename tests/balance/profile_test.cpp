@@ -251,9 +251,11 @@ std::vector<Checkpoints> modes_of_segments(std::size_t stages) {
   return modes;
 }
 
+constexpr std::int64_t kOfLosses = 64;  // bytes: a number for each micro-batch
+
 /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
-/// step: they are at least `least` of these. The profile's model ends in the loss. `segments`: the stages are segments of
-/// one worker.
+/// step: they are at least `least` of these; if this is 1, in each action. The profile's model ends in the loss.
+/// `segments`: the stages are segments of one worker.
 void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
                         const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
                         double least = 0.93, bool segments = false) {
@@ -286,17 +288,22 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
       account(accounted, bytes);
       for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
         const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
-        const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
+        const auto ratio = static_cast<double>(accounted.peak_bytes()[w] + kOfLosses) / counted;
         EXPECT_GE(ratio, least) << "worker " << w;
         // Workers free each other's memory during their actions. The account frees it at their ends.
         if (balance.size() == 1 || segments) EXPECT_LT(ratio, segments ? 1.1 : 1.05);
       }
-      for (std::size_t i = 0; balance.size() == 1 && i < timeline->spans.size(); ++i) {
-        const auto& span = timeline->spans[i];
-        if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
+      for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
+        const auto& [span, of_profile] = std::tie(timeline->spans[i], accounted.spans[i]);
+        SCOPED_TRACE(to_string(span.action));
+        if (least >= 1) {
+          EXPECT_LE(span.bytes.before, of_profile.bytes.before + kOfLosses);
+          EXPECT_LE(span.bytes.peak, of_profile.bytes.peak + kOfLosses);
+          EXPECT_LE(span.bytes.after, of_profile.bytes.after + kOfLosses);
+        }
+        if (balance.size() > 1 || (span.action.kind != Kind::I && span.action.kind != Kind::W)) continue;
         const auto counted = span.bytes.after - span.bytes.before;
-        const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
-        EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
+        EXPECT_NEAR(of_profile.bytes.after - of_profile.bytes.before, counted, 0.05 * span.bytes.peak);
       }
     }
   }
