@@ -87,7 +87,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
       buffer_names_, [](const auto& buffer) { return buffer.name.ends_with(".num_batches_tracked"); });
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
-    team = std::make_unique<Team>(options_.ranks(), workers.ranks, workers.has_wires, model.manifest, binding.structures, binding.poll);
+    team = std::make_unique<Team>(options_.ranks(), workers.ranks, workers.has_wires, model.manifest,
+                                  binding.structures, binding.poll);
   } else {
     team = std::make_unique<Team>(static_cast<int>(devices_.size()));
   }

@@ -158,11 +158,13 @@ def _join_by_nccl(group: ProcessGroup, limit: timedelta) -> Callable[[str, int, 
         return None
     store = group.get_group_store().clone()  # a wait blocks the connection to the store, so these groups have their own
 
-    def join(name: str, rank: int, size: int) -> torch.distributed.ProcessGroupNCCL:
+    from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupNCCL  # not in a PyTorch without CUDA
+
+    def join(name: str, rank: int, size: int) -> ProcessGroupNCCL:
         # Streams of another pool than a pipeline's, so that no computation waits behind a transfer.
-        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options: Any = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout, options.group_name, options.config.blocking = limit, name, 1
-        return torch.distributed.ProcessGroupNCCL(torch.distributed.PrefixStore(name, store), rank, size, options)
+        return ProcessGroupNCCL(PrefixStore(name, store), rank, size, options)
 
     return join
 

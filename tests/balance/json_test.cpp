@@ -105,7 +105,7 @@ TEST(ProfileJson, ValuesHaveTheirTypesAndRanges) {
       {"/skips/0/readers/0", {-1, 2, wraps}},
       {"/ties/0/layers/1", {0, 2}},
   };
-  for (const auto& [place, values] : wrong) expect_refused(place, values);
+  for (const auto& [place, of_place] : wrong) expect_refused(place, of_place);
 }
 
 }  // namespace

@@ -291,12 +291,12 @@ void expect_close_bytes(nn::Sequential model, const torch::Tensor& micro_batch,
         // Workers free each other's memory during their actions. The account frees it at their ends.
         if (balance.size() == 1 || segments) EXPECT_LT(ratio, segments ? 1.1 : 1.05);
       }
-      for (std::size_t i = 0; balance.size() == 1 && i < timeline->spans.size(); ++i) {
-        const auto& span = timeline->spans[i];
-        if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
+      for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
+        const auto& [span, of_profile] = std::tie(timeline->spans[i], accounted.spans[i]);
+        SCOPED_TRACE(to_string(span.action));
+        if (balance.size() > 1 || (span.action.kind != Kind::I && span.action.kind != Kind::W)) continue;
         const auto counted = span.bytes.after - span.bytes.before;
-        const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
-        EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
+        EXPECT_NEAR(of_profile.bytes.after - of_profile.bytes.before, counted, 0.05 * span.bytes.peak);
       }
     }
   }
@@ -315,39 +315,9 @@ nn::Sequential alternating(int pairs, First first, Second second) {
 
 TEST(BytesOfSchedules, UNet) {
   const auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
-  expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe"}, 1);
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"1f1b"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v"});
   expect_close_bytes(model, torch::rand({2, 3, 32, 32}), {44}, {"zb_h1"});
-}
-
-// The first and the last stage share a matrix of 256 KiB.
-TEST(BytesOfSchedules, TiedParameters) {
-  const nn::Linear first(256, 256);
-  const Sharer tied(first->weight, [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); });
-  const nn::Sequential model(first, nn::Tanh(), nn::Linear(256, 256), nn::Tanh(), tied, nn::Tanh());
-  expect_close_bytes(model, torch::randn({2, 256}), {2, 2, 2}, {"gpipe"}, 1);
-}
-
-// Three layers read a skip of 32 KiB. The second one saves it for its backward.
-TEST(BytesOfSchedules, ASkipWithManyReaders) {
-  using Names = Skippable::Names;
-  const SkipFunction wide(Names{.stash = {"s"}}, [](Tensor x, SkipFunctionImpl& self) {
-    self.stash("s", x.repeat({1, 16}));
-    return x * 1.5;
-  });
-  const auto reader = [](Names names, bool saves) {
-    return SkipFunction(std::move(names), [=](const Tensor& x, SkipFunctionImpl& self) {
-      const auto skip = self.pops().empty() ? self.peek("s") : self.pop("s");
-      return x + (saves ? skip * skip : skip * 2).narrow(1, 0, 256).contiguous();
-    });
-  };
-  const auto linear = [] { return nn::Linear(256, 256); };
-  const nn::Sequential model(linear(), wide, linear(), reader({.peek = {"s"}}, false), linear(),
-                             reader({.peek = {"s"}}, true), linear(), reader({.pop = {"s"}}, false), linear());
-  for (const auto& balance : {Balance{2, 4, 3}, Balance{4, 2, 3}}) {
-    expect_close_bytes(model, torch::randn({2, 256}), balance, {"gpipe"}, 1);
-  }
 }
 
 TEST(BytesOfSchedules, TokensThenLinearLayers) {
