@@ -37,7 +37,8 @@ struct RanksOptions {
 };
 
 /// Makes a back-end of c10d, such as a ProcessGroupNCCL, for `size` ranks with a device each. All of them call it with one
-/// name, which no other call has. It waits for the others no longer than a transfer may take.
+/// name, which no other call has. Can return null for names that contain "sums": the sums of replicas then pass through
+/// the hosts. The back-end's time-out limits each transfer.
 using JoinDevices = std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& name, int rank, int size)>;
 
 /// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a
@@ -61,8 +62,8 @@ class GPIPE_API Ranks {
                                                  const std::function<void()>& poll = nullptr);
 
   /// Joins a job that shares a store, and waits until all ranks have come. All of them make their Ranks in the same order.
-  /// `join_devices`: by what tensors go from GPU to GPU in pipelines whose workers all have GPUs, no two ranks the same
-  /// one; null if tensors pass through the memory of the hosts. Errors: std::invalid_argument for a null store, a rank that
+  /// `join_devices`: by what tensors go from GPU to GPU. All workers of a pipeline must have GPUs then, and no two ranks the
+  /// same one, or all must be on the CPU. Null if tensors pass through the memory of the hosts. Errors: std::invalid_argument for a null store, a rank that
   /// is not in 0..size-1, a time-out that is not positive, or a number of replicas that does not divide `size`;
   /// std::runtime_error if the store does not answer, or a rank does not come, within the join time-out, or a rank has
   /// failed.

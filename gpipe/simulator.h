@@ -77,7 +77,7 @@ struct Simulation {
 };
 
 /// Sets the bytes of every span of a timeline from what the cells of each stage allocate. Errors: std::invalid_argument
-/// for a stage without bytes, or bytes held until an action of a stage that does not exist.
+/// for a span or edge of a stage without bytes, or bytes held until an action of a stage that does not exist.
 GPIPE_API void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// Runs a program in simulated time by the executor's rules. Deterministic. Errors: std::invalid_argument if the costs

@@ -84,7 +84,7 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const Workers& wo
   add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
   add("the number of replicas", options.ranks()->replicas());
-  add("the way of tensors", workers.has_wires ? "from GPU to GPU" : "through the hosts");
+  add("how tensors travel", workers.has_wires ? "from GPU to GPU" : "through the hosts");
   add("the balance", absl::StrCat("[", absl::StrJoin(balance, ", "), "]"));
   // Calls compare what functions and files say.
   const bool is_file = options.schedule().starts_with('@');

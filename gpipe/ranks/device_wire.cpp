@@ -17,6 +17,8 @@ auto or_connection_error(Function function) {
     return function();
   } catch (const c10::Error& error) {
     throw ConnectionError(error.what_without_backtrace());
+  } catch (const std::exception& error) {  // of the function that joins
+    throw ConnectionError(error.what());
   }
 }
 

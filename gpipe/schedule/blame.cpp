@@ -7,6 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedule/verifier.h"
 
@@ -52,6 +53,7 @@ class Step {
   /// Errors: std::invalid_argument unless the spans, which are sorted by worker and start, make a program.
   Step(const Timeline& timeline, const std::vector<Span>& spans, int stages)
       : stages_(stages), edges_(std::ssize(timeline.edges)), program_(program_of(spans, edges_of(timeline, stages))) {
+    if (program_.layout().stages != stages * timeline.replicas) refuse_argument("a replica has no actions");
     places_.resize(static_cast<std::size_t>(program_.layout().stages) * program_.layout().micro_batches * 5, -1);
     for (const auto& span : spans) {
       Node node{.span = span, .begin = span.start - span.lead};

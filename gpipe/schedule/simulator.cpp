@@ -85,7 +85,7 @@ class Usage {
 
 class Step {
  public:
-  Step(const std::vector<CellBytes>& bytes, Timeline& timeline)
+  Step(const std::vector<CellBytes>& bytes, const Timeline& timeline)
       : bytes_(bytes),
         timeline_(timeline),
         wiring_(static_cast<int>(bytes.size()), timeline.edges),
@@ -94,7 +94,6 @@ class Step {
 
   void add(Span& span) {
     spans_.push_back(&span);
-    usages_[span.worker];
     const auto [kind, stage, micro_batch] = span.action;
     auto& cells = cells_[stage];
     cells.resize(std::max(cells.size(), static_cast<std::size_t>(micro_batch) + 1));
@@ -112,14 +111,9 @@ class Step {
   }
 
   void account() {
-    std::ranges::stable_sort(spans_, {}, &Span::start);
-    for (auto& [worker, usage] : usages_) {
-      find_waits(worker);
-      for (const Span* span : spans_) {
-        if (span->worker == worker) hold(*span, usage);
-      }
-      usage.sum_up();
-    }
+    find_puts();
+    for (const Span* span : spans_) hold(*span);
+    for (auto& [worker, usage] : usages_) usage.sum_up();
     for (Span* span : spans_) {
       const Usage& usage = usages_[span->worker];
       const auto before = usage.at(span->start);
@@ -140,11 +134,11 @@ class Step {
 
   std::int64_t extra_of(const Span& span) const {
     const CellBytes& bytes = bytes_[span.action.stage];
+    const auto& [early, late] = first_sums_[span.action.stage];
     const Kind kind = span.action.kind;
-    const auto extra = kind == Kind::W && bytes.splits ? bytes.weight_gradient_extra : of(span).extra;
-    const auto sums = sums_of(span);
-    if (sums == 0) return extra;
-    if (kind == Kind::I && bytes.splits) return extra + sums;
+    const auto extra = (kind == Kind::W && bytes.splits ? bytes.weight_gradient_extra : of(span).extra) +
+                       (kind == Kind::I ? sums_of(span) : 0);
+    if ((early != &span && late != &span) || (kind == Kind::I && bytes.splits)) return extra;
     return std::max(extra, kind == Kind::W ? bytes.first_weight_gradient_extra : bytes.first_backward_extra);
   }
 
@@ -160,35 +154,44 @@ class Step {
     return cells_[stage][micro_batch].recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
-  double& wait_of(const Span& span) { return waits_[&span - timeline_.spans.data()]; }
+  /// A worker puts something for another, which takes it, or takes what is put later, if that is earlier.
+  struct Put {
+    double start = 0;  ///< of the action that puts
+    double taken = 0;  ///< the start of the action that takes
+  };
 
-  /// Sets for each span when `worker` starts the span, or its first action that waits for the span, or ends its last.
-  /// What a span of another worker frees is surely free only then: that worker may be slower than it seems.
-  void find_waits(int worker) {
-    double last = 0;
+  void find_puts() {
+    std::ranges::stable_sort(spans_, {}, &Span::start);
     for (const Span* span : spans_) {
-      if (span->worker == worker) last = std::max(last, span->end);
-    }
-    waits_.assign(timeline_.spans.size(), last);
-    std::map<int, double> next;  // by worker: of its span that follows
-    for (auto it = spans_.rbegin(); it != spans_.rend(); ++it) {
-      const Span& span = **it;
-      double& wait = wait_of(span);
-      wait = next.try_emplace(span.worker, last).first->second;
-      for (const int e : wiring_.puts(span.action)) {
-        const bool is_forward = span.action.kind == Kind::F;
+      auto& last = last_ends_[span->worker];
+      last = std::max(last, span->end);
+      for (const int e : wiring_.puts(span->action)) {
+        const bool is_forward = span->action.kind == Kind::F;
         const auto& cells = cells_[is_forward ? timeline_.edges[e].to : timeline_.edges[e].from];
-        if (static_cast<std::size_t>(span.action.micro_batch) >= cells.size()) continue;
-        const CellSpans& taker = cells[span.action.micro_batch];
-        if (const Span* taking = is_forward ? taker.forward : taker.sends) wait = std::min(wait, wait_of(*taking));
+        if (static_cast<std::size_t>(span->action.micro_batch) >= cells.size()) continue;
+        const CellSpans& taker = cells[span->action.micro_batch];
+        const Span* taking = is_forward ? taker.forward : taker.sends;
+        if (taking == nullptr || taking->worker == span->worker) continue;
+        puts_[{span->worker, taking->worker}].push_back({span->start, taking->start});
       }
-      if (span.worker == worker) wait = span.start;
-      next[span.worker] = wait;
+    }
+    for (auto& [workers, puts] : puts_) {
+      for (auto put = puts.rbegin() + 1; put != puts.rend(); ++put) put->taken = std::min(put->taken, (put - 1)->taken);
     }
   }
 
-  void hold(const Span& span, Usage& usage) {
+  /// When the memory that `span` frees is surely free for a worker: another worker may be slower than it seems, until the
+  /// worker has taken what the other puts afterwards. After its last action, a worker needs no memory.
+  double free_for(int worker, const Span& span) {
+    if (span.worker == worker) return span.end;
+    const auto& puts = puts_[{span.worker, worker}];
+    const auto next = std::ranges::lower_bound(puts, span.start, {}, &Put::start);
+    return std::max(span.end, next == puts.end() ? last_ends_[worker] : next->taken);
+  }
+
+  void hold(const Span& span) {
     const auto [kind, stage, micro_batch] = span.action;
+    Usage& usage = usages_[span.worker];
     const Span* sends = cells_[stage][micro_batch].sends;
     for (const HeldBytes& held : of(span).held) {
       const double end = end_of(held, span);
@@ -209,16 +212,16 @@ class Step {
                        : held.until == Until::kRecompute ? (recompute != nullptr ? recompute : forward)
                        : is_last                         ? ends
                                                          : sends;
-    if (span == nullptr) return kNeverFreed;
-    return span->worker == holder.worker ? span->end : std::max(span->end, wait_of(*span));
+    return span == nullptr ? kNeverFreed : free_for(holder.worker, *span);
   }
 
   const std::vector<CellBytes>& bytes_;
-  Timeline& timeline_;
+  const Timeline& timeline_;
   const Wiring wiring_;
   std::vector<Span*> spans_;
-  std::vector<double> waits_;                  // by index in the timeline
-  std::vector<std::vector<CellSpans>> cells_;  // by stage and micro-batch
+  std::map<std::pair<int, int>, std::vector<Put>> puts_;  // by worker that puts and worker that takes
+  std::map<int, double> last_ends_;                       // by worker
+  std::vector<std::vector<CellSpans>> cells_;             // by stage and micro-batch
   /// The first actions that allocate gradient sums.
   struct FirstSums {
     const Span* early = nullptr;  // B or I
@@ -232,6 +235,11 @@ class Step {
 }  // namespace
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
+  for (const Edge& edge : timeline.edges) {
+    if (std::min(edge.from, edge.to) >= 0 && std::max(edge.from, edge.to) < std::ssize(stages)) continue;
+    refuse_argument("the timeline has an edge from stage ", edge.from, " to ", edge.to, ", but bytes are given for ",
+                    stages.size(), " stages: give bytes for each stage");
+  }
   for (const CellBytes& it : stages) {
     for (const auto* action : {&it.forward, &it.stored, &it.recompute, &it.backward, &it.input_gradient}) {
       for (const HeldBytes& held : action->held) {

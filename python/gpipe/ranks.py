@@ -34,9 +34,9 @@ class Ranks:
     ``Ranks`` on one thread at a time, in the same order on all ranks.
 
     Args:
-        group: a process group of torch.distributed, which may be destroyed afterwards. If its back-end for GPUs is NCCL, a
-            pipeline whose workers all have GPUs, no two ranks the same one, sends tensors from GPU to GPU by NCCL. Otherwise
-            tensors between ranks pass through the memory of the hosts.
+        group: a process group of torch.distributed, which may be destroyed afterwards. If its back-end for GPUs is NCCL,
+            pipelines on GPUs send tensors from GPU to GPU by NCCL: all workers must have GPUs then, and no two ranks the same
+            one. Otherwise tensors between ranks pass through the memory of the hosts.
         timeout: the longest wait for a message within a call, in seconds. A rank that hangs is reported after this time.
         join_timeout: the longest wait for a rank, in seconds, when this or a pipeline is made and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
@@ -93,8 +93,9 @@ class Ranks:
         share_outputs: bool = False,
     ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-        ``MASTER_PORT``. Needs no process group. Options and errors as for the constructor; also raises ValueError for a
-        variable that is missing or not valid, and RuntimeError if the store cannot be served or reached."""
+        ``MASTER_PORT``. Needs no process group. Tensors pass through the memory of the hosts. Options and errors as for the
+        constructor; also raises ValueError for a variable that is missing or not valid, and RuntimeError if the store cannot
+        be served or reached."""
         return cls(
             _ENVIRONMENT,
             timeout=timeout,

@@ -339,7 +339,7 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
 TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
   const auto differ = [](const std::vector<std::string>& errors) {
     EXPECT_THAT(errors,
-                Each(HasSubstr("the ranks differ in the way of tensors: rank 0 has from GPU to GPU, but rank 1 has "
+                Each(HasSubstr("the ranks differ in how tensors travel: rank 0 has from GPU to GPU, but rank 1 has "
                                "through the hosts")));
   };
   const auto run = [](const auto& ranks) { pipe_on_devices(ranks, two_layers()); };

@@ -216,6 +216,14 @@ TEST(Footprint, PeakIsAtLeastTheBytesAfterTheAction) {
               ::testing::StartsWith("0F0 0 1000 1000; 0F1 1000 2000 2000; 0B1 "));
 }
 
+// Worker 1 may be slower than it seems. Worker 0 waits for it in its first backward.
+TEST(Footprint, WhatAnotherWorkerFreesCountsUntilItIsWaitedFor) {
+  auto sender = cells(0);
+  sender.forward.held = {{1000, Until::kForward, 1}};
+  EXPECT_THAT(print(run(2, 3, Checkpoint::kNever, {sender, cells(1)}).timeline),
+              ::testing::StartsWith("0F0 0 1005 1000; 0F1 1000 2005 2000; 0F2 2000 3005 3000; 0B2 0 40 11; "));
+}
+
 TEST(Footprint, GradientsAreHeldUntilASlowReceiverHasRun) {
   const auto program = gpipe_program(straight(2, 3), Checkpoint::kNever);
   const auto simulation = simulate(program, {{{{1, 0, 100, 0, 0}}, {{1, 0, 1, 0, 0}}}, {0}, {cells(0), cells(1)}});
@@ -249,6 +257,9 @@ TEST(Footprint, RefusesBytesOfOtherStages) {
     return [bytes] { run(2, 2, Checkpoint::kNever, bytes); };
   };
   EXPECT_THAT(running({cells(0)}), refused("got bytes for 1 stages, but the program has 2 stages"));
+  auto connected = run(2, 2, Checkpoint::kNever, {}).timeline;
+  connected.edges.push_back({1, 2, "far"});
+  EXPECT_THAT([&] { account(connected, {cells(0), cells(1)}); }, refused("the timeline has an edge from stage 1 to 2"));
   auto bad = cells(1);
   bad.backward.held = {{10, Until::kSendsGradients, 2}};
   EXPECT_THAT(running({cells(0), bad}), refused("held until an action of stage 2, but there are 2 stages"));
