@@ -69,6 +69,7 @@ class StageCost::Cell {
             .input_gradient = {input_gradient_.peak(), (splits_ ? input_gradient_ : backward_).held()},
             .weight_gradient_extra = weight_gradient_.peak(),
             .first_backward_extra = first_backward_.peak(),
+            .first_input_gradient_extra = first_input_gradient_.peak(),
             .first_weight_gradient_extra = first_weight_gradient_.peak(),
             .parameters = cost_.gradients(first_, end_),
             .early_parameters = early_parameters(),
@@ -211,7 +212,8 @@ class StageCost::Cell {
       pass->hold(entering_, Until::kLast, stage_);
       pass->run(entering_, entering_);
     }
-    for (auto* pass : {&backward_, &first_backward_, &input_gradient_}) pass->run(gradients, gradients);
+    for (auto* pass : {&backward_, &first_backward_, &input_gradient_, &first_input_gradient_})
+      pass->run(gradients, gradients);
   }
 
   /// What a checkpointed cell copies: its small buffers, as large ones seldom change, and inputs that layers change.
@@ -251,10 +253,13 @@ class StageCost::Cell {
     backward_.run(extra, change);
     first_backward_.run(first_extra, change + large);
     if (splits_) {
-      const auto late = cost_.has_w_[layer] ? 0 : of.late_gradients;
-      input_gradient_.run(of.input_gradient_extra, input_gradient_.change(layer) + late);
+      const auto change_in_i = input_gradient_.change(layer) + (cost_.has_w_[layer] ? 0 : of.late_gradients);
+      input_gradient_.run(of.input_gradient_extra, change_in_i);
+      first_input_gradient_.run(of.input_gradient_extra, change_in_i + (cost_.has_w_[layer] ? 0 : large));
     } else {  // a whole backward, while the later stage's W has yet to come
-      input_gradient_.run(extra + shared_.change(layer), change + shared_.change(layer));
+      const auto shared = shared_.change(layer);
+      input_gradient_.run(extra + shared, change + shared);
+      first_input_gradient_.run(first_extra + shared, change + large + shared);
     }
     // A W takes what a whole backward takes above the gradients that it passes on.
     const auto extra_of_w = std::max(large, extra - kept_by_backward);
@@ -281,6 +286,7 @@ class StageCost::Cell {
   // Without changes by layer:
   Pass recompute_{first_, first_};
   Pass first_backward_{first_, first_};
+  Pass first_input_gradient_{first_, first_};
   Pass first_weight_gradient_{first_, first_};
 };
 

@@ -42,8 +42,9 @@ struct CellBytes {
   ActionBytes backward;                    ///< B
   ActionBytes input_gradient;              ///< I
   std::int64_t weight_gradient_extra = 0;  ///< of a W
-  /// Peaks of the stage's first B and W, which allocate the gradient sums. Used where they exceed later peaks.
+  /// Peaks of the stage's first B, I and W, which allocate the gradient sums. Used where they exceed later peaks.
   std::int64_t first_backward_extra = 0;
+  std::int64_t first_input_gradient_extra = 0;
   std::int64_t first_weight_gradient_extra = 0;
   /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step; and the part of
   /// them that a split backward allocates in its I.

@@ -136,10 +136,12 @@ class Step {
     const CellBytes& bytes = bytes_[span.action.stage];
     const auto& [early, late] = first_sums_[span.action.stage];
     const Kind kind = span.action.kind;
-    const auto extra = (kind == Kind::W && bytes.splits ? bytes.weight_gradient_extra : of(span).extra) +
-                       (kind == Kind::I ? sums_of(span) : 0);
-    if ((early != &span && late != &span) || (kind == Kind::I && bytes.splits)) return extra;
-    return std::max(extra, kind == Kind::W ? bytes.first_weight_gradient_extra : bytes.first_backward_extra);
+    if (kind == Kind::W && !bytes.splits) return 0;
+    const auto extra = kind == Kind::W ? bytes.weight_gradient_extra : of(span).extra;
+    if (early != &span && late != &span) return extra;
+    return std::max(extra, kind == Kind::I   ? bytes.first_input_gradient_extra
+                           : kind == Kind::W ? bytes.first_weight_gradient_extra
+                                             : bytes.first_backward_extra);
   }
 
   /// What the action allocates, except that a W needs other memory while it runs.
