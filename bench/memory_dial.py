@@ -52,8 +52,11 @@ def counted(model: nn.Sequential, batch: Any, plan: Plan) -> list[int]:
     pipe.trace(timeline)
     pipe.step(batch, target, total)
     bytes_of = timeline.peak_bytes()
+    seen: set[tuple[int, Tensor]] = set()  # stages of a worker share tied parameters
     for stage, worker in zip(pipe.partitions, plan.placement, strict=True):
-        parameters = sum(each.nbytes for each in stage.parameters())
+        own = {(worker, each) for each in stage.parameters()} - seen
+        seen |= own
+        parameters = sum(each.nbytes for _, each in own)
         bytes_of[worker] += int((PARAM_SCALE - 1) * parameters) + sum(each.nbytes for each in stage.buffers())
     return bytes_of
 
