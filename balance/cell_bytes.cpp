@@ -53,7 +53,6 @@ class StageCost::Cell {
       for (const Block* block : cost_.blocks_[layer])
         block->born == Kind::F ? add_activation(*block) : add_gradient(*block);
     }
-    add_gradients_of_readers();
     copy_between_devices();
     keep_inputs();
     for (int layer = first_; layer < end_; ++layer) {
@@ -125,25 +124,6 @@ class StageCost::Cell {
   bool copies_inputs(int stage) const {
     return options_.checkpoint.of(stage).recomputed(options_.chunks) == options_.chunks &&
            cost_.copies_inputs(ends_[stage - 1], ends_[stage]);
-  }
-
-  /// Each stage that reads a skip has its gradient until the backward of the stage that sent it the skip. The blocks
-  /// have the last reader's gradient alone. An unpartitioned backward adds the others to it.
-  void add_gradients_of_readers() {
-    for (const auto& skip : cost_.profile_.skips) {
-      const auto later = std::ranges::lower_bound(skip.readers, end_);  // the first reader behind this stage
-      if (!skip.wants_gradient || later == skip.readers.begin() || later == skip.readers.end()) continue;
-      const int reader = *(later - 1);
-      if (reader < first_) continue;
-      for (auto* pass : {&backward_, &input_gradient_}) {
-        pass->change(reader) += skip.bytes;
-        if (inside(skip.from)) {
-          pass->change(skip.from) -= skip.bytes;
-        } else {
-          pass->hold(skip.bytes, Until::kSendsGradients, sender_of(skip));
-        }
-      }
-    }
   }
 
   /// A block that a forward allocates.

@@ -130,7 +130,6 @@ mutant(isolates_every_name skip/skippable.cpp "only.empty() || std::ranges::find
        Isolate*)
 mutant(reads_damaged_files gpipe/snapshot/safetensors.cpp ".text() != entry.checksum" ".text().empty()" *Damage*)
 mutant(loads_before_it_checks gpipe/snapshot/snapshot.cpp "check_model(reader, own);" "" SnapshotRefusals.*)
-mutant(forgets_gradients_of_readers balance/cell_bytes.cpp "add_gradients_of_readers();" "" StepMemory.OfASkip*)
 mutant(predicts_without_parameters balance/predict.cpp "stage.static_bytes(first, end) +" "" Plan.*)
 mutant(plans_beyond_the_memory balance/contender.cpp "plan.missing = std::max<std::int64_t>(0,"
        "(void)std::max<std::int64_t>(0,"
