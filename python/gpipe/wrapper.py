@@ -112,8 +112,8 @@ class ConvertedSequence(Wrapper, nn.Sequential):
             )
         for number, (leaf, is_tensor) in enumerate(zip(leaves, tensors)):
             if not isinstance(leaf, Tensor if is_tensor else NoneType):
-                expected = "must be a tensor" if is_tensor else "was a constant at the conversion; give None"
-                raise ValueError(f"input {number} is {shown(leaf)}, but {expected}")
+                wanted = "must be a tensor" if is_tensor else "was a constant at the conversion; give None"
+                raise ValueError(f"input {number} is {shown(leaf)}, but {wanted}")
         given = batch_first(tuple(leaf for leaf in leaves if leaf is not None), self.batch_dim)
         if self.guards is not None:
             self.guards.check(given)
