@@ -190,7 +190,8 @@ class Guards:
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
                     f"the layers of the model ({type(self._model).__name__}) may not compute {about} what it does: {reason}; "
-                    "convert the model as it is used, or move the code to a submodule that the model calls once, which is kept whole"
+                    "convert the model as it is used, or move the code to a submodule that the model calls once, which is kept "
+                    "whole"
                 )
 
     def _differing(self, inputs: Sequence[Tensor]) -> Iterator[str]:
