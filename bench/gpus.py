@@ -163,7 +163,7 @@ def speed(args: argparse.Namespace, stages: int, devices: list[torch.device]) ->
 
 
 def run_rank(rank: int, args: argparse.Namespace, file: str) -> None:
-    store = torch.distributed.FileStore(file, 2)
+    store = torch.distributed.FileStore(file, -1)
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=2)
     with gpipe.Ranks(torch.distributed.group.WORLD) as ranks:
         pipe = gpipe.GPipe(model(args), [8, 8], devices=[f"cuda:{rank}"], chunks=8, schedule="1f1b", group=ranks)

@@ -33,7 +33,6 @@ void plain_step(Subject& it, bool recompute) {
 void measure(const Row& row, const Program& program, const std::shared_ptr<Ranks>& ranks) {
   if (ranks && program.balance.empty()) throw std::invalid_argument("--over-ranks needs --balance");
   auto it = subject(row.model, row.chunks, torch::Device(program.device));
-  auto whole = subject(row.model, row.chunks, torch::Device(program.device));
   auto balance = program.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
   auto options =
@@ -54,7 +53,11 @@ void measure(const Row& row, const Program& program, const std::shared_ptr<Ranks
   };
   std::vector<std::function<void()>> functions = {repeat([&] { step(pipe, it.input); })};
   const bool prints = !ranks || ranks->rank() == 0;
-  if (prints) functions.push_back(repeat([&] { plain_step(whole, row.checkpoint == Checkpoint::kAlways); }));
+  Subject whole{};
+  if (prints) {
+    whole = subject(row.model, row.chunks, torch::Device(program.device));
+    functions.push_back(repeat([&] { plain_step(whole, row.checkpoint == Checkpoint::kAlways); }));
+  }
   auto times = interleave(functions, program.repeats);
   for (auto& seconds : times) {
     for (auto& each : seconds) each /= steps;

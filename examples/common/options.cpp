@@ -33,7 +33,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   // The last of repeated flags counts, so that a script's own can be overridden.
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.get_formatter()->column_width(34);
-  app.add_option("-b,--batch-size", options.batch_size, "images per mini-batch")->check(in_range(1));
+  app.add_option("-b,--batch-size", options.batch_size, "samples per mini-batch")->check(in_range(1));
   app.add_option("--stages", options.stages, "number of stages, of equal measured time")->check(in_range(1, 1024));
   const auto list = [&](const char* flag, auto& values, const char* text) {
     return app.add_option(flag, values, text)

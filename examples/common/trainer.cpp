@@ -6,6 +6,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <csignal>
@@ -35,12 +36,24 @@ namespace {
 
 namespace fs = std::filesystem;
 
-volatile std::sig_atomic_t received = 0;
+std::atomic<int> received = 0;
 
+void record(int signal) { received = signal; }
+
+void record_or_end(int signal) {
+  if (received.exchange(signal) == 0) return;
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+
+// A cluster may set WORLD_SIZE for other reasons. Only torchrun sets this variable.
+bool is_by_torchrun() { return std::getenv("TORCHELASTIC_RUN_ID") != nullptr; }
+
+// Records signals. The second one ends the program at once, except under torchrun, which adds one to each of a terminal.
 void record_signals() {
   for (const int signal : {SIGINT, SIGTERM}) {
     // A job that was started with a signal ignored continues to ignore it.
-    if (std::signal(signal, [](int sent) { received = sent; }) == SIG_IGN) std::signal(signal, SIG_IGN);
+    if (std::signal(signal, is_by_torchrun() ? record : record_or_end) == SIG_IGN) std::signal(signal, SIG_IGN);
   }
 }
 
@@ -143,7 +156,7 @@ class Trainer {
       std::cout << "stopped; to continue, give the same flags and --resume " << latest << std::endl;
       return signal_;
     }
-    if (best_.second == 0) throw std::runtime_error("no epoch has a " + columns_[2] + " that is a number");
+    if (best_.second == 0) throw std::runtime_error("the " + columns_[2] + " of no epoch is a number");
     std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], best_.first,
                                  best_.second, options_.output.string())
               << kHistoryFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot << std::endl;
@@ -153,7 +166,7 @@ class Trainer {
  private:
   // Whether a process has got a signal. All processes ask at the same time.
   bool stops() {
-    if (signal_ == 0) signal_ = static_cast<int>(pipe_->team().largest(static_cast<std::uint64_t>(received)));
+    if (signal_ == 0) signal_ = static_cast<int>(pipe_->team().largest(static_cast<std::uint64_t>(received.load())));
     return signal_ != 0;
   }
 
@@ -280,11 +293,8 @@ class Trainer {
 
 // Joins the processes that torchrun has started together with this one.
 std::shared_ptr<Ranks> join_processes() {
-  // A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
   const char* size = std::getenv("WORLD_SIZE");
-  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1"))) {
-    return nullptr;
-  }
+  if (!is_by_torchrun() || (size != nullptr && size == std::string_view("1"))) return nullptr;
   auto ranks = Ranks::from_environment(RanksOptions().share_outputs(true));
   if (!is_first(ranks) && std::freopen("/dev/null", "w", stdout) == nullptr) {
     throw std::runtime_error("cannot open /dev/null");
@@ -318,7 +328,7 @@ int run_training(TrainingOptions options, const Program& program) {
 
   run_first(options.ranks, [&] {
     prepare_output(options);
-    if (program.draw) program.draw();
+    if (program.prepare) program.prepare();
   });
   const auto task = program.load();
   identity["images"] = absl::StrCat(task->training_images());

@@ -47,15 +47,16 @@ struct Program {
   std::vector<std::string> scores;  ///< that the task computes; the epoch with the highest first score is the best
   std::function<torch::nn::Sequential()> make_model;
   std::function<std::unique_ptr<Task>()> load;  ///< reads the data, and prints what it is
-  std::function<void()> draw = nullptr;  ///< writes synthetic data into the output folder first, if they are wanted
+  std::function<void()> prepare = nullptr;      ///< writes or checks the data before, in the first process alone
 };
 
 /// Trains a program's model on its task as a pipeline, by GPipe::step(). Returns the program's exit code.
 ///
 /// Writes into options.output: history.csv, epoch_NNN.png, and the snapshots latest and best. After SIGINT
-/// or SIGTERM it finishes the mini-batch or the validation, writes the latest snapshot and returns. A resumed run
-/// ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the schedule
-/// sums their gradients are the same. In several processes, all train, and the first writes.
+/// or SIGTERM it finishes the mini-batch or the validation, writes the latest snapshot and returns; without torchrun,
+/// a second one ends the program at once. A resumed run ends with the weights of an uninterrupted one, bit for bit if the
+/// micro-batches and the order in which the schedule sums their gradients are the same. In several processes, all train,
+/// and the first writes.
 ///
 /// Errors: std::runtime_error for files that cannot be read or written, and for a loss that is not finite;
 /// std::invalid_argument for options that do not fit the model.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "examples/common/files.h"
 
 namespace gpipe::examples::mnist {
@@ -30,7 +31,7 @@ at::Tensor read(const std::filesystem::path& path, std::size_t dimensions) {
     for (const auto size : shape) announced *= static_cast<double>(size);
     if (announced < 1 || static_cast<double>(bytes.size() - header) != announced) {
       throw std::runtime_error(
-          absl::StrCat(bytes.size() - header, " bytes after the header, which announces ", announced));
+          absl::StrFormat("%d bytes after the header, which announces %.0f", bytes.size() - header, announced));
     }
     auto values = at::empty(shape, at::kByte);
     std::copy(bytes.begin() + static_cast<std::ptrdiff_t>(header), bytes.end(),

@@ -122,15 +122,13 @@ int train(const Options& options) {
   program.identity["--scale"] = absl::StrCat(options.scale);
   program.identity["--augment"] = absl::StrCat(options.augment);
   program.make_model = [&] { return make_model(options.model); };
-  if (drawn) {
-    program.draw = [&, size = to_size(options.size)] {
-      write_scenes(data, options.samples, size, options.seed, options.model.classes);
-    };
-  }
+  const auto drawn_size = drawn ? to_size(options.size) : Size();
+  program.prepare = [&] {
+    if (drawn) write_scenes(data, options.samples, drawn_size, options.seed, options.model.classes);
+    check_masks(list_samples(data), options.model.classes);
+  };
   program.load = [&] {
-    const auto samples = list_samples(data);
-    check_masks(samples, options.model.classes);
-    const auto parts = split(samples, options.validation, options.seed);
+    const auto parts = split(list_samples(data), options.validation, options.seed);
     const auto size = scaled(image_size(parts.training.front().image), options.scale);
     std::cout << "data: " << parts.training.size() << " images to train, " << parts.validation.size()
               << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";

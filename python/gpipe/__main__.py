@@ -17,7 +17,6 @@ import gpipe
 from gpipe import _C, balance
 from gpipe.exported.conversion import as_sequential, converted
 from gpipe.report import Report
-from gpipe.structure import first_micro_batch
 
 Options = argparse.Namespace
 Output = tuple[str, object, int]  # what a command prints, what it prints with --json, and the exit status
@@ -80,7 +79,7 @@ def profile(options: Options) -> Output:
         model, batch, _ = _loaded(options)
         (first, *_), cpus = _devices(options), _devices(options).count("cpu")
         limits = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _show}
-        sample = first_micro_batch(batch, options.chunks)[0]
+        sample = balance.micro_batch_of(model, batch, options.chunks)[0]
         measured = balance.profile(model, sample, device=first, workers=cpus if first == "cpu" else 1, **limits)
         if path:
             path.write_text(measured.to_json())

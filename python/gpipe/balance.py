@@ -27,7 +27,7 @@ from gpipe.exported.conversion import as_sequential
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.partition import layers_of, verify_module
 from gpipe.structure import first_micro_batch, take_apart
-from gpipe.wrapper import entering
+from gpipe.wrapper import ConvertedSequence, batch_first, entering
 
 __all__ = [
     "LayerProfile",
@@ -110,7 +110,7 @@ def balance_by_size(
         param_scale: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta, 3 for Adagrad, 3 to 5 for RMSprop.
     """
     model = _checked_model(partitions, module, input)
-    sample, micro_batches = first_micro_batch(input, chunks)
+    sample, micro_batches = micro_batch_of(model, input, chunks)
     # The bytes that operators allocate depend on their number of threads, so use that of a stage.
     threads = max(1, torch.get_num_threads() // partitions)
     once: dict[str, Any] = {"seconds": 0.0, "repeats": 1, "param_scale": param_scale}
@@ -229,6 +229,13 @@ def plan(
     profiling = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
     with _measured(cast(nn.Module, model), example, placed[0]) as (layers, batch):
         return _C.plan_model(layers, batch, placed, options, counts, pilots if replicas == 1 else 0, profiling)
+
+
+def micro_batch_of(model: nn.Module, input: Any, chunks: int) -> tuple[Any, int]:
+    """Returns the first micro-batch of a model's input, and the number of micro-batches."""
+    batch_dim = model.batch_dim if isinstance(model, ConvertedSequence) else 0
+    sample, micro_batches = first_micro_batch(batch_first(input, batch_dim), chunks)
+    return batch_first(sample, batch_dim), micro_batches
 
 
 def _progress(function: object) -> Callable[[float], None] | None:

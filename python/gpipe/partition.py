@@ -208,8 +208,8 @@ def verify_module(module: nn.Sequential) -> None:
             f"module must be nn.Sequential to be partitioned, but is {kind}; use "
             "gpipe.GPipe.from_module(module, input, stages=2) for another module, nn.Sequential(*layers) for layers"
         )
-    plain = kind.forward in (nn.Sequential.forward, Partition.forward, ConvertedSequence.forward) and kind.__call__ is nn.Module.__call__
-    if not plain or "forward" in vars(module) or module._compiled_call_impl is not None:
+    plain = kind.forward in (nn.Sequential.forward, Partition.forward, ConvertedSequence.forward)
+    if not plain or kind.__call__ is not nn.Module.__call__ or "forward" in vars(module) or module._compiled_call_impl is not None:
         raise TypeError(
             f"the model ({kind.__name__}) has a forward of its own, or is compiled as a whole, but a pipeline calls "
             "only its layers; move the code of the forward into layers, compile the layers, or pass "

@@ -54,10 +54,10 @@ def choose_plan(
     seconds: float,
 ) -> dict[str, Any]:
     """Measures a model for about ``seconds``, and chooses what is ``None`` in ``given``: stages, balance, chunks, checkpoint,
-    schedule and placement, as for :func:`gpipe.plan`. The number of micro-batches is chosen only if the
-    results do not depend on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on
-    the ``meta`` device each measures a share. Layers of a model that no device holds are measured one at a time. Raises
-    RuntimeError if nothing fits the devices' memory."""
+    schedule and placement, as for :func:`gpipe.plan`. The number of micro-batches is chosen only if the results do not depend
+    on it, as they do with batch norm. All ranks call it; rank 0 measures and chooses, but of a model on the ``meta`` device
+    each measures a share. Layers of a model that no device holds are measured one at a time. Raises RuntimeError if nothing
+    fits the devices' memory."""
     wanted, chunks = given["stages"] if given["balance"] is None else len(given["balance"]), given["chunks"]
     schedule = given["schedule"] or "auto"
     if wanted is not None:

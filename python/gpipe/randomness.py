@@ -1,5 +1,5 @@
-"""Random numbers that do not depend on where a model is cut, and refusals of recomputes that would draw others: from generators
-of Python and NumPy."""
+"""Random numbers that do not depend on where a model is cut. Refuses recomputes that would draw from generators of Python or
+NumPy."""
 
 from __future__ import annotations
 

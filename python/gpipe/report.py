@@ -24,7 +24,7 @@ __all__ = ["Report", "watch"]
 _KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # Of each part of a step, its color in a page, and what it is. The palette of Okabe and Ito is distinguishable with color blindness.
 _PARTS = {
-    "work": ("#bbbbbb", "typical time of the actions, divided by the workers"),
+    "work": ("#bbbbbb", "typical time of the actions without recomputes, divided by the workers"),
     "recompute": ("#f0e442", "forwards that run again: checkpoint='never' if the memory suffices, or a smaller number"),
     "imbalance": ("#d55e00", "workers have unequal work: move layers to workers that wait"),
     "schedule": ("#0072b2", "workers fill and drain: more chunks, or another schedule"),

@@ -54,24 +54,24 @@ class Values(NamedTuple):
         sources = {} if self.weights is None else _sources(self.weights, persistent)
         if self.weights is not None:
             _check_names(sources, names, persistent)
-        made: set[Tensor] = set()
+        memory: dict[Tensor, Tensor] = {}
         for stage, device, here in zip(stages, devices, is_here):
             for tensor in chain(stage.parameters(), stage.buffers()):
-                if here and tensor.is_meta:
-                    # Keeps the object, so shared tensors stay shared.
+                if here and tensor.is_meta and tensor not in memory:
                     empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
-                    if isinstance(tensor, nn.Parameter):
-                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-                    made.add(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    memory[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        made = set(memory)
         initialized = made.intersection(borrowed)
         for parameter in initialized:
-            parameter.data.zero_()
+            memory[parameter].data.zero_()
         for tensor, own in names.items():
             known = [name for name in own if name in sources]
             if tensor in made and known:
-                tensor.data.copy_(_value(known[0], sources[known[0]], tensor))
+                memory[tensor].data.copy_(_value(known[0], sources[known[0]], tensor))
                 initialized.add(tensor)
+        for tensor, filled in memory.items():  # after all reads: if one fails, the model stays on the meta device
+            torch.utils.swap_tensors(tensor, filled)  # type: ignore[no-untyped-call]  # so shared tensors stay shared
         layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
         for index, ((name, layer), here) in enumerate(layers):
             if here:

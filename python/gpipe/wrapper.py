@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from typing_extensions import Self  # comes with torch
 
+from gpipe.checks import shown
 from gpipe.structure import take_apart
 
 
@@ -66,7 +67,8 @@ class ConvertedSequence(Wrapper, nn.Sequential):
     ``guards.check(tensors)`` raises RuntimeError unless the layers do that for an input with these tensors, and
     ``guards.check_model()`` unless they do for any. Dimension ``batch_dim``, 0 or 1, of the model's inputs and outputs is
     the batch; of the layers' it is dimension 0. The first layer takes, and the last one returns, a tensor or a tuple of
-    tensors: those of ``input`` and, in training and in evaluation mode, ``outputs``, which have ``True`` for each.
+    tensors. ``input`` and ``outputs`` have ``True`` in the place of each tensor. ``outputs`` has one structure per mode:
+    first the one of training, then the one of evaluation.
     ``refused`` tells, by path, why modules became blocks whose code between smaller blocks cannot be exported."""
 
     refused: dict[str, str]
@@ -110,7 +112,8 @@ class ConvertedSequence(Wrapper, nn.Sequential):
             )
         for number, (leaf, is_tensor) in enumerate(zip(leaves, tensors)):
             if not isinstance(leaf, Tensor if is_tensor else NoneType):
-                raise ValueError(f"input {number} is {leaf!r}, but must be a tensor, or None for what was a constant at the conversion")
+                wanted = "must be a tensor" if is_tensor else "was a constant at the conversion; give None"
+                raise ValueError(f"input {number} is {shown(leaf)}, but {wanted}")
         given = batch_first(tuple(leaf for leaf in leaves if leaf is not None), self.batch_dim)
         if self.guards is not None:
             self.guards.check(given)

@@ -58,6 +58,22 @@ run halves --augment -e 12 --stages 3 --checkpoint always --resume halves/latest
 [[ $(wc -l <halves/history.csv) == 13 ]] || fail "the history has holes"
 same whole halves
 
+# A second signal ends it at once. The program gets both together, however fast it is. `trap - INT` as in ranks_test.sh.
+(trap - INT && exec "$program" "${common[@]}" -e 100000 --output ended >ended.log) &
+pid=$!
+until [[ -e ended/history.csv && $(wc -l <ended/history.csv) -ge 2 ]]; do
+  kill -0 $pid || fail "it ended before it was stopped"
+  sleep 0.01
+done
+kill -STOP $pid
+kill -INT $pid
+kill -TERM $pid
+kill -CONT $pid
+status=0
+wait $pid || status=$?
+((status == 128 + 2 || status == 128 + 15)) || fail "exit code $status after two signals"
+! grep -q '^stopped' ended.log || fail "a second signal does not end it"
+
 # Limits of the process and of the disk: one line of error. The snapshot before is whole, and the training goes on from it.
 limited() {
   local name=$1 text=$2

@@ -30,6 +30,15 @@ class Triple(torch.autograd.Function):
     backward = staticmethod(lambda context, gradient: gradient * 3)
 
 
+class Scale:
+    scale = 2.0
+
+
+class Scaled(nn.Module, Scale):
+    def forward(self, x):
+        return x * self.scale
+
+
 def numbers(*shape, seed=1):
     return torch.randn(shape or (5, 3, 4), generator=torch.Generator().manual_seed(seed)).double()
 
@@ -128,6 +137,7 @@ HABITS = {
         around="nn.modules.module.register_module_forward_hook(lambda m, args, y: y * (1 + isinstance(m, nn.Linear)))",
         guard="hook",
     ),
+    "table of hooks": H(after="self._forward_hooks = {-1: lambda module, args, output: output * 2}", guard="hook"),
     "another layer": H(after="self.dense = nn.Linear(4, 4).double()"),
     "another parameter": H(after="self.dense.weight = nn.Parameter(self.dense.weight.detach() * 2)"),
     ".data": H(after="self.dense.weight.data = self.dense.weight.data * 2"),
@@ -144,6 +154,7 @@ HABITS = {
         "n = x.shape[1]; return x + self.cache.setdefault(n, torch.ones(n, 1) * n)", "self.cache = {}", **LONGER
     ),
     "number": H("return x * self.scale", "self.scale = 1.0", after="self.scale = 2.0"),
+    "number of a mixin": H("return self.inner(x)", "self.inner = Scaled()", after="self.inner.scale = 5.0"),
     "global": H("return x * GLOBAL.scale", before="GLOBAL.scale = 1.0", after="GLOBAL.scale = 2.0", guard="global"),
     "global counter": H("GLOBAL.calls += 1; return x * 2", before="GLOBAL.calls = 0", guard="global"),
     "number in a list of a configuration": H(

@@ -268,7 +268,11 @@ _lasting_job = functools.cache(_Job)
 
 def results_of(size, body, *arguments):
     """The results of a job in which no rank fails. Its processes remain for the next one."""
-    results = _lasting_job(size).run(body, arguments)
+    try:
+        results = _lasting_job(size).run(body, arguments)
+    except BaseException:  # a process may have died
+        _lasting_job.cache_clear()
+        raise
     errors = [error for _, error in results]
     if any(errors):
         _lasting_job.cache_clear()

@@ -245,7 +245,7 @@ NATIVE = """
     adapter, after | another layer | weight_norm, after | forward hook of a child, after | global hook | number | global
     number in a list of a configuration | attribute of the class | float32 input | float() | dropout.p | norm.eval()
     mode of another module | partial | hook of a tensor that logs | parameter that comes | parameter that goes | autocast
-    another parameter | tied parameters, after | assert | _check_tensor_all() | autocast inside
+    number of a mixin | table of hooks | another parameter | tied parameters, after | assert | _check_tensor_all() | autocast inside
 """
 # Habits that resemble others.
 SIBLINGS = """
@@ -285,6 +285,16 @@ def test_a_pipeline_works_again_when_a_change_is_undone(native):
                 call(x)
         model.scale = 1.0
         assert torch.equal(pipe(x), expected)
+
+
+def test_a_sequence_works_again_when_what_was_missing_in_its_first_call_is_back():
+    model, _ = made("number", "root")
+    sequence, x = gpipe.to_sequential(model, numbers()), numbers(seed=2)
+    del model.scale
+    with pytest.raises(RuntimeError, match="its attribute 'scale'"):
+        sequence(x)
+    model.scale = 1.0
+    assert torch.equal(sequence(x), model(x))
 
 
 @pytest.mark.parametrize("calls", [0, 1])

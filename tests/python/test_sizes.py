@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import gpipe
 from gpipe import to_sequential
+from gpipe.balance import balance_by_size
 from helpers import named_gradients
 from small_models import Calls, Returns, assert_equal_in_each_mode, batch
 from test_to_sequential import convert
@@ -150,6 +151,10 @@ def test_a_model_whose_sequences_come_first_trains_as_it_is():
     torch.testing.assert_close(sequence((words, *state)), plain(words, *state))
     first = len(sequence) // 2
     pipe = gpipe.GPipe(sequence, [first, len(sequence) - first], devices=["cpu", "cpu"], chunks=3)
+    measured = []
+    with model.embed.register_forward_hook(lambda module, args, output: measured.append(output.shape)):
+        balance_by_size(2, sequence, (words, *state), chunks=3)
+    assert {*measured} == {(5, 2, 4)}
     for _ in range(2):
         found, output = pipe.step((words, *state), target, gpipe.Loss(loss, reduction="sum"), return_output=True)
         expected = loss(outputs := plain(words, *state), target)

@@ -133,8 +133,12 @@ def reads_before_it_counts(self, x):
 def test_constants_among_the_inputs_stay():
     sequence = to_sequential(Returns(lambda x, factor: x * factor), batch(), 2)
     assert torch.equal(sequence((batch(), None)), batch() * 2)
-    with pytest.raises(ValueError, match="input 1 is 3, but must be a tensor, or None"):
-        sequence((batch(), 3))
+    for given, message in (
+        ((batch(), 3), "input 1 is 3, but was a constant at the conversion; give None"),
+        ((None, None), "input 0 is None, but must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sequence(given)
 
 
 def test_what_is_equal_in_both_modes_is_no_choice():

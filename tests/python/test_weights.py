@@ -134,14 +134,19 @@ def test_values_come_from_files_folders_and_functions(tmp_path):
     (lambda state: state.update({"hed.bias": torch.ones(3)}), "the weights have 'hed.bias', which the model has not; near are 'head.bias'"),
     (lambda state: state.update({"head.bias": torch.ones(4)}), r"'head.bias' of the weights has the shape \(4,\), but the model's has \(3,\)"),
 ])  # fmt: skip
-def test_weights_that_do_not_fit_are_named(change, message, tmp_path):
+def test_weights_that_do_not_fit_are_named_and_the_model_can_take_others(change, message, tmp_path):
     state = Net().state_dict() | {"table": torch.arange(4.0)}  # which no state has
-    change(state)
-    torch.save(state, tmp_path / "model.pth")
+    bad = dict(state)
+    change(bad)
+    torch.save(bad, tmp_path / "bad.pth")
+    torch.save(state, tmp_path / "good.pth")
     with torch.device("meta"):
         net = Net()
     with pytest.raises(ValueError, match=message):
-        gpipe.GPipe.from_module(net, torch.rand(4, 4), weights=tmp_path / "model.pth")
+        gpipe.GPipe.from_module(net, torch.rand(4, 4), weights=tmp_path / "bad.pth")
+    pipe = gpipe.GPipe.from_module(net, torch.rand(4, 4), weights=tmp_path / "good.pth")
+    expected = {name: value for name, value in state.items() if name != "table"}
+    torch.testing.assert_close(dict(pipe.state_dict()), expected, rtol=0, atol=0)
 
 
 class Loose(nn.Module):

@@ -39,8 +39,8 @@ def to_sequential(
     batch_dim: int = 0,
     **example_kwargs: Any,
 ) -> nn.Sequential:
-    """Converts a module to a sequence of layers that computes the same. A value that a later layer than the next uses becomes
-    a skip.
+    """Converts a module to a sequence of layers that computes the same. Its layers take and return tensors. A value that a
+    later layer than the next uses becomes a skip.
 
         model = gpipe.to_sequential(torchvision.models.resnet50(), images)
         pipe = gpipe.GPipe(model, balance, chunks=8)

@@ -14,7 +14,9 @@ from gpipe.exported.exporter import OF_MODULES
 from gpipe.exported.read import Read, can_change, noted, same
 
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
-    hooks for name, hooks in vars(nn.modules.module).items() if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
+    hooks
+    for name, hooks in vars(nn.modules.module).items()
+    if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
 ]
 _HOOKS = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
 
@@ -23,29 +25,40 @@ class _Gone:
     """Stands for a value that is not there."""
 
 
-Facts = dict[str, Callable[[], Any]]  # what messages call something, and what returns it
+Facts = dict[str, Callable[[], Any]]  # the name of a fact in messages, and a function that returns it
 
 
 def _facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
     """Returns what the code of a module may read from it: its class, attributes, hooks, and names of tensors and modules."""
     own = vars(module)
+
+    def hooks_in(table: str) -> tuple[int, ...]:
+        return tuple(own[table])  # the ids of the handles; no two hooks share one
+
+    def names_in(table: str) -> str:
+        return "\n".join(own[table])
+
     facts: Facts = {"its class": partial(type, module)}
     facts |= {f"its attribute '{name}'": partial(own.get, name, _Gone) for name in (*own, *inherited) if name not in OF_MODULES}
     for name in _HOOKS:
-        facts[f"its {name.strip('_').replace('_', ' ')}"] = partial(tuple, own[name])  # numbers that no other hooks have
+        facts[f"its {name.strip('_').replace('_', ' ')}"] = partial(hooks_in, name)
     for name in ("_parameters", "_buffers", "_modules"):
-        facts[f"its {name.strip('_')}"] = partial("\n".join, own[name])
+        facts[f"its {name.strip('_')}"] = partial(names_in, name)
     return facts
 
 
 def _inherited(kind: type[nn.Module]) -> list[str]:
     """Returns the names of what a class has, which attributes of a module may hide."""
-    names = {name for base in kind.__mro__[: -len(nn.Module.__mro__)] for name in vars(base)}
+    names = {name for base in kind.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     return [name for name in {*names, "forward"} if not name.startswith("__")]
 
 
 def _values_of(read: Read, modules: Mapping[str, nn.Module]) -> Facts:
     return {f"'{where}'": partial(table.get, name, _Gone) for where, (table, name) in read.places(modules).items()}
+
+
+def _buffer_shapes(module: nn.Module) -> list[torch.Size]:
+    return [buffer.shape for buffer in module.buffers(recurse=False)]
 
 
 def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dict[str, str]]:
@@ -54,7 +67,7 @@ def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dic
     facts = {path: _facts_of(each) for path, each in plain.items()}
     for path, each in plain.items():
         facts[path]["its mode"] = partial(getattr, each, "training")
-        facts[path]["the shape of a buffer"] = partial(lambda module: [buffer.shape for buffer in module.buffers(recurse=False)], each)
+        facts[path]["the shape of a buffer"] = partial(_buffer_shapes, each)
     facts |= {where: {"a global": get} for where, get in _values_of(read, {}).items()}
     before = [(path, what, get, noted(get())) for path, of in facts.items() for what, get in of.items()]
     names = {path: set(vars(each)) for path, each in plain.items()}
@@ -141,42 +154,47 @@ class Guards:
         for path, each in self._exported.items():
             outer, _, name = path.rpartition(".")
             if path:
-                facts[f"'{path}' of the model was replaced since the conversion"] = partial(self._exported[outer]._modules.get, name)
+                child = partial(self._exported[outer]._modules.get, name)
+                facts[f"'{path}' of the model was replaced since the conversion"] = child
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
-            facts |= {f"{who} has changed since the conversion: {what}": get for what, get in _facts_of(each, _inherited(type(each))).items()}
-        for (first, tensors, own), *others in self._ties:
-            for other, its_tensors, its_own in others:
+            own = _facts_of(each, _inherited(type(each)))
+            facts |= {f"{who} has changed since the conversion: {what}": get for what, get in own.items()}
+        for (first, tensors, name), *others in self._ties:
+            for other, its_tensors, its_name in others:
                 what = f"'{first}' and '{other}' of the model ({type(self._model).__name__}) are no longer one tensor"
-                facts[what] = partial(_are_one, tensors, own, its_tensors, its_own)
+                facts[what] = partial(_are_one, tensors, name, its_tensors, its_name)
         return facts
 
     def check_model(self) -> None:
         """Raises RuntimeError if something has changed since the conversion that the exported code of the model reads."""
-        if not self._watched:
+        watched = self._watched
+        if not watched:
             facts = self._facts()
-            self._watched = [(what, facts.get(what, _Gone), was[0], can_change(was)) for what, was in self._before.items()]
-        for what, get, value, changes in self._watched:
+            watched = [(what, facts.get(what, _Gone), was[0], can_change(was)) for what, was in self._before.items()]
+        for what, get, value, changes in watched:
             now = get()
             if (now is value and not changes) or same(self._before[what], now):
                 continue
             if value is _Gone and what.endswith("'forward'") and _runs(now):  # and calls the pipeline
                 continue
             raise RuntimeError(
-                f"{what}, and the exported code of the model ({type(self._model).__name__}) may read it; change the model first, "
-                "then convert it and make the pipeline"
+                f"{what}, and the exported code of the model ({type(self._model).__name__}) may depend on it; change the model "
+                "first, then convert it and make the pipeline"
             )
+        self._watched = watched  # only now: it lacks what was missing
 
-    def check(self, inputs: Iterable[Any]) -> None:
+    def check(self, inputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if a call of the sequence with some tensors would not compute what the model does."""
         self.check_model()
-        for about in self._differing([each for each in inputs if isinstance(each, Tensor)]):
+        for about in self._differing(inputs):
             if reason := self._tested.get(about, "it was not converted so"):
                 raise RuntimeError(
-                    f"the layers of the model ({type(self._model).__name__}) may not compute {about} what it does: {reason}; convert the model as "
-                    "it is used, or move the code to a submodule that the model calls once, which is kept whole"
+                    f"the layers of the model ({type(self._model).__name__}) may not compute {about} what it does: {reason}; "
+                    "convert the model as it is used, or move the code to a submodule that the model calls once, which is kept "
+                    "whole"
                 )
 
-    def _differing(self, inputs: list[Tensor]) -> Iterator[str]:
+    def _differing(self, inputs: Sequence[Tensor]) -> Iterator[str]:
         """Yields in what a call differs from the conversion."""
         if self._global_hooks != _global_hooks():
             yield "with other hooks of all modules"
