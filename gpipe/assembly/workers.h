@@ -14,7 +14,7 @@ struct Workers {
   std::vector<torch::Device> devices;
   std::vector<int> ranks;  ///< per worker; 0 without Ranks
   int rank = 0;            ///< this one
-  bool has_wires = false;  ///< whether tensors go from this rank's devices to those of others without the host
+  bool has_wires = false;  ///< whether tensors go from device to device between ranks, not through the hosts
 
   bool is_here(int worker) const { return ranks[worker] == rank; }
 };

@@ -15,8 +15,8 @@ Schedule measuring_schedule(const Layout& layout);
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory);
 
-/// Returns the program of which these spans, in each worker's order, are a step. Errors: std::invalid_argument unless all
-/// actions are there.
+/// Returns the program whose step made these spans, which are in the order of each worker. Errors: std::invalid_argument
+/// unless all actions are there.
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
 
 /// Returns by how many seconds a complete step of a timeline would be shorter with one other argument, such as

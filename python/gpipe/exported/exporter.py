@@ -62,7 +62,7 @@ def _hold(value: Any, held: list[tuple[Any, Any]]) -> None:
 @contextmanager
 def unchanged(modules: Iterable[nn.Module], seed: int | None = None, *, values: bool = False) -> Iterator[None]:
     """Restores attributes and tensors of modules, buffers' values and random numbers after a block, which runs from a seed if one
-    is given. With ``values``, restores those of parameters too. A forward may set attributes, an export to fake tensors."""
+    is given. With ``values``, restores parameters' values too. A forward may set attributes, an export to fake tensors."""
     modules = list(modules)
     tensors = {each: None for module in modules for each in (*module.parameters(False), *module.buffers(False))}
     kept = (each for each in tensors if not is_lazy(each) and (values or not isinstance(each, nn.Parameter)))
