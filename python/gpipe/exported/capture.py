@@ -28,8 +28,8 @@ def capture(
 ) -> tuple[list[Graph], dict[str, Tensor]]:
     """Captures a model for any number of samples in the ``modes`` that count: training, and evaluation if what it computes
     outside the ``blocks``, which are kept whole, depends on the mode. With ``any_shape``, also for other sizes where its code
-    allows them. ``calls`` are those of a plain run. Returns a graph per mode, and tensors by name, also
-    tensors that no graph uses. The sizes of the first graph have what all modes require. Raises ValueError if it cannot be converted."""
+    allows them. ``calls`` are those of a plain run. Returns a graph per mode, and tensors by name, also tensors that no graph
+    uses. The sizes of the first graph have what all modes require. Raises ValueError if it cannot be converted."""
     programs = []
     for training in modes:
         with mode(module, training), kept_whole(blocks, calls, any_shape=any_shape, runs=runs):
