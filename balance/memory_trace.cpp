@@ -150,7 +150,7 @@ void MemoryTrace::read_whole(Profile& profile, const Step& step, const std::vect
   const int layers = static_cast<int>(profile.layers.size());
   read_peaks(profile, step, {Kind::F}, &LayerProfile::forward_extra);
   read_peaks(profile, step, {Kind::B}, &LayerProfile::backward_extra);
-  int last = 0;  // micro-batch, whose backward is the first
+  int last = 0;  // the last micro-batch, whose backward comes first
   for (const auto& span : step.spans) last = std::max(last, span.action.micro_batch);
   read_peaks(profile, step, {Kind::B, 0, last}, &LayerProfile::first_backward_extra);
   for (const auto& [layer, bytes, versions] : inputs_) {

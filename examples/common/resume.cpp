@@ -38,8 +38,8 @@ nlohmann::json read_saved(const fs::path& path) {
 std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity) {
   if (options.resume == "auto") {
     options.resume.clear();
-    for (const auto* name :
-         {kBestSnapshot, kLatestSnapshot}) {  // a run that is killed early can leave only the best one
+    // A run that is killed early can leave only the best one.
+    for (const auto* name : {kBestSnapshot, kLatestSnapshot}) {
       if (has_snapshot(options.output / name)) options.resume = options.output / name;
     }
     if (options.ranks) options.resume = options.ranks->share(options.resume.string());  // all start alike

@@ -105,7 +105,7 @@ class ConvertedSequence(Wrapper, nn.Sequential):
         leaves, found = tree_flatten(_in_order_of(self._input, input))
         tensors, expected = tree_flatten(self._input)
         if found != expected:
-            take_apart(input)  # names what is no tensor
+            take_apart(input)  # its error names the part that is not a tensor
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
                 f"{_shown(found)}; give what was expected, with a tensor for each '...', and leave out what was a constant"

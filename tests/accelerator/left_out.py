@@ -25,7 +25,7 @@ static bool left_out(int call) {
 """
 # Of overwrite(): no test puts back a copy that another stream has made.
 UNTESTED = ("use_on_current_stream(from);", "use_on_current_stream(value);")
-FOLDERS = ("tensors", "run", "autograd")  # where such calls are, beside the wires between devices
+FOLDERS = ("tensors", "run", "autograd")  # such calls are there and in the wires between devices
 FILTER = "Pipeline/OnDevices*:GeneratedOnDevices*:Counts.Copies*:*RanksOnDevices*-*Deadlock*"
 
 

@@ -84,7 +84,7 @@ TEST(Predict, AddsLatencyTransfersAndSumsOfGradients) {
       {equal_layers(4), run_on(hosts, 1), 4 * 3 + 2 * 5},
       // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
       {equal_layers(2), run_on(slow, 3), 14 + 2 + 2},
-      // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient
+      // The backwards of worker 0 end at 12 s, the backwards of worker 1 at 10 s. Two replicas, on one host, send each gradient
       // once. The first one is hidden behind worker 0.
       {with_gradients(0, 50), run_on(pair, 3), 12},
       {with_gradients(0, 150), run_on(pair, 3), 10 + 2 * 0.25 + 150 / 50.0, 1.5},

@@ -3,6 +3,8 @@
 #   run NAME FLAG...           runs the program with `common` and these flags; it must succeed. Its output is NAME.log
 #   says NAME TEXT             NAME.log must have a line with this extended regular expression
 #   refuse NAME TEXT FLAG...   the program must fail with one line of error that contains TEXT, before any training
+#   await_history NAME LINES PROCESS LOG
+#                              waits until the process has written so many lines of NAME/history.csv
 #   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
 #   same NAME NAME             two runs must have the same histories, except images/s, and the same bits in the latest snapshot
 #   damage NAME TEXT COMMAND...
@@ -41,6 +43,13 @@ refuse() {
   grep -qF -- "$text" "$name.err" || { cat "$name.err" >&2; fail "$name does not say '$text'"; }
   [[ $(wc -l <"$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
   ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
+}
+
+await_history() {
+  until [[ -e $1/history.csv && $(wc -l <"$1/history.csv") -ge $2 ]]; do
+    kill -0 "$3" || { cat "$4" >&2; fail "it ended before it was stopped"; }
+    sleep 0.01
+  done
 }
 
 column() { tail -n +2 "$1/history.csv" | cut -d, -f"$2"; }

@@ -18,10 +18,7 @@ run whole
 # A group of processes of its own. A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
 (trap - INT && torchrun 2 --output parts) >parts.log 2>&1 &
 launcher=$!
-until [[ -e parts/history.csv && $(wc -l <parts/history.csv) -ge 3 ]]; do
-  kill -0 $launcher || { cat parts.log >&2; fail "it ended before it was stopped"; }
-  sleep 0.01
-done
+await_history parts 3 $launcher parts.log
 kill -INT $launcher $(pgrep -P $launcher)
 ! wait $launcher || fail "a stopped training succeeds"
 says parts '--resume parts/latest'

@@ -45,10 +45,7 @@ head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each cla
 run whole --augment -e 12
 "$program" "${common[@]}" --augment -e 12 --output halves >first.log &
 pid=$!
-until [[ -e halves/history.csv && $(wc -l <halves/history.csv) -ge 3 ]]; do
-  kill -0 $pid || fail "it ended before it was stopped"
-  sleep 0.01
-done
+await_history halves 3 $pid first.log
 kill -TERM $pid
 status=0
 wait $pid || status=$?
@@ -61,10 +58,7 @@ same whole halves
 # A second signal ends it at once. The program gets both together, however fast it is. `trap - INT` as in ranks_test.sh.
 (trap - INT && exec "$program" "${common[@]}" -e 100000 --output ended >ended.log) &
 pid=$!
-until [[ -e ended/history.csv && $(wc -l <ended/history.csv) -ge 2 ]]; do
-  kill -0 $pid || fail "it ended before it was stopped"
-  sleep 0.01
-done
+await_history ended 2 $pid ended.log
 kill -STOP $pid
 kill -INT $pid
 kill -TERM $pid
