@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "balance/cut.h"
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
@@ -19,12 +20,14 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
       placement_(run_.scheduling.placement),
       devices_(options, 1 + std::ranges::max(placement_), run_.network.replicas),
       given_(options),
-      whole_(!options.balance.empty() || run_.scheduling.schedule.starts_with('@')),
+      whole_(!options.balance.empty() || has_lists(run_.scheduling.schedule)),
       least_seconds_(find_least_seconds()) {
   if (!devices_.is_limited() || given_.checkpoint) return;
   const int stages = static_cast<int>(placement_.size());
   const Layout layout{stages, run_.chunks, placement_};
-  const auto schedule = schedule_source(run_.scheduling.schedule, stages, 1, placement_).make(layout);
+  const auto& name = run_.scheduling.schedule;
+  const auto schedule =
+      run_.scheduling.depth > 0 ? list_schedule(layout) : schedule_source(name, stages, 1, placement_).make(layout);
   const auto peaks = verify(layout, {}, with_recomputes(schedule, Checkpoint::kAlways, layout));
   for (int s = 0; s < stages; ++s) in_flight_.push_back({peaks.live[s], peaks.graphs[s]});
 }
@@ -106,6 +109,21 @@ void Contender::improve(std::int64_t& actions) {
       improved |= offer(stage_ends(moved), actions);
     }
   }
+}
+
+void Contender::deepen(std::int64_t& actions) {
+  if (run_.scheduling.depth == 0) return;
+  const int workers = 1 + std::ranges::max(placement_);
+  const int stages = (static_cast<int>(placement_.size()) + workers - 1) / workers;  // of a worker
+  double best = run_.scheduling.depth;
+  for (int cells = stages; cells < 2 * workers * stages && actions > 0; ++cells) {
+    run_.scheduling.depth = 1.0 * cells / stages;
+    auto plan = predicted(parts_of(best_), actions);
+    if (!is_better(plan, best_)) continue;
+    best_ = std::move(plan);
+    best = run_.scheduling.depth;
+  }
+  run_.scheduling.depth = best;
 }
 
 void Contender::polish(std::int64_t& actions) {
@@ -211,8 +229,9 @@ Plan Contender::predicted(const std::vector<Part>& parts, std::int64_t& actions)
   const bool none = std::ranges::count(modes, Checkpoint::kNever) == std::ssize(modes);
   run.checkpoint = given_.checkpoint ? *given_.checkpoint : none ? Checkpoints() : Checkpoints(modes);
   actions -= std::ssize(balance) * run.chunks * 4;  // F, R, I, W
-  Plan plan{predict(segments_.cost(), balance, run), run.chunks, run.checkpoint, run.scheduling.schedule,
-            run.network.replicas};
+  auto prediction = predict(segments_.cost(), balance, run);
+  auto schedule = run.scheduling.depth > 0 ? to_text(prediction.lists) : run.scheduling.schedule;
+  Plan plan{std::move(prediction), run.chunks, run.checkpoint, std::move(schedule), run.network.replicas};
   if (devices_.is_limited()) plan.missing = std::max<std::int64_t>(0, devices_.fullest(plan.bytes).second);
   return plan;
 }

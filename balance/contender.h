@@ -76,6 +76,7 @@ class Contender {
   /// Improves the best plans as long as this helps.
   void refine(std::int64_t& actions) {
     improve(actions);
+    deepen(actions);
     polish(actions);
     relax(actions);
   }
@@ -83,6 +84,8 @@ class Contender {
  private:
   /// Moves cuts by a layer as long as the step gets better.
   void improve(std::int64_t& actions);
+  /// Lets a list schedule hold more or fewer cells where this helps.
+  void deepen(std::int64_t& actions);
   /// Changes the segments of the best plans, one at a time, as long as this helps: moves an end by a layer, recomputes a
   /// segment or not, recomputes a layer by itself.
   void polish(std::int64_t& actions);
@@ -110,7 +113,7 @@ class Contender {
   bool offer(const std::vector<int>& ends, std::int64_t& actions);
 
   Segments& segments_;
-  const RunOptions run_;
+  RunOptions run_;
   const std::vector<int> placement_;  // of stages before they are cut into segments
   const Devices devices_;
   const PlanOptions& given_;

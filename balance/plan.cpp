@@ -76,13 +76,19 @@ bool fits_rule(const ScheduleRule& rule, const std::vector<int>& placement) {
   return rule.misfit(layout).empty() && too_few_stages(rule.name, placement).empty();
 }
 
+/// A list schedule on these workers.
+Scheduling listed(std::vector<int> placement) {
+  const int workers = 1 + std::ranges::max(placement);
+  return {kAnySchedule, 1, std::move(placement), 1.0 * workers};
+}
+
 std::string why_not(const Contender& smallest) {
   const auto& plan = smallest.best();
   const auto [device, missing] = smallest.devices().fullest(plan.bytes);
   const auto memory = smallest.devices().memory(device);
   auto reason = StrFormat(
       "nothing fits: the plan that lacks least, %s with %d chunks, needs %s on %s, which has %s, %s too few; ",
-      plan.schedule, plan.chunks, bytes_to_text(memory + missing), smallest.devices().name(device),
+      schedule_to_text(plan), plan.chunks, bytes_to_text(memory + missing), smallest.devices().name(device),
       bytes_to_text(memory), bytes_to_text(missing));
   auto& segments = smallest.segments();
   for (int layer = 0; layer < segments.cost().layers(); ++layer) {
@@ -117,11 +123,15 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
     found.push_back({std::string(rule.name), 1, std::move(placement)});
   };
   for (const auto& rule : schedule_rules()) add(rule, looped_placement(workers, workers));
-  if (workers == 1 || 2 * workers > layers) return found;
+  if (workers == 1) return found;
+  found.push_back(listed(looped_placement(workers, workers)));
+  if (2 * workers > layers) return found;
   for (const auto& rule : schedule_rules()) {
     add(rule, looped_placement(workers, 2 * workers));
     add(rule, v_placement(2 * workers));
   }
+  found.push_back(listed(looped_placement(workers, 2 * workers)));
+  found.push_back(listed(v_placement(2 * workers)));
   return found;
 }
 
@@ -138,12 +148,13 @@ std::vector<Scheduling> to_try(const PlanOptions& options, int workers, int most
   };
   const auto add_rules = [&](const std::vector<int>& placement) {
     for (const auto& rule : schedule_rules()) add(std::string(rule.name), placement);
+    tried.push_back(listed(placement));
   };
   const bool loops = stages > 2 * workers && stages % workers == 0;
   if (options.schedulings.empty()) loops ? add_rules(looped_placement(workers, stages)) : void(tried = all);
-  for (const auto& [name, per_worker, placement] : options.schedulings) {
-    if (name.starts_with('@')) {
-      tried.push_back({name, 1, read_schedule(name.substr(1)).layout.placement});
+  for (const auto& [name, per_worker, placement, depth] : options.schedulings) {
+    if (has_lists(name)) {
+      tried.push_back({name, 1, lists_of(name).layout.placement});
     } else if (name == kAnySchedule) {
       add_rules(placement);
     } else if (!placement.empty()) {
@@ -208,8 +219,7 @@ std::vector<std::unique_ptr<Contender>> contenders_of(const std::vector<Profile>
       for (const int chunks : chunks_of(profiles[i], samples, options)) {
         for (const auto& scheduling : tried) {
           const auto& name = scheduling.schedule;
-          const bool is_file = name.starts_with('@');
-          if (is_file && read_schedule(name.substr(1)).layout.micro_batches != chunks) continue;
+          if (has_lists(name) && lists_of(name).layout.micro_batches != chunks) continue;
           if (chunks > 1 && std::ssize(scheduling.placement) * chunks > kMostCellsOfPlan) continue;
           auto network = options.network;
           network.replicas = replicas;

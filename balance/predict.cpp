@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "balance/stage_cost.h"
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 
@@ -65,20 +66,23 @@ double reduced(const StageCost& stage, const std::vector<int>& ends, const RunOp
 
 Prediction predict(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
   stage.check(options);
-  const auto& [schedule, per_worker, wanted] = options.scheduling;
+  const auto& [schedule, per_worker, wanted, depth] = options.scheduling;
   const int stages = static_cast<int>(balance.size());
-  const auto source = schedule_source(schedule.empty() ? kFillAndDrain : schedule, stages, per_worker, wanted);
+  const bool any = schedule.empty() || depth > 0;
+  const auto source = schedule_source(any ? kFillAndDrain : schedule, stages, per_worker, wanted);
   auto placed = options;
   const auto& placement = placed.scheduling.placement = source.placement;
   const auto ends = stage.ends(balance);
   const auto stage_edges = stage.edges(balance, placement);
   const Layout layout{stages, options.chunks, placement};
-  const auto program =
-      Program::make(layout, stage_edges.edges, with_recomputes(source.make(layout), options.checkpoint, layout));
-  auto simulation = simulate(program, costs_of(stage, balance, placed, stage_edges));
+  const auto& edges = stage_edges.edges;
+  const auto costs = costs_of(stage, balance, placed, stage_edges);
+  auto lists = depth > 0 ? list_schedule(layout, edges, costs, options.checkpoint, depth) : source.make(layout);
+  const auto program = Program::make(layout, edges, with_recomputes(lists, options.checkpoint, layout));
+  auto simulation = simulate(program, costs);
   Prediction prediction{{balance, placement}};
-  for (std::size_t e = 0; e < stage_edges.edges.size(); ++e) {
-    const auto& edge = stage_edges.edges[e];
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    const auto& edge = edges[e];
     if (placement[edge.from] != placement[edge.to]) prediction.crossing += options.chunks * stage_edges.bytes[e];
   }
   prediction.seconds = std::max(simulation.makespan, reduced(stage, ends, placed, simulation.timeline));
@@ -86,6 +90,7 @@ Prediction predict(const StageCost& stage, const std::vector<std::int64_t>& bala
   prediction.bubble = 1 - (1 - simulation.bubble) * simulation.makespan / prediction.seconds;
   prediction.bytes = simulation.timeline.peak_bytes();
   prediction.timeline = std::move(simulation.timeline);
+  prediction.lists = std::move(lists);
   for (int first = 0, s = 0; const int end : ends) {
     prediction.bytes[placement[s]] +=
         stage.static_bytes(first, end) + stage.reduction_bytes(first, end, options.network);

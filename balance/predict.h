@@ -22,6 +22,7 @@ struct PredictedStep {
 struct Prediction : PredictedStep {
   std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
   Timeline timeline = {};           ///< of the simulation; its bytes exclude what stays during the step
+  Schedule lists = {};              ///< of each worker, without recomputes
 };
 
 class StageCost;

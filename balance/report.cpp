@@ -10,6 +10,7 @@
 #include "balance/cut.h"
 #include "balance/stage_cost.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
@@ -59,23 +60,6 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
           bytes_to_text(layer.parameters)};
 }
 
-// E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
-std::string schedule_of(const Plan& plan) {
-  const auto& name = plan.schedule;
-  std::vector<int> placement;  // without segments
-  for (const int worker : plan.placement) {
-    if (placement.empty() || placement.back() != worker) placement.push_back(worker);
-  }
-  const auto stages = static_cast<int>(placement.size());
-  const auto workers = static_cast<int>(plan.bytes.size());
-  if (stages <= workers || name.starts_with('@')) return name;
-  const bool is_looped = stages % workers == 0 && placement == looped_placement(workers, stages);
-  if (is_looped) return absl::StrCat(name, ", ", stages / workers, " per worker");
-  const bool is_always_v =
-      !schedule_rule(name).misfit({2 * workers, 1, looped_placement(workers, 2 * workers)}).empty();
-  return is_always_v ? name : name + ", V";
-}
-
 // How many layers are recomputed, at least for some micro-batches.
 std::string recomputed_of(const Plan& plan) {
   std::int64_t layers = 0;
@@ -88,6 +72,23 @@ std::string recomputed_of(const Plan& plan) {
 }
 
 }  // namespace
+
+std::string schedule_to_text(const Plan& plan) {
+  const bool is_listed = has_lists(plan.schedule) && !plan.schedule.starts_with('@');
+  const std::string name = is_listed ? "lists" : plan.schedule;
+  std::vector<int> placement;  // without segments
+  for (const int worker : plan.placement) {
+    if (placement.empty() || placement.back() != worker) placement.push_back(worker);
+  }
+  const auto stages = static_cast<int>(placement.size());
+  const auto workers = static_cast<int>(plan.bytes.size());
+  if (stages <= workers || name.starts_with('@')) return name;
+  const bool is_looped = stages % workers == 0 && placement == looped_placement(workers, stages);
+  if (is_looped) return absl::StrCat(name, ", ", stages / workers, " per worker");
+  const Layout looped{2 * workers, 1, looped_placement(workers, 2 * workers)};
+  const bool is_always_v = !is_listed && !schedule_rule(name).misfit(looped).empty();
+  return is_always_v ? name : name + ", V";
+}
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
   Table table({"layer", "name", "forward", "backward", "output", "saved", "parameters", "cut"});
@@ -146,7 +147,7 @@ std::string plan_table(const Plans& plans, int rows) {
   std::set<std::string> seen;
   std::vector<Plan> first;  // of each schedule and number of replicas
   for (const auto& plan : plans.plans) {
-    if (seen.insert(absl::StrCat(schedule_of(plan), " ", plan.replicas)).second) first.push_back(plan);
+    if (seen.insert(absl::StrCat(schedule_to_text(plan), " ", plan.replicas)).second) first.push_back(plan);
   }
   const bool replicated = std::ranges::any_of(first, [](const Plan& plan) { return plan.replicas > 1; });
   std::vector<std::string> head = {"schedule", "layers per worker", "chunks", "recomputed", "step", "bubble", "memory"};
@@ -174,7 +175,7 @@ std::string plan_table(const Plans& plans, int rows) {
     cells.push_back(absl::StrCat(note, plan.fits() ? "" : "too large"));
     table.add(std::move(cells));
   };
-  for (const auto& plan : absl::MakeConstSpan(first).subspan(0, rows)) add(schedule_of(plan), plan, "");
+  for (const auto& plan : absl::MakeConstSpan(first).subspan(0, rows)) add(schedule_to_text(plan), plan, "");
   if (whole) add("", *whole, whole->fits() ? "one device" : "one device, ");
   auto text = absl::StrCat(
       table.text(),

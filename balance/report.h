@@ -21,6 +21,8 @@ GPIPE_API std::string prediction_table(const Prediction& prediction);
 /// column of speed-ups over it, and a line if it is faster than the first plan. With the reason if nothing fits.
 GPIPE_API std::string plan_table(const Plans& plans, int rows = std::numeric_limits<int>::max());
 
+/// E.g. "zb_v", "gpipe, 2 per worker" or, for lists of actions that no rule makes, "lists, V".
+GPIPE_API std::string schedule_to_text(const Plan& plan);
 /// E.g. "1.50 MiB": three digits, in B, KiB, MiB, GiB or TiB.
 GPIPE_API std::string bytes_to_text(std::int64_t bytes);
 /// E.g. "1.50 ms": three digits, in us, ms or s.

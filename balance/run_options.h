@@ -11,6 +11,8 @@ struct Scheduling {
   std::string schedule = {};
   int stages_per_worker = 1;        ///< as in GPipeOptions
   std::vector<int> placement = {};  ///< as in GPipeOptions
+  /// If not 0: a list schedule of this depth for the costs (see gpipe/schedule/list_schedule.h), whatever `schedule` is.
+  double depth = 0;
 };
 
 /// How a partitioned model runs.

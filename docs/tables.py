@@ -39,8 +39,6 @@ ROWS: list[Row] = [
     ("v_half", 2, "2, in a V", "split"),
     ("v_min", 2, "2, in a V", "split"),
     ("dualpipe_v", 2, "2, in a V", "split or whole"),
-    ("greedy", 1, "any", "split"),
-    ("greedy", 2, "in a V", "split"),
 ]
 
 
@@ -71,7 +69,7 @@ def steps() -> str:
 
 def draw() -> None:
     """Makes a page of the schedules of the table, and of the steps that how_it_works.md explains."""
-    shown = [(row[0] + (", in a V" if row[0] == "greedy" and row[1] == 2 else ""), simulate(row)) for row in ROWS]
+    shown = [(row[0], simulate(row)) for row in ROWS]
     shown += [(f"{row[0]}, 16 micro-batches", simulate(row, 16)) for row in ROWS if row[1] == 1]
     for name, milliseconds, chunks, checkpoint in [
         ("one micro-batch", 40, 1, "never"),

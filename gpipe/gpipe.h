@@ -111,7 +111,7 @@ class GPIPE_API GPipeImpl : public torch::nn::Module {
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
   const std::vector<int>& placement() const;
-  /// The name of step()'s schedule; "auto" until the first step() has chosen one.
+  /// The schedule of step(), as in GPipeOptions; "auto" until the first step() has chosen one: a name, or the text form.
   std::string schedule() const;
   const GPipeOptions& options() const { return options_; }
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.

@@ -20,12 +20,12 @@ struct GPipeOptions {
   /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one
   /// stage, and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
-  /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v"; "@FILE" with one
-  /// line of actions per worker; or "auto". forward() and its backward always fill and drain.
+  /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v"; lists in the
+  /// text form (gpipe/schedule_source.h), or "@FILE" with them; or "auto". forward() and its backward always fill and drain.
   ///
   /// "auto": the first step() measures, best with at least four micro-batches. Later steps have the schedule that the
-  /// simulator finds fastest (GPipeImpl::schedule()), with the same bits. On accelerators it needs no more memory than
-  /// 1f1b, or than interleaved_1f1b for several stages per worker.
+  /// simulator finds fastest (GPipeImpl::schedule()), with the same bits: a named one, or lists for the measured times. On
+  /// accelerators it needs no more memory than 1f1b, or than interleaved_1f1b for several stages per worker.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one
   /// from a file have their own placement. With fewer `devices` than stages, 1 gives an interleaved schedule and "auto"

@@ -86,9 +86,9 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const Workers& wo
   add("the number of replicas", options.ranks()->replicas());
   add("how tensors travel", workers.has_wires ? "from GPU to GPU" : "through the hosts");
   add("the balance", absl::StrCat("[", absl::StrJoin(balance, ", "), "]"));
-  // Calls compare what functions and files say.
-  const bool is_file = options.schedule().starts_with('@');
-  add("the schedule", options.schedule_function() ? "a function" : is_file ? "a file" : options.schedule());
+  // Calls compare what functions and lists say.
+  const bool is_listed = has_lists(options.schedule());
+  add("the schedule", options.schedule_function() ? "a function" : is_listed ? "lists" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());
   add("the placement", absl::StrCat("[", absl::StrJoin(workers.schedules.placement, ", "), "]"));
   add("chunks", options.chunks());

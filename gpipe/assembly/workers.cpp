@@ -55,7 +55,7 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
 int stages_per_worker(const GPipeOptions& options, int stages) {
   const auto devices = static_cast<int>(options.devices().size());
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
-                          !options.schedule().starts_with('@');
+                          !has_lists(options.schedule());
   if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
   const bool loops = options.schedule() == kAnySchedule || schedule_rule(options.schedule()).loops;
   return loops ? stages / devices : 1;
@@ -67,8 +67,8 @@ ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
                     "') and schedule_function exclude each other; set only one of them");
   }
   const bool is_auto = options.schedule() == kAnySchedule;
-  auto source = schedule_source(is_auto ? "greedy" : options.schedule(), stages, stages_per_worker(options, stages),
-                                options.placement());
+  auto source = schedule_source(is_auto ? kFillAndDrain : options.schedule(), stages,
+                                stages_per_worker(options, stages), options.placement());
   if (is_auto) source.make = measuring_schedule;
   if (options.schedule_function()) source.make = options.schedule_function();
   return source;

@@ -108,10 +108,10 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
   return made;
 }
 
-void CallState::set_schedule(const std::string& name) {
+void CallState::set_schedule(const Pipeline& pipeline, const std::string& schedule) {
   MutexLock lock(mutex_);
-  chosen_schedule_ = name;
-  make_schedule_ = [name](const Layout& layout) { return make_schedule(name, layout, Checkpoint::kNever); };
+  chosen_schedule_ = schedule;
+  make_schedule_ = schedule_source(schedule, pipeline.count(), 1, pipeline.placement()).make;
   std::erase_if(programs_, [](const auto& known) { return std::get<StepKey::Call>(known.first) == StepKey::kStep; });
 }
 

@@ -38,8 +38,8 @@ class CallState {
   /// schedule that cannot run.
   std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, const Checkpoints& checkpoints,
                                          StepKey::Call call);
-  /// Sets the schedule of later steps, by its name.
-  void set_schedule(const std::string& name);
+  /// Sets the schedule of later steps of `pipeline`, whose state this is, as for schedule_source().
+  void set_schedule(const Pipeline& pipeline, const std::string& schedule);
   /// Empty before set_schedule().
   std::string chosen_schedule() const {
     MutexLock lock(mutex_);

@@ -129,16 +129,16 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
       measured.spans.insert(measured.spans.end(), spans.begin(), spans.end());
     }
   }
-  std::string name;
+  std::string schedule;
   if (team.rank() == 0 && sizes.front() > 0) {
     const auto& devices = pipeline.devices();
     const bool saves_memory = !std::ranges::all_of(devices, &c10::Device::is_cpu);
     const Layout layout{pipeline.count(), static_cast<int>(sizes.size()), pipeline.placement()};
-    name =
+    schedule =
         fastest_schedule(measured, layout, checkpoints, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
-  if (team.size() > 1) name = team.share(name);
-  if (!name.empty()) pipeline.calls().set_schedule(name);
+  if (team.size() > 1) schedule = team.share(schedule);
+  if (!schedule.empty()) pipeline.calls().set_schedule(pipeline, schedule);
 }
 
 std::vector<torch::Device> devices_of(const Value& value) {

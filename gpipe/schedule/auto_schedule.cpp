@@ -4,7 +4,9 @@
 #include <limits>
 #include <set>
 
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
@@ -12,7 +14,8 @@ namespace gpipe {
 namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
-constexpr double kEqual = 1.01;  // times that differ by less are equal
+constexpr double kEqual = 1.01;        // times that differ by less are equal
+constexpr double kPreferNames = 1.03;  // a schedule without a name is only used if it is faster by more
 
 // The shortest action of each kind and stage: the first ones of a step are slow.
 Costs costs_of(const Timeline& timeline, const Layout& layout, bool last_is_smaller) {
@@ -45,19 +48,19 @@ Costs costs_of(const Timeline& timeline, const Layout& layout, bool last_is_smal
   return costs;
 }
 
-// The rule whose backwards measuring_schedule() splits.
-std::string_view measured_rule(const Layout& layout) {
+// The schedule whose backwards measuring_schedule() splits.
+Schedule measured_schedule(const Layout& layout) {
   for (const auto name : {"1f1b", "interleaved_1f1b"}) {
-    if (schedule_rule(name).misfit(layout).empty()) return name;
+    if (schedule_rule(name).misfit(layout).empty()) return schedule_rule(name).generate(layout);
   }
-  return "greedy";
+  return list_schedule(layout);
 }
 
 // The most cells and the most graphs that a worker holds at once.
-std::pair<int, int> held(std::string_view name, Layout layout, const std::vector<Edge>& edges,
+std::pair<int, int> held(const ScheduleFunction& make, Layout layout, const std::vector<Edge>& edges,
                          const Checkpoints& checkpoints) {
   layout.micro_batches = std::max(layout.micro_batches, 2 * layout.workers());  // from then on it does not change
-  const auto peaks = verify(layout, edges, make_schedule(name, layout, checkpoints));
+  const auto peaks = verify(layout, edges, with_recomputes(make(layout), checkpoints, layout));
   std::vector<int> cells(layout.workers());
   std::vector<int> graphs(layout.workers());
   for (int s = 0; s < layout.stages; ++s) {
@@ -70,7 +73,7 @@ std::pair<int, int> held(std::string_view name, Layout layout, const std::vector
 }  // namespace
 
 Schedule measuring_schedule(const Layout& layout) {
-  auto schedule = make_schedule(measured_rule(layout), layout, Checkpoint::kNever);
+  auto schedule = measured_schedule(layout);
   for (auto& list : schedule) {
     std::vector<Action> actions;
     for (auto action : list) {
@@ -86,28 +89,38 @@ Schedule measuring_schedule(const Layout& layout) {
 
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory) {
+  const auto& edges = measured.edges;
   const auto costs = costs_of(measured, layout, last_is_smaller);
-  const auto [most_cells, most_graphs] = held(measured_rule(layout), layout, measured.edges, checkpoints);
-  struct Simulated {
-    std::string_view name;
-    double seconds;
-    int cells;
+  const auto most = held(measured_schedule, layout, edges, checkpoints);
+  struct Candidate {
+    std::string schedule;
+    double seconds = 0;
+    int cells = 0;
   };
-  std::vector<Simulated> simulated;
-  double fastest = kUnknown;
+  std::vector<Candidate> candidates;
+  // A `name` that is empty stands for lists.
+  const auto offer = [&](std::string_view name, const ScheduleFunction& make) {
+    const auto [cells, graphs] = held(make, layout, edges, checkpoints);
+    if (saves_memory && (cells > most.first || graphs > most.second)) return;
+    auto schedule = make(layout);
+    auto given = name.empty() ? to_text(schedule) : std::string(name);
+    const auto program = Program::make(layout, edges, with_recomputes(std::move(schedule), checkpoints, layout));
+    const double seconds = simulate(program, costs).makespan;
+    candidates.push_back({std::move(given), name.empty() ? kPreferNames * seconds : seconds, cells});
+  };
   for (const auto& rule : schedule_rules()) {
     if (fills_and_drains(rule.name) || !rule.misfit(layout).empty() ||
         !too_few_stages(rule.name, layout.placement).empty()) {
       continue;
     }
-    const auto [cells, graphs] = held(rule.name, layout, measured.edges, checkpoints);
-    if (saves_memory && (cells > most_cells || graphs > most_graphs)) continue;
-    const auto program = Program::make(layout, measured.edges, make_schedule(rule.name, layout, checkpoints));
-    simulated.push_back({rule.name, simulate(program, costs).makespan, cells});
-    fastest = std::min(fastest, simulated.back().seconds);
+    offer(rule.name, [&](const Layout& other) { return rule.generate(other); });
   }
-  const auto cells = [&](const Simulated& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
-  return std::string(std::ranges::min_element(simulated, {}, cells)->name);
+  for (const int depth : {layout.workers(), 2 * layout.workers() - 1}) {
+    offer("", [&](const Layout& other) { return list_schedule(other, edges, costs, checkpoints, depth); });
+  }
+  const double fastest = std::ranges::min(candidates, {}, &Candidate::seconds).seconds;
+  const auto cells = [&](const Candidate& it) { return it.seconds <= fastest * kEqual ? it.cells : kMostCells; };
+  return std::ranges::min(candidates, {}, cells).schedule;
 }
 
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges) {

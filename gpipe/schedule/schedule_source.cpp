@@ -8,12 +8,14 @@
 
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
 
 constexpr std::string_view kSeparators = " \t\r,";
+constexpr std::string_view kLetters = "FRBIW";  // as to_char()
 
 /// Reads an action such as "2F0".
 std::optional<Action> parse_action(std::string_view word) {
@@ -24,7 +26,7 @@ std::optional<Action> parse_action(std::string_view word) {
     return error == std::errc() && value >= 0 && value < kMostCells;
   };
   if (!number(action.stage) || word.empty()) return std::nullopt;
-  const auto kind = std::string_view("FRBIW").find(word.front());  // as to_char()
+  const auto kind = kLetters.find(word.front());
   if (kind == word.npos) return std::nullopt;
   action.kind = static_cast<Kind>(kind);
   word.remove_prefix(1);
@@ -32,25 +34,25 @@ std::optional<Action> parse_action(std::string_view word) {
   return action;
 }
 
-ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
-  auto parsed = read_schedule(path);
+ScheduleSource from_lists(const std::string& schedule, int stages, const std::vector<int>& wanted) {
+  const bool is_file = schedule.starts_with('@');
+  const auto name = is_file ? "the schedule '" + schedule.substr(1) + "'" : "the schedule";
+  const auto parsed = lists_of(schedule);
   if (parsed.layout.stages != stages) {
-    refuse_argument("the schedule '", path, "' has ", parsed.layout.stages, " stages, but balance has ", stages);
+    refuse_argument(name, " has ", parsed.layout.stages, " stages, but balance has ", stages);
   }
-  auto placement = parsed.layout.placement;
+  const auto& placement = parsed.layout.placement;
   if (!wanted.empty() && wanted != placement) {
-    refuse_argument("the schedule '", path, "' has its stages on workers ", absl::StrJoin(placement, ", "),
-                    ", but placement is ", absl::StrJoin(wanted, ", "), "; leave placement out");
+    refuse_argument(name, " has its stages on workers ", absl::StrJoin(placement, ", "), ", but placement is ",
+                    absl::StrJoin(wanted, ", "), "; leave placement out");
   }
-  auto make = [path, parsed = std::move(parsed)](const Layout& layout) {
-    if (layout.micro_batches != parsed.layout.micro_batches) {
-      refuse_argument("the schedule '", path, "' has ", parsed.layout.micro_batches,
-                      " micro-batches, but the mini-batch is cut into ", layout.micro_batches,
-                      "; change chunks or the file");
-    }
-    return parsed.schedule;
+  const auto make = [is_file, name, parsed](const Layout& layout) {
+    if (layout.micro_batches == parsed.layout.micro_batches) return parsed.schedule;
+    if (!is_file) return list_schedule(layout);
+    refuse_argument(name, " has ", parsed.layout.micro_batches, " micro-batches, but the mini-batch is cut into ",
+                    layout.micro_batches, "; change chunks or the file");
   };
-  return {std::move(placement), std::move(make)};
+  return {placement, make};
 }
 
 }  // namespace
@@ -131,12 +133,22 @@ ParsedSchedule read_schedule(const std::string& path) {
   }
 }
 
+bool has_lists(std::string_view schedule) {
+  const auto kind = schedule.find_first_not_of("0123456789");
+  const bool is_text = kind != 0 && kind != schedule.npos && kLetters.find(schedule[kind]) != kLetters.npos;
+  return is_text || schedule.starts_with('@');
+}
+
+ParsedSchedule lists_of(const std::string& schedule) {
+  return schedule.starts_with('@') ? read_schedule(schedule.substr(1)) : parse_schedule(schedule);
+}
+
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement) {
-  if (schedule.starts_with('@')) {
-    if (stages_per_worker == 1) return from_file(schedule.substr(1), stages, placement);
-    refuse_argument("the schedule '", schedule.substr(1), "' places its stages itself, but stages_per_worker is ",
-                    stages_per_worker, "; leave it at 1");
+  if (has_lists(schedule)) {
+    if (stages_per_worker == 1) return from_lists(schedule, stages, placement);
+    refuse_argument("lists of actions place their stages themselves, but stages_per_worker is ", stages_per_worker,
+                    "; leave it at 1");
   }
   if (placement.empty()) {
     placement = schedule_rule(schedule).place(stages, stages_per_worker);

@@ -5,6 +5,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/schedule/merged.h"
 #include "gpipe/schedule/v_schedules.h"
 #include "gpipe/schedule/verifier.h"
 
@@ -15,9 +16,6 @@ namespace {
 bool is_looped(const Layout& layout) {
   return layout.stages % layout.workers() == 0 && layout.placement == looped_placement(layout.workers(), layout.stages);
 }
-
-// The V placement.
-bool is_v(const Layout& layout) { return layout.stages % 2 == 0 && layout.placement == v_placement(layout.stages); }
 
 std::vector<int> loops(int stages, int stages_per_worker) {
   if (stages_per_worker < 1) refuse_argument("stages_per_worker must be positive, but is ", stages_per_worker);
@@ -49,55 +47,11 @@ std::string needs_v(const Layout& layout) {
   return is_v(layout) ? "" : "stages s and 2p - 1 - s on worker s of p (the V placement)";
 }
 
-/// A layout as a rule sees it: the segments of a stage are one stage.
-struct Merged {
-  Layout layout;
-  std::vector<int> firsts;  ///< the first segment of each stage, and the number of all segments
-};
-
-Merged merge_segments(const Layout& layout) {
-  Merged merged{{0, layout.micro_batches, {}}, {}};
-  for (int s = 0; s < layout.stages; ++s) {
-    if (s > 0 && layout.placement[s] == layout.placement[s - 1]) continue;
-    merged.layout.placement.push_back(layout.placement[s]);
-    merged.firsts.push_back(s);
-  }
-  merged.layout.stages = static_cast<int>(merged.firsts.size());
-  merged.firsts.push_back(layout.stages);
-  return merged;
-}
-
-/// Makes two stages of the one in the middle, as a V has them, if there is one and it has several segments.
-Merged with_two_in_the_middle(Merged merged) {
-  const int middle = merged.layout.stages / 2;
-  const int segments = merged.firsts[middle + 1] - merged.firsts[middle];
-  if (merged.layout.stages % 2 == 0 || segments == 1) return merged;
-  merged.firsts.insert(merged.firsts.begin() + middle + 1, merged.firsts[middle] + (segments + 1) / 2);
-  merged.layout.placement.insert(merged.layout.placement.begin() + middle, merged.layout.placement[middle]);
-  ++merged.layout.stages;
-  return merged;
-}
-
-Schedule with_segments(const Schedule& schedule, const std::vector<int>& firsts) {
-  Schedule lists(schedule.size());
-  for (std::size_t w = 0; w < schedule.size(); ++w) {
-    for (const auto& [kind, stage, m] : schedule[w]) {
-      const int first = firsts[stage];
-      const int end = firsts[stage + 1];
-      for (int i = 0; i < end - first; ++i) {
-        lists[w].push_back({kind, kind == Kind::F ? first + i : end - 1 - i, m});
-      }
-    }
-  }
-  return lists;
-}
-
 /// The stages that a rule schedules. Those of a V are a V, except that all on one worker are one stage for other rules.
 Merged merge_for(const ScheduleRule& rule, const Layout& layout) {
-  auto merged = merge_segments(layout);
-  auto halved = with_two_in_the_middle(merged);
+  const auto merged = merge_segments(layout);
   const bool is_one = merged.layout.stages == 1 && rule.misfit_of_stages(merged.layout).empty();
-  return is_v(halved.layout) && !is_one ? halved : merged;
+  return is_one ? merged : merge_as_v(layout).value_or(merged);
 }
 
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
@@ -183,8 +137,6 @@ constexpr ScheduleRule kRules[] = {
      v_min},
     {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)", v,
      false, needs_v, dualpipe_v},
-    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement", loops, false,
-     fits_any_layout, greedy},
 };
 
 }  // namespace

@@ -86,8 +86,8 @@ class GPipe(StagedModel):
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch.
         keep_memory: whether the process keeps the memory of freed CPU tensors for others of the same size while the
             pipeline lives, at most 1.25 times what was in use at once.
-        schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or ``'@'`` and the path of a
-            file, which must stay, with a line per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch; or
+        schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or lists, a line per worker, such
+            as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch; or ``'@'`` and the path of a file with them, which must stay; or
             ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with
             the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
             ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
@@ -261,8 +261,7 @@ class GPipe(StagedModel):
 
     @property
     def schedule(self) -> str:
-        """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file. ``'auto'`` becomes the name of the
-        schedule that the first step chooses."""
+        """The schedule of :meth:`step`, as it was given. ``'auto'`` becomes the name or the lists that the first step chooses."""
         return self._present_schedule()
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from helpers import random_balance
 CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 91))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
 TWO_PER_WORKER = {"interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"}
-LOOPED = {"gpipe", "looped_bfs", "greedy"}
+LOOPED = {"gpipe", "looped_bfs"}
 FILL_AND_DRAIN = {"", "gpipe", "looped_bfs"}  # whose backwards begin with the last micro-batch
 WIDTH = 4
 CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)

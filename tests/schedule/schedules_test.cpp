@@ -71,7 +71,6 @@ std::vector<Formulas> all_formulas() {
        [](int p, int, int, int) { return 2 * ((p + 4) / 3); },
        {},
        true},
-      {"greedy", [](int, int, int) { return std::nullopt; }, [](int p, int v, int, int) { return v * p; }, {}, true},
   };
 }
 
