@@ -22,7 +22,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, const std::functi
     const bool is_last = part + 1 == parts;
     for (int end = is_last ? count : part + 1; end <= count; ++end) {
       for (int first = part == 0 ? 0 : end - 1; first >= part; --first) {
-        if (worst[first] == infinity) continue;
+        if (worst[first] >= longer[end]) continue;
         const double of_part = cost(part, first, end);
         if (std::isnan(of_part)) refuse_argument("the cost of layers ", first, " to ", end - 1, " is not a number");
         const double largest = std::max(worst[first], of_part);

@@ -130,19 +130,25 @@ Recomputation Segments::at(int price, int first, int end, InFlight in_flight) {
 
 Recomputation Segments::within(std::int64_t limit, int first, int end, InFlight in_flight) {
   Recomputation best;
-  auto fewest = bytes(first, end, in_flight);
-  if (fewest <= limit) return best;
+  const auto without = bytes(first, end, in_flight);
+  if (without <= limit) return best;
+  const auto needed = [&](const Recomputation& it) {
+    return without - in_flight.cells * it.bytes + in_flight.graphs * it.rebuilt;
+  };
   bool fits = false;
-  for (int price = 1; price <= kPrices; ++price) {
-    for (int cap = 0; cap < kCaps; ++cap) {
+  for (int cap = 0; cap < kCaps; ++cap) {
+    auto found = recomputation(kPrices, cap, first, end);
+    if (!fits && needed(found) < needed(best)) best = found;
+    if (needed(found) > limit) continue;
+    for (int low = 0, high = kPrices; high - low > 1;) {  // a higher price recomputes more
+      const int price = (low + high) / 2;
       const auto other = recomputation(price, cap, first, end);
-      const auto needed = bytes(first, end, in_flight, other);
-      const bool is_better = needed <= limit ? !fits || other.seconds < best.seconds : !fits && needed < fewest;
-      if (!is_better) continue;
-      fits = needed <= limit;
-      fewest = needed;
-      best = other;
+      const bool is_enough = needed(other) <= limit;
+      (is_enough ? high : low) = price;
+      if (is_enough) found = other;
     }
+    if (!fits || found.seconds < best.seconds) best = found;
+    fits = true;
   }
   return best;
 }
