@@ -31,12 +31,20 @@ struct Span {
   double blocked = 0;  ///< the worker's thread slept, as it does at a lock
 };
 
+/// How long a layer's forwards took, over all steps, without stored ones.
+struct LayerTime {
+  int stage = 0;
+  double seconds = 0;
+};
+
 /// The actions of all workers over time, traced or simulated. Not thread-safe.
 struct GPIPE_API Timeline {
   int workers = 0;
   std::vector<Edge> edges;
   std::vector<Span> spans;
   int replicas = 1;  ///< equal pipelines, each with as many of the workers, one after the other
+  /// Of traced stages on the CPU, in the model's order. The loss is one more layer.
+  std::vector<LayerTime> layers = {};
 
   /// The first start, in seconds. Infinity if empty.
   double start() const;

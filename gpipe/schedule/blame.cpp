@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/auto_schedule.h"
+#include "gpipe/schedule/advice.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -106,6 +106,9 @@ class Step {
   }
 
   std::vector<Piece> critical_path() const { return explain(nullptr, start_, end()); }
+
+  /// Of the first replica.
+  std::vector<double> transfers() const { return {transfers_.begin(), transfers_.begin() + edges_}; }
 
   /// Seconds of the step in a simulation without some factors, if actions take `scale` times as long.
   double simulate(Without without, const Typical& typical, absl::FunctionRef<double(const Action&)> scale) const {
@@ -328,7 +331,8 @@ std::vector<StepBlame> blame(const Timeline& timeline) {
     const double replayed = step.simulate(0, typical, unscaled);
     auto parts = parts_of(step, typical, replayed);
     parts["caller"] = step.end() - opens - step.makespan();
-    blamed.push_back({number, opens, step.end(), step.waits(opens), step.critical_path(), std::move(parts), replayed});
+    blamed.push_back({number, opens, step.end(), step.waits(opens), step.critical_path(), std::move(parts), replayed,
+                      step.transfers()});
   }
   if (!blamed.empty()) {
     blamed.back().slack = slack_of(steps.rbegin()->second, typical, blamed.back().replayed, stages);
