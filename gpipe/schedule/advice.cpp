@@ -95,13 +95,15 @@ Cut find_cut(const Timeline& timeline, int workers) {
 /// One step, and what changes would save.
 class Neighbours {
  public:
-  Neighbours(std::vector<Span> spans, const std::vector<Edge>& edges, std::vector<double> transfers)
+  /// `seconds`: from the first action to the last.
+  Neighbours(std::vector<Span> spans, const std::vector<Edge>& edges, std::vector<double> transfers, double seconds)
       : spans_(std::move(spans)),
         program_(program_of(spans_, edges)),
         layout_(program_.layout()),
         costs_(costs_of(/*queues=*/true)) {
     costs_.edges = std::move(transfers);
-    seconds_ = simulate(program_, costs_).makespan;
+    simulated_ = simulate(program_, costs_).makespan;
+    if (simulated_ > 0) jitter_ = seconds / simulated_;
     for (int s = 0; s < layout_.stages; ++s) {
       int recomputed = 0;
       for (int m = 0; m < layout_.micro_batches; ++m) recomputed += program_.recomputes(s, m) ? 1 : 0;
@@ -163,7 +165,7 @@ class Neighbours {
       if (layout.placement[from] == layout.placement[to]) costs.edges[e] = 0;
     }
     const auto other = Program::make(layout, program_.edges(), std::move(lists));
-    gains_[change] = seconds_ - simulate(other, costs).makespan;
+    gains_[change] = jitter_ * (simulated_ - simulate(other, costs).makespan);
   }
 
   void offer_schedules() {
@@ -246,7 +248,8 @@ class Neighbours {
   const Program program_;
   const Layout layout_;
   Costs costs_;
-  double seconds_ = 0;
+  double simulated_ = 0;
+  double jitter_ = 1;  // by which the step took longer than the simulation, as its neighbours would
   std::vector<Checkpoint> modes_;
   bool is_known_ = true;   // whether the modes are; a number is not
   std::string_view rule_;  // of the step's schedule
@@ -279,9 +282,26 @@ std::vector<std::map<std::string, double>> gains(const Timeline& timeline, const
     std::ranges::copy_if(timeline.spans, std::back_inserter(spans),
                          [&](const Span& span) { return span.step == step.step && span.worker < workers; });
     std::ranges::stable_sort(spans, {}, &Span::start);
-    gained.push_back(Neighbours(std::move(spans), timeline.edges, step.transfers).gains(cut));
+    gained.push_back(Neighbours(std::move(spans), timeline.edges, step.transfers, step.replayed).gains(cut));
   }
   return gained;
+}
+
+std::vector<Advice> advice(const std::vector<std::map<std::string, double>>& gained, double seconds) {
+  std::map<std::string, std::vector<double>> saved;
+  for (const auto& of_step : gained) {
+    for (const auto& [change, gain] : of_step) saved[change].push_back(gain);
+  }
+  std::vector<Advice> found;
+  for (auto& [change, gains] : saved) {
+    gains.resize(gained.size());  // it saves nothing in steps of another kind
+    std::ranges::sort(gains);
+    const auto tenth = gains.size() / 10;
+    const Advice each{change, gains[gains.size() / 2], gains[tenth], gains[gains.size() - 1 - tenth]};
+    if (each.low >= 0.01 * seconds) found.push_back(each);
+  }
+  std::ranges::stable_sort(found, std::greater(), &Advice::seconds);
+  return found;
 }
 
 }  // namespace gpipe

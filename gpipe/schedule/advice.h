@@ -18,4 +18,15 @@ Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
 /// chunks if the schedule or the checkpoint modes have no names.
 std::vector<std::map<std::string, double>> gains(const Timeline& timeline, const std::vector<StepBlame>& steps);
 
+/// A change that saves time, with the range of what it saves in eight of ten steps, in seconds.
+struct Advice {
+  std::string change;
+  double seconds = 0;  ///< the median
+  double low = 0;
+  double high = 0;
+};
+
+/// Returns the changes that save at least 1 % of `seconds` in nine of ten steps, the best first. `gained` is from gains().
+std::vector<Advice> advice(const std::vector<std::map<std::string, double>>& gained, double seconds);
+
 }  // namespace gpipe

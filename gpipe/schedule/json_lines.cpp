@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
 
@@ -18,6 +19,19 @@ nlohmann::json to_json(const std::vector<Piece>& pieces) {
   auto list = nlohmann::json::array();
   for (const auto& piece : pieces) list.push_back(to_json(piece));
   return list;
+}
+
+nlohmann::json to_json(const std::vector<Advice>& advice) {
+  auto list = nlohmann::json::array();
+  for (const auto& [change, seconds, low, high] : advice) list.push_back({change, seconds, low, high});
+  return list;
+}
+
+double median_seconds(const std::vector<StepBlame>& steps) {
+  std::vector<double> seconds;
+  for (const auto& step : steps) seconds.push_back(step.end - step.start);
+  std::ranges::sort(seconds);
+  return seconds[seconds.size() / 2];
 }
 
 }  // namespace
@@ -42,6 +56,10 @@ std::string to_json_lines(const Timeline& timeline) {
     for (const auto& wait : waits) line["waits"].push_back({wait.worker, wait.start, wait.end, to_json(wait.pieces)});
     line["critical_path"] = to_json(critical_path);
     line["gains"] = gained[i];
+    if (i + 1 == steps.size()) {
+      line["advice"] = to_json(advice(gained, median_seconds(steps)));
+      for (const auto& layer : timeline.layers) line["layers"].push_back({layer.stage, layer.seconds});
+    }
     for (const auto& each : slack) {
       line["slack"].push_back({each.stage, std::string(1, to_char(each.kind)), each.slower, each.gain});
     }
