@@ -18,7 +18,7 @@ from torch import nn
 import gpipe
 
 STEPS, SAMPLES = 6, 64
-SECONDS = 0.25  # a worker's work in a step, without recomputes
+SECONDS = 0.3  # a worker's work in a step, without recomputes
 
 
 class Sleep(torch.autograd.Function):

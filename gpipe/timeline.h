@@ -24,7 +24,8 @@ struct Span {
   int step = 0;      ///< index of the mini-batch, the same for a forward and its backward
   Footprint bytes = {};
   double launched = 0;  ///< as `start`, but of the host, which can be ahead of its device
-  /// Seconds before `start` since the worker was free and had its inputs. 0 if one came from another process.
+  /// Seconds before `start` since the worker was free and had its inputs; if one came from another process, only those in
+  /// which the worker's thread waited for a core.
   double lead = 0;
   // Of the lead and the action, in seconds. 0 on devices other than the CPU, and in simulations.
   double queued = 0;   ///< the worker's thread waited for a core

@@ -149,8 +149,8 @@ class Report:
         times = [seconds for stage, seconds in layers if stage == self.busiest]
         if len(times) < 2 or max(times) < 0.5 * sum(times):
             return ""
-        heaviest, first = times.index(max(times)), [stage for stage, _ in layers].index(self.busiest)
-        name = "the loss" if first + heaviest == len(layers) - 1 else f"layer {first + heaviest}"
+        heaviest = [stage for stage, _ in layers].index(self.busiest) + times.index(max(times))
+        name = "the loss" if heaviest == len(layers) - 1 else f"layer {heaviest}"
         return f", {max(times) / sum(times):.0%} of its forwards in {name}"
 
     def _waited(self, worker: int) -> dict[str, float]:
