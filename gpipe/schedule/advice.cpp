@@ -137,11 +137,8 @@ class Neighbours {
       times[{stage, kind, stored}].push_back(span.lead + span.end - span.start - (queues ? 0 : span.queued));
     }
     const auto median = [&](int stage, Kind kind, bool stored) {
-      auto& seconds = times[{stage, kind, stored}];
-      if (seconds.empty()) return kUnknown;
-      const auto middle = seconds.begin() + std::ssize(seconds) / 2;
-      std::ranges::nth_element(seconds, middle);
-      return *middle;
+      const auto found = times.find({stage, kind, stored});
+      return found == times.end() ? kUnknown : middle_of(found->second);
     };
     Costs costs;
     for (int s = 0; s < layout_.stages; ++s) {
@@ -207,7 +204,8 @@ class Neighbours {
 
   void offer_chunks(int chunks) {
     const Layout layout{layout_.stages, chunks, layout_.placement};
-    if (rule_.empty() || !schedule_rule(rule_).misfit(layout).empty()) return;
+    if (rule_.empty() || chunks > kMostCells / layout_.stages) return;
+    if (!schedule_rule(rule_).misfit(layout).empty()) return;
     const auto change = absl::StrCat("chunks=", chunks);
     const auto offer_times = [&](double factor) {
       auto costs = costs_;

@@ -1,8 +1,17 @@
 #pragma once
 
+#include <algorithm>
+
 #include "gpipe/blame.h"
 
 namespace gpipe {
+
+/// The upper median; 0 of no values.
+inline double middle_of(std::vector<double> values) {
+  const auto middle = values.begin() + std::ssize(values) / 2;
+  std::ranges::nth_element(values, middle);
+  return values.empty() ? 0 : *middle;
+}
 
 /// Returns the program whose step made these spans, which are in the order of each worker. Errors: std::invalid_argument
 /// unless all actions are there.

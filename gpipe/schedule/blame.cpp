@@ -23,13 +23,6 @@ bool has(Without without, Factor factor) { return (without >> factor & 1) != 0; 
 
 constexpr double kNoCost = 1e-3;  // of a step; a smaller difference is rounding
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + std::ssize(values) / 2;
-  std::ranges::nth_element(values, middle);
-  return *middle;
-}
-
 /// An action, from when it could begin. Stages count over all replicas.
 struct Node {
   Span span;
@@ -205,7 +198,7 @@ class Step {
       const double sent = nodes_[node.input].span.end;
       seen[node.edge].push_back(std::max(0.0, node.begin - sent - paused(sent, node.begin)));
     }
-    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = median(std::move(seen[e]));
+    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = middle_of(std::move(seen[e]));
   }
 
   Piece piece(Cause cause, double seconds, int of, int edge = -1) const {
@@ -326,7 +319,7 @@ std::vector<StepBlame> blame(const Timeline& timeline) {
     }
   }
   Typical typical;
-  for (const auto& [likes, seconds] : times) typical[likes] = median(seconds);
+  for (const auto& [likes, seconds] : times) typical[likes] = middle_of(seconds);
   std::vector<StepBlame> blamed;
   for (const auto& [number, step] : steps) {
     const double opens = blamed.empty() ? step.start() : std::min(step.start(), blamed.back().end);

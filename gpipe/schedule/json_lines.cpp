@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
 
@@ -27,19 +26,14 @@ nlohmann::json to_json(const std::vector<Advice>& advice) {
   return list;
 }
 
-double median_seconds(const std::vector<StepBlame>& steps) {
-  std::vector<double> seconds;
-  for (const auto& step : steps) seconds.push_back(step.end - step.start);
-  std::ranges::sort(seconds);
-  return seconds[seconds.size() / 2];
-}
-
 }  // namespace
 
 std::string to_json_lines(const Timeline& timeline) {
   std::string lines;
   const auto steps = blame(timeline);
   const auto gained = gains(timeline, steps);
+  std::vector<double> seconds;
+  for (const auto& step : steps) seconds.push_back(step.end - step.start);
   for (std::size_t i = 0; i < steps.size(); ++i) {
     const auto& [step, start, end, waits, critical_path, parts, replayed, transfers, slack] = steps[i];
     nlohmann::json line = {{"step", step},   {"start", start},      {"end", end}, {"workers", timeline.workers},
@@ -57,7 +51,7 @@ std::string to_json_lines(const Timeline& timeline) {
     line["critical_path"] = to_json(critical_path);
     line["gains"] = gained[i];
     if (i + 1 == steps.size()) {
-      line["advice"] = to_json(advice(gained, median_seconds(steps)));
+      line["advice"] = to_json(advice(gained, middle_of(seconds)));
       for (const auto& layer : timeline.layers) line["layers"].push_back({layer.stage, layer.seconds});
     }
     for (const auto& each : slack) {

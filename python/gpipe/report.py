@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -51,7 +51,8 @@ class Report:
             each worker waited for; ``spans`` the actions.
     """
 
-    def __init__(self, lines: str) -> None:
+    def __init__(self, lines: str, room: Sequence[int] = ()) -> None:
+        """``room``: the most bytes that a page shows for each worker."""
         try:
             self.steps: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines() if line.strip()]
             for each in self.steps:
@@ -59,6 +60,9 @@ class Report:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("these are not the lines of a report; write them with Report.write()") from error
         self._lines = lines
+        if room:
+            self.steps = [each | {"room": room} for each in self.steps]
+            self._lines = "".join(json.dumps(each) + "\n" for each in self.steps)
 
     @staticmethod
     def read(path: str | Path) -> Report:

@@ -60,6 +60,11 @@ def test_a_report_says_where_the_time_of_traced_steps_went(pipe):
     pipe.trace(pipe._timeline)  # goes on
     train(pipe)
     assert [step["step"] for step in pipe.report().steps] == [0, 1, 2, 3, 4]
+    pipe.trace(None)
+    for limits, room in ((4096, [4096 - 3 * 4 * 72] * 2), (["4kB", 900], [4000 - 3 * 4 * 72, 900 - 3 * 4 * 72])):
+        assert [step["room"] for step in pipe.report(limits).steps] == [room] * 5
+    with pytest.raises(ValueError, match="memory has 3 sizes, but there are 2 workers"):
+        pipe.report([1, 2, 3])
     text = str(report)
     assert text.startswith("3 steps, median ") and "\n  work " in text and "\nworker  waits  for\n     0 " in text
     assert next(iter(report.parts)) == "work" and report.first in set(report.parts) - {"work"}
