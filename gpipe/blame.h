@@ -54,6 +54,8 @@ struct StepBlame {
   /// "schedule", "wires", "locks", "cores" that were busy otherwise, "jitter" of actions of the same kind.
   std::map<std::string, double> parts;
   double replayed = 0;  ///< seconds of the simulation with the measured times, to compare with the actions' makespan
+  std::vector<double>
+      transfers;  ///< seconds per edge, of the first replica, until workers that waited could take the data
   std::vector<Slack> slack = {};  ///< of the timeline's last step
 };
 
@@ -61,8 +63,8 @@ struct StepBlame {
 /// it over ranks. Leaves out steps that have failed.
 GPIPE_API std::vector<StepBlame> blame(const Timeline& timeline);
 
-/// Returns a line of JSON per complete step, with its actions, blame(), and what other arguments
-/// would gain: `python -m gpipe report` reads it.
+/// Returns a line of JSON per complete step, with its actions, blame(), and what changes of the plan would save in
+/// simulations; the last one also has the changes that save time in all steps: `python -m gpipe report` reads it.
 GPIPE_API std::string to_json_lines(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -24,11 +24,18 @@ struct Span {
   int step = 0;      ///< index of the mini-batch, the same for a forward and its backward
   Footprint bytes = {};
   double launched = 0;  ///< as `start`, but of the host, which can be ahead of its device
-  /// Seconds before `start` since the worker was free and had its inputs. 0 if one came from another process.
+  /// Seconds before `start` since the worker was free and had its inputs; if one came from another process, only those in
+  /// which the worker's thread waited for a core.
   double lead = 0;
   // Of the lead and the action, in seconds. 0 on devices other than the CPU, and in simulations.
   double queued = 0;   ///< the worker's thread waited for a core
   double blocked = 0;  ///< the worker's thread slept, as it does at a lock
+};
+
+/// How long a layer's forwards took, over all steps, without stored ones.
+struct LayerTime {
+  int stage = 0;
+  double seconds = 0;
 };
 
 /// The actions of all workers over time, traced or simulated. Not thread-safe.
@@ -37,6 +44,8 @@ struct GPIPE_API Timeline {
   std::vector<Edge> edges;
   std::vector<Span> spans;
   int replicas = 1;  ///< equal pipelines, each with as many of the workers, one after the other
+  /// Of traced stages on the CPU, in the model's order. The loss is one more layer.
+  std::vector<LayerTime> layers = {};
 
   /// The first start, in seconds. Infinity if empty.
   double start() const;

@@ -76,6 +76,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
                  "snapshot to continue from, as if the run had never stopped; --epochs can be higher. auto: the latest "
                  "one in --output, or a new training if there is none")
       ->always_capture_default(false);
+  app.add_flag("--watch", options.watch, "show what the workers do in each step");
   app.add_option("--snapshot-every", options.snapshot_every,
                  "write the latest snapshot also after every so many steps of an epoch; 0: only after each epoch")
       ->check(in_range(0));

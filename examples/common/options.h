@@ -37,6 +37,7 @@ struct TrainingOptions : PipelineOptions {
   bool amp = false;  ///< autocast in bfloat16
   std::uint64_t seed = 0;
   std::filesystem::path resume;     ///< a snapshot to continue from, or "auto"; empty: none
+  bool watch = false;               ///< show each step
   std::int64_t snapshot_every = 0;  ///< steps of an epoch between snapshots; 0: only after each epoch
 };
 

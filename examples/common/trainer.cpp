@@ -1,7 +1,6 @@
 #include "examples/common/trainer.h"
 
 #include <ATen/autocast_mode.h>
-#include <torch/cuda.h>
 #include <torch/optim/adam.h>
 #include <torch/utils.h>
 
@@ -21,15 +20,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "balance/report.h"
 #include "examples/common/files.h"
 #include "examples/common/plan.h"
 #include "examples/common/random.h"
+#include "examples/common/step_record.h"
 #include "gpipe/gradients.h"
 #include "gpipe/loss.h"
 #include "gpipe/options.h"
 #include "gpipe/snapshot.h"
-#include "gpipe/timeline.h"
 
 namespace gpipe::examples {
 namespace {
@@ -56,63 +54,6 @@ void record_signals() {
     if (std::signal(signal, is_by_torchrun() ? record : record_or_end) == SIG_IGN) std::signal(signal, SIG_IGN);
   }
 }
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-/// Times steps of whole mini-batches, and traces the second of all steps, after one that warms up.
-class StepRecord {
- public:
-  void begin(GPipe& pipe) {
-    timeline_ = ++count_ == 2 ? std::make_shared<Timeline>() : nullptr;
-    pipe->trace(timeline_);
-    start_ = Clock::now();
-  }
-
-  void end(GPipe& pipe, bool whole) {
-    for (const auto& device : pipe->devices()) {
-      if (device.is_cuda()) torch::cuda::synchronize(device.index());
-    }
-    if (whole && count_ > 2) seconds_.push_back(seconds_since(start_));
-    if (!timeline_) return;
-    const auto timeline = pipe->team().gather(*timeline_);
-    if (!is_first(pipe->options().ranks())) return;
-    bytes_ = timeline.peak_bytes();
-    work_ = work_of(timeline);
-  }
-
-  void print(const std::optional<Prediction>& prediction) const {
-    if (seconds_.empty()) return;
-    const auto add = [](std::string* text, std::int64_t bytes) { text->append(bytes_to_text(bytes)); };
-    const auto to_text = [&](double seconds, const std::vector<std::int64_t>& bytes) {
-      return absl::StrCat(seconds_to_text(seconds), ", peak memory per worker ", absl::StrJoin(bytes, ", ", add));
-    };
-    const auto measured = torch::tensor(seconds_).median().item<double>();
-    std::cout << "measured step: " << to_text(measured, bytes_) << ", without model and optimizer\n";
-    if (!prediction) return;
-    std::cout << "predicted: " << to_text(prediction->seconds, prediction->timeline.peak_bytes()) << "\n";
-    if (std::abs(measured / prediction->seconds - 1) <= 0.05) return;
-    std::cout << "they differ: the actions of all workers took " << seconds_to_text(work_) << " in a traced step, and "
-              << seconds_to_text(work_of(prediction->timeline))
-              << " when the model was measured; other programs and shared caches change this\n";
-  }
-
- private:
-  // Returns the seconds of all actions.
-  static double work_of(const Timeline& timeline) {
-    double seconds = 0;
-    for (const auto& span : timeline.spans) seconds += span.end - span.start;
-    return seconds;
-  }
-
-  int count_ = 0;
-  Clock::time_point start_;
-  std::shared_ptr<Timeline> timeline_;
-  std::vector<double> seconds_;
-  std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
-  double work_ = 0;                  // seconds of its actions
-};
 
 class Trainer {
  public:
@@ -207,6 +148,7 @@ class Trainer {
     if (options_.clip > 0) clip_grad_norm_(*pipe_, options_.clip);
     optimizer_.step();
     const auto value = loss.item<double>();
+    record_.show(value, images);
     if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
     loss_sum_ += value * static_cast<double>(images);
     return value;
@@ -279,7 +221,7 @@ class Trainer {
   const LossFunction loss_ = tensor_loss(
       [this](const torch::Tensor& output, const torch::Tensor& target) { return task_.loss(output, target); });
   const bool writes_;
-  StepRecord record_;
+  StepRecord record_{options_.watch};
   int signal_ = 0;  // that a process has got
   double images_per_second_ = 0;
 

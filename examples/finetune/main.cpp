@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "balance/balance.h"
 #include "examples/common/plan.h"
+#include "examples/common/step_record.h"
 #include "gpipe/model.h"
 #include "gpipe/snapshot.h"
 
@@ -30,6 +31,7 @@ struct Options : PipelineOptions {
   std::string optimizer = "sgd";
   double learning_rate = 0.01;
   int epochs = 1;
+  bool watch = false;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -44,6 +46,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--learning-rate", options.learning_rate)->check(in_range(0));
   app.add_option("--epochs", options.epochs)->check(in_range(0));
   app.add_option("--schedule", options.schedule);
+  app.add_flag("--watch", options.watch, "show what the workers do in each step");
 }
 
 struct Data {
@@ -99,13 +102,17 @@ int finetune(const Options& options) {
   const auto loss = make_loss(options.loss);
   torch::manual_seed(0);
   const auto samples = data.target.size(0);
+  StepRecord record(options.watch);
   int step = 0;
   for (int epoch = 0; epoch < options.epochs; ++epoch) {
     for (std::int64_t begin = 0; begin + options.batch_size <= samples; begin += options.batch_size) {
       const auto end = begin + options.batch_size;  // leaves out a smaller last mini-batch
       optimizer->zero_grad();
+      record.begin(pipe);
       const auto result = pipe->step(part_of(data.inputs, begin, end), data.target.slice(0, begin, end), loss);
+      record.end(pipe, /*whole=*/false);
       optimizer->step();
+      record.show(result.loss.item<double>(), options.batch_size);
       std::cout << absl::StrCat("step ", ++step) << " loss " << result.loss.item<float>() << std::endl;
     }
   }

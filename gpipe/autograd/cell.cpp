@@ -10,6 +10,7 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/base/checks.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/tensors/torch_internals.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -93,10 +94,14 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
                         absl::FunctionRef<void(const std::string& layer)> after_layer) {
   std::optional<RandomScope> draws;
   std::optional<at::RecordFunction> range;
+  auto* const times = is_checkpointing() ? nullptr : stage_.layer_times;
+  double began = 0;
   const auto end_layer = [&] {
     range.reset();
     draws.reset();
-    if (layer_ >= 0) after_layer(stage_.name_of(layer_));
+    if (layer_ < 0) return;
+    if (times != nullptr) times[layer_].seconds += now() - began;
+    after_layer(stage_.name_of(layer_));
   };
   const auto start = [&](int layer) {
     end_layer();
@@ -104,6 +109,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
     draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
     range.emplace(at::RecordScope::USER_SCOPE);
     if (range->isActive()) range->before("gpipe layer " + stage_.name_of(layer));
+    if (times != nullptr) began = now();
   };
   if (stage_.run_layers) {
     const auto begin = [&](int layer) {

@@ -12,6 +12,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/binding.h"
 #include "gpipe/tensors/torch_internals.h"
+#include "gpipe/timeline.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
@@ -49,6 +50,7 @@ struct Stage {
     bool vary = false;                      ///< between calls: all floating-point outputs need gradients
   } needed_gradients;
   StageState state;
+  LayerTime* layer_times = nullptr;  ///< where the forwards of its layers, and the loss, add their times
   /// Leaves other than parameters that its layers have used, as long as they live.
   absl::flat_hash_map<const c10::TensorImpl*, WeakTensor> leaves;
 

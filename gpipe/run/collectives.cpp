@@ -75,6 +75,7 @@ Timeline TeamCalls::gather(Timeline timeline) {
     call.agree({.key = {.name = "gather of a timeline"}});
     const auto clocks = team.clocks();
     const auto all = team.gather(to_bytes(timeline.spans));
+    const auto layers = team.gather(to_bytes(timeline.layers));
     if (all.empty()) return {};
     timeline.replicas = team.replicas();
     timeline.workers *= team.replicas();
@@ -88,6 +89,11 @@ Timeline TeamCalls::gather(Timeline timeline) {
         timeline.spans.push_back(span);
       }
     }
+    for (int r = 1; r < std::ssize(layers); ++r) {
+      if (team.replica_of(r) > 0) continue;
+      for (const auto& layer : to_items<LayerTime>(layers[r])) timeline.layers.push_back(layer);
+    }
+    std::ranges::stable_sort(timeline.layers, {}, &LayerTime::stage);
     return std::move(timeline);
   });
 }

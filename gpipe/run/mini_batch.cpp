@@ -144,8 +144,12 @@ MiniBatch::Run::Run(MiniBatch& of, Part part)
 // Pipeline::error() says where it came from.
 void MiniBatch::run_actions(Part part) {
   run_.emplace(*this, part);
-  const absl::Cleanup end = [&] { run_.reset(); };
   auto* timeline = recording_.timeline.get();
+  pipeline_->time_layers(timeline);
+  const absl::Cleanup end = [&] {
+    pipeline_->time_layers(nullptr);
+    run_.reset();
+  };
   const auto recorded = timeline ? timeline->spans.size() : 0;
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   try {

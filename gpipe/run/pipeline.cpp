@@ -179,6 +179,23 @@ void Pipeline::connect_devices() {
   }
 }
 
+void Pipeline::time_layers(Timeline* timeline) {
+  for (auto& stage : stages_) stage.layer_times = nullptr;
+  if (timeline == nullptr) return;
+  std::vector<LayerTime> layers;
+  for (const auto& stage : stages_) {
+    if (!is_here(stage.index) || !stage.device.is_cpu()) continue;
+    const bool has_loss = stage.index + 1 == count();
+    layers.insert(layers.end(), stage.layers.size() + (has_loss ? 1 : 0), {stage.index});
+  }
+  const bool goes_on = std::ranges::equal(layers, timeline->layers, {}, &LayerTime::stage, &LayerTime::stage);
+  if (!goes_on) timeline->layers = std::move(layers);
+  for (auto& layer : timeline->layers) {
+    auto& first = stages_[layer.stage].layer_times;
+    if (first == nullptr) first = &layer;
+  }
+}
+
 DeviceLink* Pipeline::device_link(int from, int to) {
   const auto found = device_links_.find({from, to});
   return found == device_links_.end() ? nullptr : &found->second;

@@ -131,6 +131,8 @@ class Pipeline {
     Link back_link = {};
   };
   const Ends& ends(int edge) const { return ends_[edge]; }
+  /// Lets the stages of this rank add the times of their layers to a timeline; null ends this.
+  void time_layers(Timeline* timeline);
   /// This rank's end of the wire between the devices of two workers, one of them on this rank; null if what they
   /// exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);

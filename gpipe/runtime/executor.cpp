@@ -138,7 +138,7 @@ class Executor::Run {
     }
     if (!watch) return true;
     watch->ready = std::max(watch->free.time, last);
-    watch->from = last > asked.time ? asked.thread : watch->free.thread;
+    watch->from = last > asked.time || !watch->is_local ? asked.thread : watch->free.thread;
     return true;
   }
 
@@ -154,15 +154,17 @@ class Executor::Run {
   }
 
   void record(int worker, const Action& action, Watch& watch, absl::FunctionRef<void()> run) {
-    if (!watch.is_local) watch.from = watch.clock.read();
     // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
+    double lead = start - watch.ready;
+    // Inputs from another process came at the latest when the thread began to wait for a core.
+    if (!watch.is_local) lead = std::min(lead, (watch.clock.read() - watch.from).queued);
     const auto before = runner_.bytes(worker).live;
     run();
     watch.free = watch.read();
     const auto [live, peak] = runner_.bytes(worker);
     Span span{worker, action, start, watch.free.time, step_, {before, peak, live}, start};
-    if (watch.is_local) span.lead = std::max(0.0, start - watch.ready);
+    span.lead = std::max(0.0, lead);
     const auto [ran, queued] = watch.free.thread - watch.from;
     const double seconds = span.lead + span.end - span.start;
     span.queued = std::min(queued, seconds);

@@ -16,14 +16,4 @@ Schedule measuring_schedule(const Layout& layout);
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory);
 
-/// Returns the program whose step made these spans, which are in the order of each worker. Errors: std::invalid_argument
-/// unless all actions are there.
-Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
-
-/// Returns by how many seconds a complete step of a timeline would be shorter with one other argument, such as
-/// "schedule='zb_h1'", or longer, if negative. As simulations of both with the step's times say, in which actions of one
-/// stage and kind take equal times and transfers none. Leaves out schedules that split backwards if the step split none, and
-/// all schedules if a number of micro-batches is recomputed. Of replicas, the first counts.
-std::map<std::string, double> gains(const Timeline& timeline, int step);
-
 }  // namespace gpipe

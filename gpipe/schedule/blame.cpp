@@ -8,7 +8,7 @@
 #include <stdexcept>
 
 #include "gpipe/base/checks.h"
-#include "gpipe/schedule/auto_schedule.h"
+#include "gpipe/schedule/advice.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -23,13 +23,6 @@ bool has(Without without, Factor factor) { return (without >> factor & 1) != 0; 
 
 constexpr double kNoCost = 1e-3;  // of a step; a smaller difference is rounding
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + std::ssize(values) / 2;
-  std::ranges::nth_element(values, middle);
-  return *middle;
-}
-
 /// An action, from when it could begin. Stages count over all replicas.
 struct Node {
   Span span;
@@ -39,6 +32,7 @@ struct Node {
   int edge = -1;       // of that data
   double came = 0;     // when it came, if its transfer took as long as others
   double between = 0;  // seconds after `before` that the worker sent or received data
+  double late = 0;     // seconds after `came`, below 0 if its data came sooner
 
   double own() const { return span.end - begin - span.queued - span.blocked; }
 };
@@ -75,6 +69,8 @@ class Step {
     for (auto& node : nodes_) {
       const double free = node.before < 0 ? start_ : nodes_[node.before].span.end;
       if (binding(node) == node.before) node.between = node.begin - free - paused(free, node.begin);
+      if (binding(node) == node.before) continue;
+      node.late = node.begin - node.came - paused(nodes_[node.input].span.end, node.begin);
     }
   }
 
@@ -107,6 +103,9 @@ class Step {
 
   std::vector<Piece> critical_path() const { return explain(nullptr, start_, end()); }
 
+  /// Of the first replica.
+  std::vector<double> transfers() const { return {transfers_.begin(), transfers_.begin() + edges_}; }
+
   /// Seconds of the step in a simulation without some factors, if actions take `scale` times as long.
   double simulate(Without without, const Typical& typical, absl::FunctionRef<double(const Action&)> scale) const {
     std::vector<double> seconds(nodes_.size());
@@ -125,7 +124,8 @@ class Step {
     for (std::size_t i = 0; i < nodes_.size(); ++i) {
       const double load = loads[nodes_[i].span.worker];
       if (has(without, kImbalance) && load > 0) seconds[i] *= mean / load;
-      if (!has(without, kWires)) seconds[i] += nodes_[i].between;
+      if (has(without, kWires)) continue;
+      seconds[i] += nodes_[i].between + (has(without, kJitter) ? 0 : nodes_[i].late);
     }
     const auto latencies = has(without, kWires) ? std::vector<double>(transfers_.size()) : transfers_;
     const auto run = replay(
@@ -198,7 +198,7 @@ class Step {
       const double sent = nodes_[node.input].span.end;
       seen[node.edge].push_back(std::max(0.0, node.begin - sent - paused(sent, node.begin)));
     }
-    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = median(std::move(seen[e]));
+    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = middle_of(std::move(seen[e]));
   }
 
   Piece piece(Cause cause, double seconds, int of, int edge = -1) const {
@@ -253,13 +253,11 @@ double unscaled(const Action& /*action*/) { return 1; }
 
 /// The Shapley values of the factors: each is the mean of what the step gains without it, over all orders of leaving
 /// factors out. So they sum to what it gains without any.
-std::map<std::string, double> parts_of(const Step& step, const Typical& typical, double replayed) {
+std::map<std::string, double> parts_of(const Step& step, const Typical& typical) {
   constexpr unsigned kAll = 1U << kFactors;
   std::array<double, kAll> seconds{};
   for (Without without = 0; without < kAll; ++without) {
-    // What the simulation cannot explain varies from transfer to transfer.
-    const double rest = has(without, kJitter) ? 0 : step.makespan() - replayed;
-    seconds[without] = step.simulate(without, typical, unscaled) + rest;
+    seconds[without] = step.simulate(without, typical, unscaled);
     if (!has(without, kSchedule) || has(without, kWires)) continue;
     // A better schedule would not make wires faster.
     const Without scheduled = without ^ 1U << kSchedule;
@@ -321,14 +319,15 @@ std::vector<StepBlame> blame(const Timeline& timeline) {
     }
   }
   Typical typical;
-  for (const auto& [likes, seconds] : times) typical[likes] = median(seconds);
+  for (const auto& [likes, seconds] : times) typical[likes] = middle_of(seconds);
   std::vector<StepBlame> blamed;
   for (const auto& [number, step] : steps) {
     const double opens = blamed.empty() ? step.start() : std::min(step.start(), blamed.back().end);
     const double replayed = step.simulate(0, typical, unscaled);
-    auto parts = parts_of(step, typical, replayed);
+    auto parts = parts_of(step, typical);
     parts["caller"] = step.end() - opens - step.makespan();
-    blamed.push_back({number, opens, step.end(), step.waits(opens), step.critical_path(), std::move(parts), replayed});
+    blamed.push_back({number, opens, step.end(), step.waits(opens), step.critical_path(), std::move(parts), replayed,
+                      step.transfers()});
   }
   if (!blamed.empty()) {
     blamed.back().slack = slack_of(steps.rbegin()->second, typical, blamed.back().replayed, stages);

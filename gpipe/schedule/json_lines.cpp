@@ -2,7 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "gpipe/blame.h"
-#include "gpipe/schedule/auto_schedule.h"
+#include "gpipe/schedule/advice.h"
 
 namespace gpipe {
 namespace {
@@ -20,11 +20,22 @@ nlohmann::json to_json(const std::vector<Piece>& pieces) {
   return list;
 }
 
+nlohmann::json to_json(const std::vector<Advice>& advice) {
+  auto list = nlohmann::json::array();
+  for (const auto& [change, seconds, low, high] : advice) list.push_back({change, seconds, low, high});
+  return list;
+}
+
 }  // namespace
 
 std::string to_json_lines(const Timeline& timeline) {
   std::string lines;
-  for (const auto& [step, start, end, waits, critical_path, parts, replayed, slack] : blame(timeline)) {
+  const auto steps = blame(timeline);
+  const auto gained = gains(timeline, steps);
+  std::vector<double> seconds;
+  for (const auto& step : steps) seconds.push_back(step.end - step.start);
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    const auto& [step, start, end, waits, critical_path, parts, replayed, transfers, slack] = steps[i];
     nlohmann::json line = {{"step", step},   {"start", start},      {"end", end}, {"workers", timeline.workers},
                            {"parts", parts}, {"replayed", replayed}};
     for (const auto& edge : timeline.edges) line["edges"].push_back({edge.from, edge.to, edge.name});
@@ -38,7 +49,11 @@ std::string to_json_lines(const Timeline& timeline) {
     line["waits"] = nlohmann::json::array();
     for (const auto& wait : waits) line["waits"].push_back({wait.worker, wait.start, wait.end, to_json(wait.pieces)});
     line["critical_path"] = to_json(critical_path);
-    line["gains"] = gains(timeline, step);
+    line["gains"] = gained[i];
+    if (i + 1 == steps.size()) {
+      line["advice"] = to_json(advice(gained, middle_of(seconds)));
+      for (const auto& layer : timeline.layers) line["layers"].push_back({layer.stage, layer.seconds});
+    }
     for (const auto& each : slack) {
       line["slack"].push_back({each.stage, std::string(1, to_char(each.kind)), each.slower, each.gain});
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -479,13 +480,25 @@ class GPipe(StagedModel):
         self._pipeline().trace(timeline)
         self.__dict__["_timeline"] = timeline or self._timeline
 
-    def report(self) -> Report:
+    def report(self, memory: checks.Memory | None = None) -> Report:
         """Returns what the steps of the last :meth:`trace` did: where the time went, and what each worker waited for. Over
-        ranks, all call it, and those except rank 0 get an empty one."""
+        ranks, all call it, and those except rank 0 get an empty one. With the ``memory`` of each device, as for
+        :meth:`from_module`, its page shows what is left beside parameters, buffers and Adam's state."""
         with self.team.refusing():
             if self._timeline is None:
                 raise RuntimeError("nothing has been traced: call pipe.trace(gpipe.Timeline()) before the steps")
-        return Report(self.team.gather_timeline(self._timeline).to_json_lines())
+            limits = [] if memory is None else checks.check_memory(memory)
+            held = [0] * len(set(self.placement))
+            if len(limits) not in (0, 1, len(held)):
+                raise ValueError(f"memory has {len(limits)} sizes, but there are {len(held)} workers")
+        for worker, stage in zip(self.placement, self.partitions, strict=True):
+            held[worker] += sum(3 * each.nbytes for each in stage.parameters() if not each.is_meta)
+            held[worker] += sum(each.nbytes for each in stage.buffers() if not each.is_meta)
+        timeline = self.team.gather_timeline(self._timeline)
+        all_held = self.team.gather(bytes(json.dumps(held), "ascii"), "bytes of models") if limits else []
+        most = [max(of_ranks) for of_ranks in zip(*map(json.loads, all_held), strict=True)]
+        room = [limit - each for limit, each in zip(limits * (len(most) // max(1, len(limits))), most, strict=True)]
+        return Report(timeline.to_json_lines(), room)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_timeline": None}

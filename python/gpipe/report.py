@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,12 @@ _PARTS = {
     "jitter": ("#009e73", "actions of one kind take unequal times"),
     "caller": ("#56b4e9", "between steps: optimizer, loader, and the preparation of the call"),
 }
-_COLORS = {"F": 44, "R": 43, "B": 42, "I": 45, "W": 46}  # of a terminal's background
+# When advice with such a word holds.
+_CONDITIONS = {
+    "core": "",
+    "balance=": ", if its bytes fit and each layer has the same share of its stage's forwards and backwards",
+    "chunks=": ", if its bytes fit and a micro-batch takes as long per sample",
+}
 
 
 class Report:
@@ -46,7 +51,8 @@ class Report:
             each worker waited for; ``spans`` the actions.
     """
 
-    def __init__(self, lines: str) -> None:
+    def __init__(self, lines: str, room: Sequence[int] = ()) -> None:
+        """``room``: the most bytes that a page shows for each worker."""
         try:
             self.steps: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines() if line.strip()]
             for each in self.steps:
@@ -54,6 +60,9 @@ class Report:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("these are not the lines of a report; write them with Report.write()") from error
         self._lines = lines
+        if room:
+            self.steps = [each | {"room": room} for each in self.steps]
+            self._lines = "".join(json.dumps(each) + "\n" for each in self.steps)
 
     @staticmethod
     def read(path: str | Path) -> Report:
@@ -77,18 +86,11 @@ class Report:
 
     @property
     def advice(self) -> dict[str, tuple[float, float, float]]:
-        """What other arguments would save in a step, the best first, such as ``{"schedule='zb_h1'": (seconds, low, high)}``:
-        the median of simulations with the measured times of each step, and the range without a tenth of the steps at each
-        end. Only what saves more than 1 % of a step in all of this range."""
-        wall = median(step["end"] - step["start"] for step in self.steps) if self.steps else 0.0
-        saved: dict[str, list[float]] = defaultdict(list)
-        for step in self.steps:
-            for change, seconds in step.get("gains", {}).items():
-                saved[change].append(seconds)
-        for gains in saved.values():
-            gains += [0.0] * (len(self.steps) - len(gains))  # of steps of another kind
-        advice = {change: (median(gains), *_range(gains)) for change, gains in saved.items() if _range(gains)[0] > 0.01 * wall}
-        return dict(sorted(advice.items(), key=lambda each: -each[1][0]))
+        """What other arguments would save in a step, the best first, such as ``{"balance=[3, 5]": (seconds, low, high)}``: the
+        median of simulations with the measured times of each step, and the range without a tenth of the steps at each end.
+        Only what saves more than 1 % of a step in all of this range."""
+        saving = [step["advice"] for step in self.steps if "advice" in step][-1:]
+        return {change: (seconds, low, high) for each in saving for change, seconds, low, high in each}
 
     @property
     def first(self) -> str:
@@ -116,7 +118,7 @@ class Report:
         for name, seconds in self.parts.items():
             text = _PARTS[name][1]
             if name == "imbalance":
-                text += f"; stage {self.busiest} takes longest"
+                text += f"; stage {self.busiest} takes longest{self._heaviest}"
             low, high = _range(step["parts"].get(name, 0.0) for step in self.steps)
             if name == "work" or (low > 0 and seconds >= 0.005 * wall):
                 share = f"{seconds / wall:5.0%}  {low / wall:4.0%} to {high / wall:.0%}"
@@ -130,7 +132,12 @@ class Report:
             lines.append(f"{worker:6} {total / sum(walls):6.0%}  {why}")
         for change, (seconds, low, high) in list(self.advice.items())[:3]:
             interval = f"{low / wall:.1%} to {high / wall:.1%}"
-            lines.append(f"{change} would save {_time(seconds)} of a step ({interval}), if its bytes fit.")
+            condition = next((text for word, text in _CONDITIONS.items() if word in change), ", if its bytes fit")
+            change = change if "=" in change else change.capitalize()
+            lines.append(f"{change} would save {_time(seconds)} of a step ({interval}){condition}.")
+        if cost := [-step["gains"]["checkpoint='always'"] for step in self.steps if "checkpoint='always'" in step["gains"]]:
+            text = f"{_time(median(cost))} of a step ({median(cost) / wall:.1%})"
+            lines.append(f"checkpoint='always' would cost {text}, and save memory.")
         gains = sorted(self.steps[-1].get("slack") or (), key=lambda each: -each[3])
         for stage, kind, slower, gain in [each for each in gains if each[3] > 0.005 * wall][:3]:
             lines.append(f"A tenth less {_KINDS[kind]} on stage {stage} saves {_time(gain)} ({gain / wall:.1%}).")
@@ -138,6 +145,17 @@ class Report:
             if 0.02 <= slower < 0.99:
                 lines.append(f"The {_KINDS[kind]} of stage {stage} may be {slower:.0%} slower at no cost.")
         return "\n".join(lines) + "\n"
+
+    @property
+    def _heaviest(self) -> str:
+        """Which layer takes more than half of the forwards of the busiest stage."""
+        layers = self.steps[-1].get("layers") or []
+        times = [seconds for stage, seconds in layers if stage == self.busiest]
+        if len(times) < 2 or max(times) < 0.5 * sum(times):
+            return ""
+        heaviest = [stage for stage, _ in layers].index(self.busiest) + times.index(max(times))
+        name = "the loss" if heaviest == len(layers) - 1 else f"layer {heaviest}"
+        return f", {max(times) / sum(times):.0%} of its forwards in {name}"
 
     def _waited(self, worker: int) -> dict[str, float]:
         """Returns what a worker waited for, in seconds over all steps."""
@@ -183,24 +201,24 @@ def watch(pipe: Any, *, out: TextIO | None = None) -> Iterator[None]:
     to the standard error stream unless given another."""
     check_is(pipe, "pipe", torch.nn.Module, "a gpipe.GPipe")
     stream, step, shows = out or sys.stderr, pipe.step, pipe.ranks is None or pipe.ranks.rank == 0
-    terminal, drawn, count, before = stream.isatty(), 0, 0, time.perf_counter()
+    view, timeline, count, before = _C.Watch(), _C.Timeline(), 0, time.perf_counter()
 
     def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal drawn, count, before
-        pipe.trace(_C.Timeline())
+        nonlocal count, before
+        timeline.clear()
+        pipe.trace(timeline)
         result = step(input, *args, **kwargs)
-        report = pipe.report()
+        gathered = pipe.team.gather_timeline(timeline)
         now, count = time.perf_counter(), count + 1
         seconds, before = now - before, now
-        if shows and report.steps:
+        if shows:
             loss = result[0] if isinstance(result, tuple) else result
             sizes = [leaf.shape[0] for leaf in tree_leaves(input) if isinstance(leaf, torch.Tensor) and leaf.dim()]
             text = f"step {count}: {_time(seconds)}, loss {float(loss):.4g}"
             text += f", {max(sizes, default=0) / seconds:.4g} samples/s"
-            lines = _live(report, text, shutil.get_terminal_size().columns - 1, terminal)
-            stream.write(f"\033[{drawn}F\033[J" * (drawn > 0) + "".join(f"{line}\n" for line in lines))
+            columns = max(10, shutil.get_terminal_size().columns - 1) if stream.isatty() else 0
+            stream.write(view.show(gathered, text, columns))
             stream.flush()
-            drawn = len(lines) * terminal
         return result
 
     vars(pipe)["step"] = watched
@@ -209,28 +227,6 @@ def watch(pipe: Any, *, out: TextIO | None = None) -> Iterator[None]:
     finally:
         vars(pipe).pop("step", None)
         pipe.trace(None)
-
-
-def _live(report: Report, text: str, columns: int, terminal: bool) -> list[str]:
-    """Returns a line about the last step, and in a terminal also a lane per worker."""
-    step = report.steps[-1]
-    peaks = [max((span[10] for span in step["spans"] if span[0] == w), default=0) for w in range(step["workers"])]
-    wall, first = step["end"] - step["start"], report.first
-    text += f", idle {sum(end - start for _, start, end, _ in step['waits']) / wall / step['workers']:.0%}"
-    text += f", at most {max(peaks) / 1e6:.4g} MB" if max(peaks, default=0) else ""
-    text += f", {first} {step['parts'][first] / wall:.0%}" if first else ""
-    if not terminal:
-        return [text]
-    width, lanes = max(10, columns - 24), []
-    for worker, peak in enumerate(peaks):
-        cells = [" "] * width
-        for of, _, kind, _, start, end, *_ in step["spans"]:
-            if of == worker:
-                low, high = (int((at - step["start"]) / wall * width) for at in (start, end))
-                high = max(high, low + 1)
-                cells[low:high] = [f"\033[{_COLORS[kind]};30m{kind}\033[0m"] * (high - low)
-        lanes.append(f"{worker:3} {''.join(cells[:width])} {peak / 1e6:9.4g} MB")
-    return [text[:columns], *lanes]
 
 
 def _time(seconds: float) -> str:

@@ -19,6 +19,7 @@
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "gpipe/timeline.h"
+#include "gpipe/watch.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
 
@@ -101,6 +102,8 @@ void init_schedule(py::module_& module) {
                                                   "The actions of a pipeline's workers, measured or simulated.")
       .def(py::init<>())
       .def_readonly("workers", &Timeline::workers, "Number of workers.")
+      .def(
+          "clear", [](Timeline& timeline) { timeline.spans.clear(); }, "Forgets all actions.")
       .def("makespan", &Timeline::makespan, "Returns the seconds from the first action's start to the last one's end.")
       .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
       .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
@@ -109,6 +112,7 @@ void init_schedule(py::module_& module) {
            "Returns a line of JSON per complete step: its actions, what each worker waited for, and where the time "
            "went.")
       .def("to_html", &page_of, "Returns a page that shows the steps, what each wait waited for, and the bytes.");
+  py::class_<Watch>(module, "Watch").def(py::init<>()).def("show", &Watch::show);
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
       .def_readonly("makespan", &Simulation::makespan)

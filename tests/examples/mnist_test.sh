@@ -17,5 +17,7 @@ common=(--data $data --epochs 1 --batch-size 10 --chunks 2)
 run two --balance 21,50
 says two '20 images to train, 10 to test'
 says two '^reached: accuracy '
+run watched --balance 21,50 --watch
+says watched '^step 2: .*, loss .* samples/s, idle .*%, at most .* MB'
 damage compressed 'train-images-idx3-ubyte: missing, but there is a .gz file; run gunzip' gzip train-images-idx3-ubyte
 echo "all passed"

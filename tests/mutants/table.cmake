@@ -39,6 +39,11 @@ mutant(blame_forgets_what_came_last gpipe/schedule/blame.cpp "node.came > nodes_
 mutant(blame_counts_the_pause_as_a_wire gpipe/schedule/blame.cpp "const double pause = paused(sent, time);"
        "const double pause = 0;" Blame.*)
 mutant(blame_of_one_order gpipe/schedule/blame.cpp "orders[std::popcount(without)] *" "" Blame.*)
+mutant(blame_ignores_how_transfers_vary gpipe/schedule/blame.cpp "(has(without, kJitter) ? 0 : nodes_[i].late)" "0"
+       Blame.*)
+mutant(advice_forgets_the_loss gpipe/schedule/advice.cpp "times.rbegin()[1] += times.back();" "" Gains.*)
+mutant(advice_of_chunks_as_long gpipe/schedule/advice.cpp "factor *= static_cast<double>(layout_.micro_batches) / chunks;"
+       "" Gains.*)
 mutant(trace_counts_the_wait_as_sleep gpipe/runtime/executor.cpp "watch->ready = std::max(watch->free.time, last);"
        "watch->ready = watch->free.time;" Executor*)
 mutant(timeline_overlaps_a_worker_with_itself gpipe/schedule/timeline.cpp "if (other.worker == span.worker) continue;"

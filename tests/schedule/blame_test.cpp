@@ -74,6 +74,23 @@ TEST(Blame, WalksBackFromEachWait) {
   EXPECT_NEAR(step.replayed, 6, kRounding);
 }
 
+TEST(Blame, ReplaysTransfersThatVary) {
+  const Timeline timeline{2,
+                          {{0, 1, ""}},
+                          {{0, action("0F0"), 0, 1},
+                           {0, action("0F1"), 1, 2},
+                           {0, action("0B0"), 6.5, 7.5},
+                           {0, action("0B1"), 7.75, 8.75},
+                           {1, action("1F0"), 1.5, 2.5},
+                           {1, action("1B0"), 2.5, 4.5},
+                           {1, action("1F1"), 4.5, 5.5},
+                           {1, action("1B1"), 5.5, 7.5}}};
+  const auto step = blame(timeline).at(0);
+  expect_complete(timeline, {step});
+  EXPECT_NEAR(step.replayed, 8.75, kRounding);
+  EXPECT_THAT(step.transfers, ElementsAre(2));  // of 0.5 and 2, because 0B1 could also wait for 0B0
+}
+
 TEST(Blame, NamesTheCallerTheQueueAndTheLock) {
   auto timeline = two_stages();
   for (Span span : two_stages().spans) {
@@ -215,6 +232,7 @@ TEST(JsonLines, HaveAStepEach) {
   EXPECT_EQ(line.at("waits")[1][3][0], (nlohmann::json{"wire", 0, 0, "F", 0, 0, 0.5}));
   EXPECT_EQ(line.at("slack").size(), 4);
   EXPECT_EQ(line.at("gains").at("schedule='1f1b'"), 0);
+  EXPECT_EQ(line.at("advice"), (nlohmann::json::array({{"chunks=2", 1.5, 1.5, 1.5}})));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // List schedules, and the choice of "auto".
 #include <string_view>
 
+#include "gpipe/schedule/advice.h"
 #include "gpipe/schedule/auto_schedule.h"
 #include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule/merged.h"
@@ -110,6 +111,8 @@ TEST(AutoSchedule, SavesMemory) {
   EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
 }
 
+std::map<std::string, double> gains_of(const Timeline& timeline) { return gains(timeline, blame(timeline)).at(0); }
+
 TEST(Gains, AreDifferencesOfSimulations) {
   const auto layout = straight(4, 6);
   const auto step = [&](std::string_view name, Checkpoint checkpoint) {
@@ -118,23 +121,62 @@ TEST(Gains, AreDifferencesOfSimulations) {
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
     const auto split = step("zb_h1", checkpoint);
     const auto gain = [&](const Timeline& other) { return split.makespan() - other.makespan(); };
-    auto found = gains(split, 0);
-    EXPECT_EQ(found.contains("checkpoint='never'"), checkpoint != Checkpoint::kNever);
-    if (checkpoint != Checkpoint::kNever) {
-      EXPECT_NEAR(found.at("checkpoint='never'"), gain(step("zb_h1", Checkpoint::kNever)), 1e-9);
-    }
+    auto found = gains_of(split);
+    const bool recomputes = checkpoint != Checkpoint::kNever;
+    EXPECT_EQ(found.contains("checkpoint='never'"), recomputes);
+    EXPECT_EQ(found.contains("checkpoint='always'"), !recomputes);
+    if (recomputes) EXPECT_NEAR(found.at("checkpoint='never'"), gain(step("zb_h1", Checkpoint::kNever)), 1e-9);
     EXPECT_NEAR(found.at("schedule='zb_h1'"), 0, 1e-9);
     EXPECT_NEAR(found.at("schedule='zb_h2'"), gain(step("zb_h2", checkpoint)), 1e-9);
-    found = gains(step("gpipe", checkpoint), 0);
+    found = gains_of(step("gpipe", checkpoint));
     EXPECT_NEAR(found.at("schedule='gpipe'"), 0, 1e-9);
     EXPECT_FALSE(found.contains("schedule='zb_h1'")) << "how long I and W take is not known";
   }
   // With a number of recomputed micro-batches, no schedule has a known gain.
   const auto never = make_schedule("1f1b", layout, Checkpoint::kNever);
   const auto some = growing(layout, with_recomputes(never, Checkpoint::in_flight(1), layout), /*growth=*/0.1);
-  const auto found = gains(some, 0);
-  ASSERT_EQ(found.size(), 1);
+  const auto found = gains_of(some);
+  ASSERT_EQ(found.size(), 2);
   EXPECT_NEAR(found.at("checkpoint='never'"), some.makespan() - step("1f1b", Checkpoint::kNever).makespan(), 1e-9);
+}
+
+/// F, R and B of a stage of so many seconds.
+Times thirds(double seconds) { return {seconds / 3, seconds / 3, 2 * seconds / 3, 0, 0}; }
+
+TEST(Gains, OfEachNeighbour) {
+  const auto step = [](const Layout& layout, std::string_view name, const std::vector<Times>& times,
+                       const Checkpoints& checkpoints = {}) {
+    return simulated(layout, make_schedule(name, layout, checkpoints), times).timeline;
+  };
+  // Layers of 1, 1, 1, 1.8 and 1.8 s, and a loss of 5.4 s.
+  auto cut = step(straight(2, 4), "1f1b", {thirds(3), thirds(9)});
+  cut.layers = {{0, 1}, {0, 1}, {0, 1}, {1, 1}, {1, 1}, {1, 3}};
+  const auto better = step(straight(2, 4), "1f1b", {thirds(4.8), thirds(7.2)});
+  EXPECT_NEAR(gains_of(cut).at("balance=[4, 1]"), cut.makespan() - better.makespan(), 1e-9);
+  cut.layers[3].seconds = 20;  // then the best cut is the present one
+  for (const auto& [change, gain] : gains_of(cut)) EXPECT_FALSE(change.starts_with("balance")) << change;
+
+  const auto few = step(straight(2, 2), "1f1b", {thirds(6), thirds(6)});
+  const auto more = step(straight(2, 4), "1f1b", {thirds(3), thirds(3)});
+  EXPECT_NEAR(gains_of(few).at("chunks=4"), few.makespan() - more.makespan(), 1e-9);
+  EXPECT_LT(gains_of(few).at("chunks=1"), 0);
+  EXPECT_FALSE(gains_of(step(straight(2, 32), "1f1b", {thirds(6), thirds(6)})).contains("chunks=64"))
+      << "smaller micro-batches may cost more than the bubble";
+
+  const std::vector<Times> equal(4, thirds(3));
+  const auto loops = step(looped(2, 2, 4), "interleaved_1f1b", equal);
+  const auto vee = step(v_shaped(2, 4), "greedy", equal);
+  const auto found = gains_of(loops);
+  EXPECT_FALSE(found.contains("schedule='greedy', placement=[0, 1, 1, 0]")) << "it splits backwards";
+  EXPECT_TRUE(gains_of(vee).contains("schedule='interleaved_zb', placement=[0, 1, 0, 1]"));
+
+  const auto some = step(straight(2, 4), "1f1b", {thirds(6), thirds(6)}, Checkpoint::kAlways);
+  const auto first = step(straight(2, 4), "1f1b", {thirds(6), thirds(6)}, {{Checkpoint::kNever, Checkpoint::kAlways}});
+  EXPECT_NEAR(gains_of(some).at("checkpoint=['never', 'always']"), some.makespan() - first.makespan(), 1e-9);
+
+  auto stolen = step(straight(2, 4), "1f1b", {thirds(6), thirds(6)});
+  for (auto& span : stolen.spans) span.queued = (span.end - span.start) / 2;
+  EXPECT_NEAR(gains_of(stolen).at("a core for each worker"), stolen.makespan() / 2, 1e-9);
 }
 
 TEST(AutoSchedule, IgnoresASmallerLastMicroBatch) {
