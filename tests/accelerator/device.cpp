@@ -324,9 +324,6 @@ extern "C" const char* take_violations() {
   return text.c_str();
 }
 
-/// Makes this thread wait for all work of a device.
-extern "C" void synchronize_device(int device) { gpipe::accelerator::stream_order().synchronize_device(device); }
-
 /// Returns how often the host has waited for all work of a device since the last call.
 extern "C" int take_host_waits() {
   int waits = 0;
