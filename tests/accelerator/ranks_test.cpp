@@ -399,7 +399,7 @@ TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
               Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
 }
 
-// A device runs one transfer at a time, and the hosts' launches take any time.
+// A device runs one transfer or sum at a time, and the hosts' launches take any time.
 TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
   const auto names = accelerator::name_actions();
   int programs = 0;
@@ -417,14 +417,18 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
       GPipe pipe(model, balance, GPipeOptions(own).chunks(4).schedule(schedule).placement(layout.placement));
       pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kMse);
     };
-    const auto wires = std::make_shared<Wires>();
-    stream_order().keep_log();
-    EXPECT_THAT(run_ranks(size, patient(), wires, step), Each(IsEmpty()));
-    const auto log = stream_order().take_log();
-    for (std::uint64_t seed = 0; seed < 8; ++seed) EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed})) << seed;
-    ++programs;
+    for (int replicas = 1; replicas * size <= 4; ++replicas) {
+      stream_order().keep_log();
+      const auto options = patient().replicas(replicas);
+      EXPECT_THAT(run_ranks(replicas * size, options, std::make_shared<Wires>(), step), Each(IsEmpty()));
+      const auto log = stream_order().take_log();
+      for (std::uint64_t seed = 0; seed < 8; ++seed) {
+        EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed})) << replicas << " " << seed;
+      }
+      ++programs;
+    }
   });
-  EXPECT_GT(programs, 20);
+  EXPECT_GT(programs, 30);
 }
 
 TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
