@@ -100,20 +100,14 @@ StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
   return {record_event(device_)};
 }
 
-bool DeviceLink::settle(std::chrono::milliseconds limit) {
+StreamEvent DeviceLink::join() {
   StreamEvent ended;
   {
     const c10::OptionalStreamGuard copying(stream_);
     ended = record_event(device_);
   }
   wait(ended, device_);
-  constexpr std::chrono::microseconds kQueryInterval{50};
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (!ended->query()) {
-    if (std::chrono::steady_clock::now() >= end) return false;
-    std::this_thread::sleep_for(kQueryInterval);
-  }
-  return true;
+  return ended;
 }
 
 }  // namespace gpipe

@@ -51,8 +51,8 @@ class DeviceLink {
   void send(std::span<const at::Tensor> tensors);
   /// Receives the parcels' meta tensors. Returns the event after which they have come. Errors: ConnectionError.
   StreamEvents receive(std::vector<Parcel>& parcels);
-  /// Waits until all transfers have ended, which the worker's later work comes after. Returns false after `limit`.
-  bool settle(std::chrono::milliseconds limit);
+  /// Makes the worker's later work come after all transfers. Returns the event of their end.
+  StreamEvent join();
 
  private:
   void transfer(std::span<const at::Tensor> tensors);

@@ -64,6 +64,10 @@ void GradientReduction::send(int stage, Gradients gradients) {
   }
   MutexLock lock(mutex_);
   is_sent_[stage] = 1;
+  if (!team_.has_device_wires()) start();
+}
+
+void GradientReduction::start() {
   for (auto s = is_sent_.size(); s-- > 0 && is_sent_[s] != 0;) {
     for (auto& [parameters, elements, values, lacks_some, ready, sum] : buckets_[s]) {
       if (sum) continue;
@@ -76,6 +80,10 @@ void GradientReduction::send(int stage, Gradients gradients) {
 
 std::vector<Gradients> GradientReduction::take() {
   const at::NoGradGuard no_grad;
+  {
+    MutexLock lock(mutex_);
+    start();
+  }
   std::vector<Gradients> all(parameters_.size());
   for (std::size_t s = parameters_.size(); s-- > 0;) {
     all[s].resize(parameters_[s].size());

@@ -18,8 +18,9 @@ class GradientReduction {
   /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas.
   GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters);
 
-  /// Takes a stage's gradients, and starts their sums, unless later stages have not sent. The caller gives up its
-  /// references. Errors: std::invalid_argument for a sparse gradient.
+  /// Takes a stage's gradients, and starts their sums, unless later stages have not sent. With wires between devices,
+  /// take() starts them, when this rank's transfers are over: a device that runs one transfer at a time could deadlock.
+  /// The caller gives up its references. Errors: std::invalid_argument for a sparse gradient.
   void send(int stage, Gradients gradients);
 
   /// Returns the sums, per stage, on the devices of the parameters. REQUIRES: send() has been called for each stage.
@@ -35,6 +36,8 @@ class GradientReduction {
     StreamEvent ready = nullptr;
     c10::intrusive_ptr<c10d::Work> sum = nullptr;
   };
+
+  void start() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Team& team_;
   const std::vector<std::vector<at::Tensor>> parameters_;  // per stage

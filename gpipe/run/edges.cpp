@@ -97,22 +97,39 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
   }
 }
 
+std::map<int, DeviceLink*> Edges::links_of(int worker) {
+  std::map<int, DeviceLink*> links;
+  for (int other = 0; other < pipeline_.workers(); ++other) {
+    for (auto* link : {pipeline_.device_link(worker, other), pipeline_.device_link(other, worker)}) {
+      if (link != nullptr) links[pipeline_.team().of_workers()[other]] = link;
+    }
+  }
+  return links;
+}
+
+void Edges::await(int worker, const StreamEvent& event) {
+  auto& team = pipeline_.team();
+  if (!team.has_device_wires()) return event->synchronize();
+  constexpr std::chrono::microseconds kQueryInterval{50};
+  const auto end = end_after(team.timeout());
+  while (!event->query()) {
+    if (std::chrono::steady_clock::now() >= end) {
+      const auto links = links_of(worker);
+      if (links.size() == 1) throw TimeoutError(links.begin()->first);
+      const auto add = [](std::string* text, const auto& link) { absl::StrAppend(text, link.first); };
+      throw ConnectionError(
+          absl::StrCat("one of the ranks ", absl::StrJoin(links, ", ", add), " did not answer in time"));
+    }
+    std::this_thread::sleep_for(kQueryInterval);
+  }
+}
+
 void Edges::settle(int worker) {
   auto& team = pipeline_.team();
   if (!team.has_device_wires() || team.has_failed()) return;
-  DeviceLink* link = nullptr;  // any, because all transfers of the worker run in turn on one stream
-  std::set<int> others;
-  for (int other = 0; other < pipeline_.workers(); ++other) {
-    for (auto* each : {pipeline_.device_link(worker, other), pipeline_.device_link(other, worker)}) {
-      if (each == nullptr) continue;
-      link = each;
-      others.insert(team.of_workers()[other]);
-    }
-  }
-  if (link != nullptr && !link->settle(team.timeout())) {
-    if (others.size() == 1) throw TimeoutError(*others.begin());
-    throw ConnectionError(absl::StrCat("one of the ranks ", absl::StrJoin(others, ", "), " did not answer in time"));
-  }
+  // Any link, because all transfers of the worker run in turn on one stream.
+  const auto links = links_of(worker);
+  if (!links.empty()) await(worker, links.begin()->second->join());
   team.check();
 }
 

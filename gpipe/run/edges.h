@@ -42,12 +42,17 @@ class Edges {
   std::vector<Parcel> receive(const Action& action);
   /// Takes what an action puts, in the order of Wiring::puts(). Errors: ConnectionError.
   void send(const Action& action, std::vector<Parcel> parcels);
+  /// Waits for an event of a worker's device: with transfers between devices of ranks, which a rank that has stopped would
+  /// hold, for at most the time-out. Errors: ConnectionError.
+  void await(int worker, const StreamEvent& event);
   /// After a worker's last action, waits for its transfers between devices of ranks, which also end when a rank has
   /// failed. Errors: ConnectionError.
   void settle(int worker);
 
  private:
   bool is_remote(int edge) const;
+  /// The worker's wires between devices, by the rank at the other end: one for each.
+  std::map<int, DeviceLink*> links_of(int worker);
 
   Pipeline& pipeline_;
   const Program& program_;

@@ -1,6 +1,7 @@
 #include "gpipe/run/gradients.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include "gpipe/tensors/transfer.h"
 
@@ -21,11 +22,12 @@ at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
   if (pipeline.team().replicas() == 1) return part;
   at::NoGradGuard no_grad;
   at::Tensor sum;
-  for (const auto& each : of_replicas({part}, pipeline.team())) {
+  for (const auto& each : of_replicas({part.defined() ? part.cpu() : part}, pipeline.team())) {
     const auto& other = each.front();
-    if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
+    if (other.defined()) sum = sum.defined() ? sum + other : other;
   }
-  return sum.to(part.defined() ? part.device() : pipeline.stages().back().device);
+  const auto device = part.defined() ? part.device() : pipeline.stages().back().device;
+  return at::scalar_tensor(sum.item(), sum.options().device(device));  // by a fill, for which the host need not wait
 }
 
 }  // namespace

@@ -212,13 +212,13 @@ void MiniBatch::end_worker(int worker) {
 
 // Lets a worker's host thread be at most kMostAhead actions ahead of its device. What another stream has used, such as a
 // tensor that was sent, can be allocated again only when that is over: without a limit, each micro-batch would take new
-// memory. R and W, which may be empty, do not count. With wires, a wait must have a limit: see Edges::settle().
+// memory. R and W, which may be empty, do not count.
 void MiniBatch::stay_near(int worker) {
   auto& ahead = run_->workers[worker].ahead;
   if (ahead.size() < kMostAhead) return;
   const auto event = std::move(ahead.front());
   ahead.pop_front();
-  if (event && !pipeline_->team().has_device_wires()) event->synchronize();
+  if (event) run_->edges.await(worker, event);
 }
 
 void MiniBatch::run(const Action& action, Measure measure) {

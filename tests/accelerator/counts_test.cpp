@@ -101,6 +101,16 @@ TEST(Counts, CopiesFromTheHostBlockNoWorkerAndAreMadeWhenTheCallReturns) {
   for (const auto& [action, count] : got) EXPECT_EQ(count.host_waits, 0) << action;
 }
 
+// The devices' workers enqueue their copies to and from the CPU, and go on.
+TEST(Counts, OfWaitsOfAStageOnTheCpuAreItsOwn) {
+  auto it = counted_pipe({device(0), torch::kCPU, device(2)}, Checkpoint::kNever);
+  const auto x = torch::ones({8, 6}, device(0));
+  const auto target = torch::zeros({8, 6}, device(2));
+  for (const auto& [action, count] : counts([&] { it->step(x, target, kMse); })) {
+    EXPECT_EQ(count.host_waits > 0, action.starts_with("1")) << action;
+  }
+}
+
 TEST(Counts, TheHostWaitsOncePerDeviceToClipAndToUnscale) {
   auto it = counted_pipe({device(0), device(1), device(2)}, Checkpoint::kNever);
   it->forward(torch::ones({8, 6}, device(0))).sum().backward();

@@ -77,6 +77,7 @@ class PinnedAllocator final : public c10::Allocator {
 
 struct TimedEvent {
   Event event;
+  bool has_time = false;
   std::chrono::steady_clock::time_point recorded;
 };
 
@@ -110,10 +111,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return this->stream(stream.device(), previous);
   }
 
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag flag) const override {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
-    if (*event == nullptr) *event = new TimedEvent;
+    if (*event == nullptr) *event = new TimedEvent{.has_time = flag == c10::EventFlag::BACKEND_DEFAULT};
     stream_order().record(at(*event).event, index(stream));
     at(*event).recorded = std::chrono::steady_clock::now();
   }
@@ -121,7 +122,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) stream_order().wait(index(stream), at(event).event);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
-  bool queryEvent(void*) const override { return !held(); }
+  /// A host that asks until an event is over waits for it. For a time, PyTorch asks once.
+  bool queryEvent(void* event) const override {
+    if (!held() && !at(event).has_time) synchronizeEvent(event);
+    return !held();
+  }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(at(to).recorded - at(from).recorded).count();
   }
@@ -318,9 +323,6 @@ extern "C" const char* take_violations() {
   for (const auto& violation : gpipe::accelerator::stream_order().take_violations()) text += violation + "\n";
   return text.c_str();
 }
-
-/// Makes this thread wait for all work of a device.
-extern "C" void synchronize_device(int device) { gpipe::accelerator::stream_order().synchronize_device(device); }
 
 /// Returns how often the host has waited for all work of a device since the last call.
 extern "C" int take_host_waits() {

@@ -28,7 +28,7 @@ using accelerator::stream_order;
 
 constexpr std::chrono::seconds kPatience{60};
 
-// Wires between the devices of ranks, in place of NCCL's.
+// A communicator between the devices of ranks, in place of NCCL's.
 
 struct Sent {
   std::vector<Tensor> values;  // on the host
@@ -40,32 +40,68 @@ bool alike(const Tensor& one, const Tensor& other) {
   return one.dtype() == other.dtype() && one.sizes() == other.sizes() && one.strides() == other.strides();
 }
 
-/// What the wires of a job share.
+/// A sum over the ranks of a group.
+struct Sum {
+  std::map<int, Tensor> values;  // on the host, by rank
+  std::int64_t number = 0;       // of the transfer
+};
+
+/// What the communicators of a job share.
 struct Wires {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<std::string, std::deque<Sent>> sent;  // by wire
-  std::set<std::pair<std::string, int>> ends;    // the ends that are connected
+  std::map<std::string, std::deque<Sent>> sent;     // by communicator
+  std::map<std::pair<std::string, int>, Sum> sums;  // by communicator, in turn
   std::int64_t transfers = 0;
-  std::set<int> aborted;  // the ranks that have aborted their wires
+  std::set<int> aborted;  // the ranks that have aborted their communicators
 };
 
-/// One end of a wire. A transfer reads or writes its tensors on a stream of the wire's. What is wrong is a violation of
+/// A sum that has begun: streams can wait for it.
+struct Summing : c10d::Work {
+  explicit Summing(c10::Device device) : device(device) {}
+  bool wait(std::chrono::milliseconds /*limit*/) override {
+    stream_order().wait(accelerator::current_stream(device), event);
+    return true;
+  }
+  const c10::Device device;
+  accelerator::Event event;
+};
+
+/// One rank's end of a communicator, whose operations run on a stream of its own. What is wrong is a violation of
 /// stream_order(): tensors that differ from those that were sent, and a receive that is enqueued before its send. To
 /// abort lets held devices go on.
 class Wire : public c10d::Backend {
  public:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  Wire(std::shared_ptr<Wires> wires, std::string name, int rank, int job_rank)
-      : Backend(rank, /*size=*/2), wires_(std::move(wires)), name_(std::move(name)), job_rank_(job_rank) {}
+  Wire(std::shared_ptr<Wires> wires, std::string name, int rank, int size, int job_rank)
+      : Backend(rank, size), wires_(std::move(wires)), name_(std::move(name)), job_rank_(job_rank) {}
 
-  void eagerConnectSingleDevice(at::Device device) override { device_ = device; }
+  const std::string getBackendName() const override { return "virtual"; }
+  void eagerConnectSingleDevice(at::Device /*device*/) override {}
   void startCoalescing() override { tensors_.clear(); }
   Work send(std::vector<Tensor>& tensors, int /*to*/, int /*tag*/) override { return add(tensors); }
   Work recv(std::vector<Tensor>& tensors, int /*from*/, int /*tag*/) override { return add(tensors); }
   Work endCoalescing() override {
     if (std::exchange(is_connected_, true)) transfer();  // the first transfer only connects
     return {};
+  }
+  Work allreduce(std::vector<Tensor>& tensors, const c10d::AllreduceOptions& /*options*/) override {
+    const auto& tensor = tensors.front();
+    std::unique_lock lock(wires_->mutex);
+    auto& sum = wires_->sums[{name_, sums_++}];
+    if (sum.values.empty()) sum.number = ++wires_->transfers;
+    launch("all-reduce", tensors, /*writes=*/true, sum.number, getSize());
+    const KernelsOnly kernels;
+    sum.values[getRank()] = alias_on_host(tensor).clone();
+    wires_->changed.notify_all();
+    const auto have_come = [&] { return !wires_->aborted.empty() || std::ssize(sum.values) == getSize(); };
+    TORCH_CHECK(wires_->changed.wait_for(lock, kPatience, have_come) && wires_->aborted.empty(), "no sum of ", name_);
+    auto values = sum.values.begin()->second.clone();
+    for (auto it = std::next(sum.values.begin()); it != sum.values.end(); ++it) values += it->second;
+    alias_on_host(tensor).copy_(values);
+    auto summing = c10::make_intrusive<Summing>(tensor.device());
+    stream_order().record(summing->event, stream(tensor.device()));
+    return summing;
   }
   void abort() override {
     std::lock_guard lock(wires_->mutex);
@@ -80,38 +116,45 @@ class Wire : public c10d::Backend {
     return {};
   }
 
-  void transfer() {
-    const bool sends = getRank() == DeviceLink::kSender;
+  int stream(c10::Device device) const {
+    return stream_order().index(device.index(), std::hash<std::string>()(name_) >> 1);
+  }
+
+  /// As on CUDA: after the work of the current stream.
+  void launch(std::string_view operation, const std::vector<Tensor>& tensors, bool writes, std::int64_t number,
+              int ends) {
+    const auto device = tensors.front().device();
     std::vector<Access> accesses;
-    for (const auto& tensor : tensors_) {
-      if (tensor.device() != device_) stream_order().report("a wire of " + device_.str() + " gets a tensor elsewhere");
-      accelerator::add_access(tensor, /*writes=*/!sends, accesses);
+    accelerator::Work work{.transfer = number, .ends = ends};
+    for (const auto& tensor : tensors) {
+      if (tensor.device() != device) stream_order().report("a group of " + device.str() + " gets a tensor elsewhere");
+      accelerator::add_access(tensor, writes, accesses);
+      work.bytes += static_cast<double>(tensor.nbytes());
     }
+    stream_order().order(accelerator::current_stream(device), stream(device));
+    stream_order().launch(stream(device), operation, accesses, work);
+  }
+
+  void transfer() {
     std::lock_guard lock(wires_->mutex);
     TORCH_CHECK(wires_->aborted.empty(), "the wires were aborted");
     auto& queue = wires_->sent[name_];
     const KernelsOnly kernels;
-    // As on CUDA: a group has a stream of its own, after and before the work of the current one.
-    const int current = accelerator::current_stream(device_);
-    const int stream = stream_order().index(device_.index(), std::hash<std::string>()(name_) >> 1);
-    stream_order().order(current, stream);
-    const absl::Cleanup join = [&] { stream_order().order(stream, current); };
-    accelerator::Work work;
-    for (const auto& tensor : tensors_) work.bytes += static_cast<double>(tensor.nbytes());
-    if (sends) {
+    const auto device = tensors_.front().device();
+    const absl::Cleanup join = [&] { stream_order().order(stream(device), accelerator::current_stream(device)); };
+    if (getRank() == DeviceLink::kSender) {
       auto& sent = queue.emplace_back();
       for (const auto& tensor : tensors_) sent.values.push_back(alias_on_host(tensor).clone());
-      work.transfer = sent.number = ++wires_->transfers;
-      stream_order().launch(stream, "send", accesses, work);
-      stream_order().record(sent.event, stream);
+      sent.number = ++wires_->transfers;
+      launch("send", tensors_, /*writes=*/false, sent.number, /*ends=*/2);
+      stream_order().record(sent.event, stream(device));
       return;
     }
     if (queue.empty()) return stream_order().report("a receive is enqueued before its send, on the wire " + name_);
     const auto sent = std::move(queue.front());
     queue.pop_front();
-    work.transfer = sent.number;
-    stream_order().launch(stream, "receive", accesses, work);
-    stream_order().comes_after(stream, sent.event);
+    launch("receive", tensors_, /*writes=*/true, sent.number, /*ends=*/2);
+    stream_order().comes_after(stream(device), sent.event);
     if (!std::ranges::equal(sent.values, tensors_, alike)) {
       return stream_order().report("the tensors that are received differ from those sent, on the wire " + name_);
     }
@@ -121,23 +164,15 @@ class Wire : public c10d::Backend {
   const std::shared_ptr<Wires> wires_;
   const std::string name_;
   const int job_rank_;
-  c10::Device device_ = c10::kCPU;
   bool is_connected_ = false;
+  int sums_ = 0;
   std::vector<Tensor> tensors_;
 };
 
-/// Makes the wires of one rank.
+/// Makes the communicators of one rank.
 JoinDevices join_by(const std::shared_ptr<Wires>& wires, int job_rank) {
   return [wires, job_rank](const std::string& name, int rank, int size) {
-    if (size != 2 || name.find("/sums ") != std::string::npos) return DeviceGroup();
-    std::unique_lock lock(wires->mutex);
-    if (!wires->ends.insert({name, rank}).second) stream_order().report("a wire is made twice: " + name);
-    wires->changed.notify_all();
-    const bool met = wires->changed.wait_for(lock, kPatience, [&] {
-      return !wires->aborted.empty() || wires->ends.contains({name, 1 - rank});
-    });
-    TORCH_CHECK(met && wires->aborted.empty(), "nobody is at the other end of the wire ", name);
-    return DeviceGroup(c10::make_intrusive<Wire>(wires, name, rank, job_rank));
+    return DeviceGroup(c10::make_intrusive<Wire>(wires, name, rank, size, job_rank));
   };
 }
 
@@ -279,6 +314,62 @@ TEST(RanksOnDevicesByWires, ReplicasHaveWiresOfTheirOwn) {
   for (const int rank : {0, 1}) expect_close({gradients[rank]}, {expected}, 1e-5, 1e-6);  // these have the first stage
 }
 
+/// What the third of three steps of 1F1B on two ranks per replica asks for.
+struct Asked {
+  int host_waits = 0;
+  accelerator::Log log;
+};
+
+Asked steady_step(int replicas, int micro_batches) {
+  const auto step = [&](const std::shared_ptr<Ranks>& ranks) {
+    const auto own = GPipeOptions().devices({device(ranks->rank())}).chunks(micro_batches).ranks(ranks);
+    GPipe pipe(two_layers(), Balance{1, 2}, GPipeOptions(own).schedule("1f1b"));
+    const auto x = torch::ones({32 * micro_batches, 4}, device(ranks->rank()));
+    for (int i = 0; i < 3; ++i) {
+      pipe->team().largest(0);  // all ranks have ended the call before
+      if (ranks->rank() == 0) stream_order().take_counts(), stream_order().keep_log();
+      pipe->team().largest(0);
+      pipe->step(x, x, kMse);
+    }
+  };
+  const auto options = patient().replicas(replicas);
+  EXPECT_THAT(run_ranks(2 * replicas, options, std::make_shared<Wires>(), step), Each(IsEmpty()));
+  Asked asked{.log = stream_order().take_log()};
+  for (const auto& [action, count] : stream_order().take_counts()) asked.host_waits += count.host_waits;
+  return asked;
+}
+
+// Each worker waits for its last transfer. The last one reads the loss, which goes to all ranks, and with replicas its own
+// part of it before.
+TEST(RanksOnDevicesByWires, TheHostWaitsOnlyAtTheEndOfACall) {
+  EXPECT_EQ(steady_step(/*replicas=*/1, 4).host_waits, 2 + 1);
+  EXPECT_EQ(steady_step(/*replicas=*/1, 16).host_waits, 2 + 1);
+  EXPECT_EQ(steady_step(/*replicas=*/2, 4).host_waits, 2 * (2 + 2));
+}
+
+TEST(RanksOnDevicesByWires, MemoryIsTheSameForAnyNumberOfMicroBatches) {
+  const auto reserved = [](int micro_batches) {
+    std::vector<std::int64_t> bytes;
+    const auto run = accelerator::replay(steady_step(/*replicas=*/1, micro_batches).log, {.scale = 1e6});
+    for (const auto& [device, memory] : run.memory) bytes.push_back(memory.peak_reserved);
+    return bytes;
+  };
+  EXPECT_EQ(reserved(4), reserved(64));
+}
+
+// A device runs one transfer at a time. Two ranks send to each other, and neither receives first.
+TEST(VirtualCommunicator, TellsOfADeadlock) {
+  accelerator::Log log{.threads = {}, .devices = {0, 1}};
+  for (const int rank : {0, 1}) {
+    const auto transfer = [&](std::int64_t number, const char* operation) {
+      return accelerator::Request{
+          .kind = accelerator::Request::kLaunch, .stream = rank, .work = {.transfer = number}, .operation = operation};
+    };
+    log.threads[rank] = {transfer(1 + rank, "send"), transfer(2 - rank, "receive")};
+  }
+  EXPECT_THAT([&] { accelerator::replay(log, {}); }, throws<std::logic_error>("device 0 has begun the send"));
+}
+
 // The devices stand still, so the first rank waits for its own. Returns the errors.
 std::vector<std::string> stand_still(const std::shared_ptr<Wires>& wires, std::chrono::seconds timeout,
                                      bool last_fails) {
@@ -308,7 +399,7 @@ TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
               Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
 }
 
-// A device runs one transfer at a time, and the hosts' launches take any time.
+// A device runs one transfer or sum at a time, and the hosts' launches take any time.
 TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
   const auto names = accelerator::name_actions();
   int programs = 0;
@@ -326,14 +417,18 @@ TEST(RanksOnDevicesByWires, NoScheduleMakesADeadlock) {
       GPipe pipe(model, balance, GPipeOptions(own).chunks(4).schedule(schedule).placement(layout.placement));
       pipe->step(torch::ones({4, 4}), torch::ones({4, 4}), kMse);
     };
-    const auto wires = std::make_shared<Wires>();
-    stream_order().keep_log();
-    EXPECT_THAT(run_ranks(size, patient(), wires, step), Each(IsEmpty()));
-    const auto log = stream_order().take_log();
-    for (std::uint64_t seed = 0; seed < 8; ++seed) EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed})) << seed;
-    ++programs;
+    for (int replicas = 1; replicas * size <= 4; ++replicas) {
+      stream_order().keep_log();
+      const auto options = patient().replicas(replicas);
+      EXPECT_THAT(run_ranks(replicas * size, options, std::make_shared<Wires>(), step), Each(IsEmpty()));
+      const auto log = stream_order().take_log();
+      for (std::uint64_t seed = 0; seed < 8; ++seed) {
+        EXPECT_NO_THROW(accelerator::replay(log, {.seed = seed})) << replicas << " " << seed;
+      }
+      ++programs;
+    }
   });
-  EXPECT_GT(programs, 20);
+  EXPECT_GT(programs, 30);
 }
 
 TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {

@@ -16,8 +16,11 @@ int this_thread() {
 }
 
 void join(Clock& clock, const Clock& other) {
-  for (const auto& [stream, time] : other) clock[stream] = std::max(clock[stream], time);
+  if (clock.size() < other.size()) clock.resize(other.size());
+  for (std::size_t stream = 0; stream < other.size(); ++stream) clock[stream] = std::max(clock[stream], other[stream]);
 }
+
+std::uint64_t at(const Clock& clock, std::size_t stream) { return stream < clock.size() ? clock[stream] : 0; }
 
 }  // namespace
 
@@ -26,7 +29,7 @@ std::string exchange_action(std::string name) { return std::exchange(current_act
 int StreamOrder::index(int device, std::int64_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [found, made] = indices_.try_emplace({device, stream}, static_cast<int>(indices_.size()));
-  if (made) streams_.emplace_back();
+  if (made) streams_.emplace_back(indices_.size());
   return found->second;
 }
 
@@ -48,7 +51,7 @@ void StreamOrder::add_violation(std::string text) {
 void StreamOrder::check(int stream, std::string_view operation, const Access& access) {
   auto& it = *access.allocation;
   auto& now = streams_[stream];
-  const auto unordered = [&](int other, const Use& use) { return now[other] < use.time; };
+  const auto unordered = [&](int other, const Use& use) { return at(now, other) < use.time; };
   const auto add = [&](int other, const Use& use) {
     std::ostringstream text;
     text << operation << (access.writes ? " writes" : " reads") << " a tensor of shape [";
@@ -127,11 +130,7 @@ void StreamOrder::synchronize(int stream) {
 void StreamOrder::synchronize(const Event& event) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto last = [stream = event.stream](const Clock& clock) {
-      const auto found = clock.find(stream);
-      return found == clock.end() ? 0 : found->second;
-    };
-    if (last(event.clock) == last(streams_[event.stream])) ++counts().host_waits;
+    if (at(event.clock, event.stream) == at(streams_[event.stream], event.stream)) ++counts().host_waits;
     log({.kind = Request::kSynchronize, .stream = -1, .id = event.id});
     join(host(), event.clock);
   }
@@ -161,7 +160,7 @@ void StreamOrder::run_actions() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto rest = std::partition(actions_.begin(), actions_.end(),
-                                     [&](const Action& action) { return host()[action.stream] < action.time; });
+                                     [&](const Action& action) { return at(host(), action.stream) < action.time; });
     std::move(rest, actions_.end(), std::back_inserter(over));
     actions_.erase(rest, actions_.end());
   }
@@ -194,7 +193,7 @@ void StreamOrder::freed(const Allocation& allocation) {
   join(known, host());
   for (const int stream : allocation.recorded) join(known, streams_[stream]);
   for (const auto& [stream, use] : allocation.uses) {
-    if (known[stream] >= use.time) continue;
+    if (at(known, stream) >= use.time) continue;
     std::ostringstream text;
     text << "memory returns to " << name(allocation.home) << " while " << use.operation << " on " << name(stream)
          << " may still use it; the allocator was not told of that stream";

@@ -16,8 +16,8 @@
 
 namespace gpipe::accelerator {
 
-/// A vector clock: how much of each stream's work is known to be done, by the stream's index.
-using Clock = std::map<int, std::uint64_t>;
+/// A vector clock: how much of each stream's work is known to be done, by the stream's index. What it lacks is 0.
+using Clock = std::vector<std::uint64_t>;
 
 /// What an event waits for.
 struct Event {

@@ -96,6 +96,7 @@ class Simulation {
     if (thread.next == thread.requests->size()) return kNever;
     const auto& request = (*thread.requests)[thread.next];
     if (thread.awaits != 0) return std::max(thread.time, events_[thread.awaits].over);
+    if (holds_lock(request)) return std::max(thread.time, lock_free_);
     if (request.kind == Request::kWait) return std::max(thread.time, events_[request.id].recorded);
     if (request.kind != Request::kFree) return thread.time;
     const auto found = held_.find(request.id);
@@ -116,11 +117,11 @@ class Simulation {
 
   void advance(Thread& thread, double at) {
     const auto& request = (*thread.requests)[thread.next];
-    if (thread.awaits != 0) result_.waited += at - thread.time;
     thread.time = at;
     switch (request.kind) {
       case Request::kLaunch:
         thread.time += machine_.seed == 0 ? machine_.launch : random_(generator_);
+        if (holds_lock(request)) lock_free_ = thread.time;
         enqueue(request.stream, {.request = &request, .enqueued = thread.time});
         break;
       case Request::kRecord:
@@ -169,6 +170,11 @@ class Simulation {
     }
   }
 
+  bool holds_lock(const Request& request) const {
+    const bool is_of_layers = request.action.find_first_of("FR") != std::string::npos && !request.work.is_copy();
+    return machine_.gil && request.kind == Request::kLaunch && is_of_layers;
+  }
+
   static std::int64_t transfer_of(const Item& item) {
     const bool is_operator = item.event == 0 && item.frees == 0;
     return is_operator ? item.request->work.transfer : 0;
@@ -179,7 +185,7 @@ class Simulation {
     item.has_begun = true;
     ++rooms_[log_.devices[index]].taken;
     auto& transfer = transfers_[transfer_of(item)];
-    if (!std::exchange(transfer.has_one_end, true)) return;
+    if (++transfer.ends < item.request->work.ends) return;
     transfer.end = at + machine_.link_latency + machine_.scale * item.request->work.bytes / machine_.link_rate;
   }
 
@@ -261,12 +267,13 @@ class Simulation {
   std::set<int> busy_;  // the streams that have items
   std::map<std::int64_t, Event> events_;
   std::map<std::string, double> engines_;  // when each is free
+  double lock_free_ = 0;                   // when the interpreter's lock is free
   std::map<std::int64_t, Held> held_;
   std::map<int, CachingAllocator> allocators_;
   std::map<int, std::int64_t> live_;
   std::map<int, std::int64_t> waiting_;
   struct Transfer {
-    bool has_one_end = false;  // that has begun
+    int ends = 0;  // that have begun
     double end = kNever;
   };
   std::map<std::int64_t, Transfer> transfers_;

@@ -22,6 +22,7 @@ struct Machine {
   double link_rate = 100e9;     ///< bytes between two devices, or between a device and the host
   double link_latency = 5e-6;
   int transfers = 1;       ///< between ranks, that a device can run at once
+  bool gil = false;        ///< launches of forwards and recomputes, as Python's layers make, exclude each other
   std::uint64_t seed = 0;  ///< unless 0, launches take random times
   double scale = 1;        ///< of a tensor's bytes and operations, unless it has only a few numbers
 };
@@ -32,7 +33,8 @@ struct Work {
   double products = 0;
   int copies_from = -2;
   int copies_to = -2;
-  std::int64_t transfer = 0;  ///< the number that both ends of a transfer between ranks share; 0: none
+  std::int64_t transfer = 0;  ///< the number that the ends of a transfer between ranks share; 0: none
+  int ends = 2;               ///< of the transfer
   bool is_copy() const { return copies_from != copies_to; }
 };
 
@@ -74,15 +76,14 @@ struct DeviceMemory {
 struct Replay {
   double seconds = 0;       ///< until the last work is over
   double host_seconds = 0;  ///< until the last request is made
-  double waited = 0;        ///< by all host threads, for devices
   std::vector<DeviceSpan> spans;
   std::map<int, DeviceMemory> memory;
 };
 
 /// Runs a log on a machine. A device has one engine for operators and one for copies in each direction. An engine
-/// serves first what was ready first. A transfer between ranks follows NCCL's rules: its send and its receive begin when
-/// the work before them on their streams is over and their devices have room, and wait there for each other. Errors:
-/// std::logic_error if something waits for ever, with the transfers that have begun.
+/// serves first what was ready first. A transfer between ranks follows NCCL's rules: each end begins when the work before
+/// it on its stream is over and its device has room, and waits there for the others. Errors: std::logic_error if something
+/// waits for ever, with the transfers that have begun.
 Replay replay(const Log& log, const Machine& machine);
 
 }  // namespace gpipe::accelerator

@@ -8,8 +8,9 @@
 #include "balance/stage_cost.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
+#include "models/unet.h"
 #include "tests/accelerator/device.h"
-#include "tests/gpipe/helpers.h"
+#include "tests/gpipe/layers.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {
@@ -27,8 +28,12 @@ constexpr int kRows = 16;     // of a micro-batch
 constexpr int kWidth = 32;    // of a layer
 constexpr int kHidden = 512;  // matrices of 64 KiB are large: their gradients are added up one by one
 
-/// A machine on which operators take so long that the host runs ahead: a tensor of 2 KiB stands for one of 40 MiB.
-const Machine kBusy{.scale = 2e4};
+/// A machine on which operators take so long that the host runs ahead: a tensor of 2 KiB stands for one of 40 MiB, and
+/// a product over 4 channels for one over 64.
+const Machine kBusy{.product_rate = 50e12 / 16, .scale = 2e4};
+
+const LossFunction kLoss =
+    tensor_loss([](const Tensor& out, const Tensor&) { return torch::mse_loss(out, out.detach()); });
 
 /// What a steady step asks for.
 Log log_of(const std::function<void()>& step) {
@@ -62,21 +67,69 @@ Sequential wide_blocks(int count) {
   return layers;
 }
 
-/// A pipeline of stages of equally many layers, on the devices of its workers, and a step of it.
+/// Bottleneck blocks as of ResNet-50.
+Sequential bottlenecks(int count, bool have_shortcuts) {
+  Sequential layers;
+  for (int i = 0; i < count; ++i) {
+    if (have_shortcuts) layers->push_back(Stash(std::to_string(i), /*factor=*/1));
+    for (const auto& [in, out, kernel] : {std::tuple(8, 4, 1), std::tuple(4, 4, 3), std::tuple(4, 8, 1)}) {
+      layers->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).bias(false)));
+      layers->push_back(torch::nn::BatchNorm2d(out));
+      layers->push_back(torch::nn::ReLU());
+    }
+    if (have_shortcuts) layers->push_back(Pop(std::to_string(i)));
+  }
+  return layers;
+}
+
+/// Attention and two products as of a GPT, with residual connections.
+Sequential transformer_blocks(int count) {
+  struct Attention : torch::nn::Module {
+    Tensor forward(const Tensor& x) {
+      const auto parts = products(norm(x)).view({x.size(0), x.size(1), 3, 2, -1}).permute({2, 0, 3, 1, 4});
+      const auto y = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0, /*is_causal=*/true);
+      return x + y.transpose(1, 2).reshape(x.sizes());
+    }
+    torch::nn::LayerNorm norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+    Linear products = register_module("products", Linear(kWidth, 3 * kWidth));
+  };
+  Sequential layers;
+  for (int i = 0; i < count; ++i) {
+    layers->push_back(Attention());
+    layers->push_back(Stash(std::to_string(i), /*factor=*/1));
+    layers->push_back(Linear(kWidth, 4 * kWidth));
+    layers->push_back(torch::nn::GELU());
+    layers->push_back(Linear(4 * kWidth, kWidth));
+    layers->push_back(Pop(std::to_string(i)));
+  }
+  return layers;
+}
+
+/// A pipeline of stages of about equally many layers, on the devices of its workers, and a step of it.
 struct Equal {
-  Equal(const Sequential& model, const Layout& layout, const std::string& schedule)
-      : pipe(model, Balance(layout.stages, static_cast<std::int64_t>(model->size()) / layout.stages),
+  Equal(const Sequential& model, const Layout& layout, const std::string& schedule,
+        const std::vector<std::int64_t>& shape = {kRows, kWidth})
+      : pipe(model, shares(static_cast<std::int64_t>(model->size()), layout.stages),
              GPipeOptions()
                  .devices(devices(layout.workers()))
                  .placement(layout.placement)
                  .chunks(layout.micro_batches)
                  .schedule(schedule)
-                 .checkpoint(Checkpoint::kNever)),
-        x(torch::ones({layout.micro_batches * kRows, kWidth}, pipe->devices()[layout.placement.front()])),
-        target(torch::zeros_like(x, pipe->devices()[layout.placement.back()])) {}
+                 .checkpoint(Checkpoint::kNever)) {
+    auto sizes = shape;
+    sizes.front() *= layout.micro_batches;
+    x = torch::ones(sizes, pipe->devices()[layout.placement.front()]);
+    target = torch::zeros({sizes.front()}, pipe->devices()[layout.placement.back()]);
+  }
+
+  static Balance shares(std::int64_t layers, int stages) {
+    Balance balance;
+    for (int s = 0; s < stages; ++s) balance.push_back(layers * (s + 1) / stages - layers * s / stages);
+    return balance;
+  }
 
   Log step() {
-    return log_of([&] { pipe->step(x, target, kMse); });
+    return log_of([&] { pipe->step(x, target, kLoss); });
   }
 
   GPipe pipe;
@@ -84,23 +137,37 @@ struct Equal {
   Tensor target;
 };
 
-/// The seconds of each action and edge, as the devices took them.
-Costs costs_of(const Replay& run, const Program& program) {
+/// The seconds of each action and edge: as the devices took them, but at least `launch` for each of an action's
+/// operators. Copies to a stage from one device are shared among the edges between them.
+Costs costs_of(const Replay& run, const Program& program, double launch = 0) {
+  const auto& layout = program.layout();
+  const auto of = [](auto& stages, const Action& action) -> double& {
+    return stages[action.stage][static_cast<std::size_t>(action.kind)];
+  };
   Costs costs;
-  costs.actions.resize(program.layout().stages);
+  costs.actions.resize(layout.stages);
   costs.edges.resize(program.edges().size());
-  std::map<std::pair<int, Kind>, int> counts;
-  for (const auto& worker : program.schedule())
-    for (const auto& action : worker) ++counts[{action.stage, action.kind}];
+  auto counts = costs.actions;
+  auto launches = costs.actions;
+  for (const auto& worker : program.schedule()) {
+    for (const auto& action : worker) ++of(counts, action);
+  }
   for (const auto& span : run.spans) {
     if (span.action.empty()) continue;
     const auto action = testing::action(span.action);
-    const double seconds = (span.end - span.start) / counts[{action.stage, action.kind}];
-    if (!span.is_copy) {
-      costs.actions[action.stage][static_cast<std::size_t>(action.kind)] += seconds;
-    } else if (action.kind == Kind::F && action.stage > 0) {
-      costs.edges[action.stage - 1] += seconds;
+    const double seconds = (span.end - span.start) / of(counts, action);
+    of(launches, action) += launch / of(counts, action);
+    if (!span.is_copy) of(costs.actions, action) += seconds;
+    if (!span.is_copy || action.kind != Kind::F) continue;
+    std::vector<double*> edges;
+    for (std::size_t e = 0; e < costs.edges.size(); ++e) {
+      const auto& [from, to, skip] = program.edges()[e];
+      if (to == action.stage && layout.placement[from] == span.device) edges.push_back(&costs.edges[e]);
     }
+    for (auto* edge : edges) *edge += seconds / static_cast<double>(edges.size());
+  }
+  for (std::size_t s = 0; s < costs.actions.size(); ++s) {
+    std::ranges::transform(costs.actions[s], launches[s], costs.actions[s].begin(), std::ranges::max);
   }
   costs.sending = costs.edges;
   return costs;
@@ -109,7 +176,7 @@ Costs costs_of(const Replay& run, const Program& program) {
 // The allocator reserves at most 1.03 times what the simulator says that cells and gradients take.
 TEST(VirtualMemory, OfAScheduleThatBoundsItsCellsIsTheSameForAnyNumberOfMicroBatches) {
   constexpr int kBlocks = 4;
-  const std::vector<std::pair<int, std::vector<int>>> cases = {{2, {4, 64}}, {4, {8, 16}}, {8, {16}}};
+  const std::vector<std::pair<int, std::vector<int>>> cases = {{2, {4, 16, 64}}, {4, {8, 16, 64}}, {8, {16, 64}}};
   for (const auto& [workers, numbers] : cases) {
     const auto of_model =
         profile(wide_blocks(workers * kBlocks), torch::ones({kRows, kWidth}), ProfileOptions().seconds(0).repeats(1));
@@ -119,7 +186,7 @@ TEST(VirtualMemory, OfAScheduleThatBoundsItsCellsIsTheSameForAnyNumberOfMicroBat
       Equal it(wide_blocks(workers * kBlocks), testing::straight(workers, micro_batches), "1f1b");
       const auto run = replay(log_of([&] {
                                 it.pipe->zero_grad();
-                                it.pipe->step(it.x, it.target, kMse);
+                                it.pipe->step(it.x, it.target, kLoss);
                               }),
                               kBusy);
       std::vector<std::int64_t> reserved;
@@ -142,47 +209,68 @@ TEST(VirtualMemory, OfAScheduleThatBoundsItsCellsIsTheSameForAnyNumberOfMicroBat
   }
 }
 
+/// A model of 16 blocks or layers, and the shape of its micro-batches.
+struct Model {
+  std::string name;
+  Sequential (*make)();
+  std::vector<std::int64_t> shape;
+};
+const std::vector<Model> kModels = {
+    {"linears", [] { return linears(16); }, {kRows, kWidth}},
+    {"U-Net", [] { return models::unet(models::UNetOptions().depth(2).base_channels(4)); }, {2, 3, 8, 8}},
+    {"ResNet", [] { return bottlenecks(16, /*have_shortcuts=*/true); }, {2, 8, 4, 4}},
+    {"GPT", [] { return transformer_blocks(8); }, {2, 8, kWidth}}};
+
+// All schedules on four devices. The costs are the devices' own. Where the host is slower than the devices, they are the
+// launches'.
 TEST(VirtualTime, OfAStepIsWhatItsProgramTakes) {
-  testing::for_each_shape(4, 2, {8}, [](const std::string& schedule, const Layout& layout) {
-    if (layout.workers() != 4 || !too_few_stages(schedule, layout.placement).empty()) return;
-    const bool fits_loops = schedule_rule(schedule).misfit(testing::looped(4, 2, 8)).empty();
-    if (fits_loops && layout.placement == v_placement(8)) return;
-    const auto program = testing::plain_program(layout, make_schedule(schedule, layout, Checkpoint::kNever));
-    const auto run = replay(Equal(linears(2 * layout.stages), layout, schedule).step(), kBusy);
-    const double expected = simulate(program, costs_of(run, program)).makespan;
-    EXPECT_LT(run.seconds, 1.02 * expected);
-    EXPECT_GT(run.seconds, 0.95 * expected);
-  });
-}
-
-// A recomputed cell saves and restores running statistics: by a few kernels, not by one per buffer.
-TEST(Kernels, ThatCopyBuffersAreAsManyForAnyNumberOfBatchNorms) {
-  const auto copies = [](int norms) {
-    Sequential layers(Linear(8, 8));
-    for (int i = 0; i < norms; ++i) layers->push_back(torch::nn::BatchNorm1d(8));
-    GPipe pipe(layers, Balance{norms + 1},
-               GPipeOptions().devices({device(0)}).chunks(4).checkpoint(Checkpoint::kAlways));
-    const auto x = torch::ones({16, 8}, device(0));
-    const auto log = log_of([&] { pipe->step(x, torch::zeros({16, 8}, device(0)), kMse); });
-    return std::ranges::count_if(replay(log, Machine()).spans, [](const DeviceSpan& span) {
-      return span.operation.find("copy") != span.operation.npos;
+  for (const auto& model : kModels) {
+    testing::for_each_shape(4, 2, {8}, [&](const std::string& schedule, const Layout& layout) {
+      if (layout.workers() != 4 || !too_few_stages(schedule, layout.placement).empty()) return;
+      const bool fits_loops = schedule_rule(schedule).misfit(testing::looped(4, 2, 8)).empty();
+      if (fits_loops && layout.placement == v_placement(8)) return;
+      SCOPED_TRACE(model.name);
+      Equal it(model.make(), layout, schedule, model.shape);
+      const auto program = it.pipe->program(layout.micro_batches);
+      const auto log = it.step();
+      for (const auto& machine : {kBusy, Machine()}) {
+        const auto run = replay(log, machine);
+        const double device = simulate(*program, costs_of(run, *program)).makespan;
+        const double host = simulate(*program, costs_of(run, *program, machine.launch)).makespan;
+        if (machine.scale > 1) {
+          EXPECT_GT(run.seconds, 0.95 * device);
+          EXPECT_LT(run.seconds, (model.name == "U-Net" ? 1.04 : 1.02) * device);
+        } else {
+          EXPECT_GT(run.host_seconds, 0.99 * run.seconds) << "the host is slower";
+          EXPECT_GT(host, 2.8 * device);
+          EXPECT_NEAR(run.seconds / host, 1, 0.06);
+        }
+      }
     });
-  };
-  EXPECT_EQ(copies(2), copies(12));
+  }
 }
 
-// As many blocks as ResNet-50 has, on two devices. All cells are recomputed.
-TEST(Kernels, OfThePipelineItselfAreFew) {
-  constexpr int kBlocks = 16;
-  constexpr int kMicroBatches = 2;
-  Sequential layers;
-  for (int i = 0; i < kBlocks; ++i) {
-    for (const auto& [in, out, kernel] : {std::tuple(8, 4, 1), std::tuple(4, 4, 3), std::tuple(4, 8, 1)}) {
-      layers->push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).bias(false)));
-      layers->push_back(torch::nn::BatchNorm2d(out));
-      layers->push_back(torch::nn::ReLU());
-    }
+// Forwards of Python layers take the launches of all workers, one after another.
+TEST(VirtualTime, OfPythonLayersIncludesWaitsForTheInterpretersLock) {
+  const auto log = Equal(transformer_blocks(8), testing::straight(4, 8), "gpipe", {2, 8, kWidth}).step();
+  const auto run = replay(log, {});
+  const auto python = replay(log, {.gil = true});
+  double launches = 0;
+  double end = 0;
+  for (const auto& span : python.spans) {
+    if (span.is_copy || span.action.find('F') == span.action.npos) continue;
+    ++launches;
+    end = std::max(end, span.end);
   }
+  EXPECT_NEAR(end / (launches * Machine().launch), 1, 0.01);
+  EXPECT_NEAR(python.seconds / run.seconds, 1.8, 0.05);
+}
+
+// As many blocks as ResNet-50 has, on two devices. All cells are recomputed, which saves and restores running statistics by
+// a few kernels, not by one per buffer.
+TEST(Kernels, OfThePipelineItselfAreFew) {
+  constexpr int kMicroBatches = 2;
+  const auto layers = bottlenecks(16, /*have_shortcuts=*/false);
   const auto kernels_of = [](const std::function<void()>& step) {
     return replay(log_of(step), Machine()).spans.size();
   };
@@ -197,7 +285,7 @@ TEST(Kernels, OfThePipelineItselfAreFew) {
       (torch::mse_loss(model->forward(part), part) / kMicroBatches).backward();
     }
   });
-  const Balance balance(2, 9 * kBlocks / 2);
+  const Balance balance(2, static_cast<std::int64_t>(layers->size()) / 2);
   GPipe pipe(layers, balance, GPipeOptions().devices(devices(2)).chunks(kMicroBatches).checkpoint(Checkpoint::kAlways));
   const auto target = x.to(device(1));
   const auto piped = kernels_of([&] { pipe->step(x, target, kMse); });
@@ -221,22 +309,6 @@ TEST(VirtualTime, OfCopiesBetweenDevicesIsHiddenByComputation) {
   EXPECT_NEAR(more / without_copies, 1, 1e-3);
 }
 
-// The devices' workers enqueue their copies to and from the CPU, and go on.
-TEST(HostWaits, OfAStageOnTheCpuAreItsOwn) {
-  GPipe pipe(linears(3), Balance(3, 1),
-             GPipeOptions().devices({device(0), torch::kCPU, device(1)}).chunks(8).schedule("1f1b"));
-  const auto x = torch::ones({8 * kRows, kWidth}, device(0));
-  const auto target = torch::zeros({8 * kRows, kWidth}, device(1));
-  const auto names = accelerator::name_actions();
-  for (int i = 0; i < 3; ++i) {
-    stream_order().take_counts();
-    pipe->step(x, target, kMse);
-  }
-  for (const auto& [action, count] : stream_order().take_counts()) {
-    if (!action.starts_with("1")) EXPECT_EQ(count.host_waits, 0) << action;
-  }
-}
-
 /// The actions on the devices, without copies. Worker w has device w.
 Timeline timeline_of(const Replay& run, const Program& program) {
   Timeline timeline{.workers = program.workers(), .edges = program.edges(), .spans = {}};
@@ -255,7 +327,7 @@ TEST(VirtualTime, IsATimelineOfTheProgramsActionsAndTheSameInEachRun) {
   const auto run = [] {
     Equal it(wide_blocks(4), testing::straight(4, 8), "1f1b");
     const auto program = it.pipe->program(8);
-    const auto timeline = timeline_of(replay(it.step(), kBusy), *program);
+    const auto timeline = timeline_of(replay(it.step(), {.scale = kBusy.scale}), *program);
     std::vector<std::vector<Action>> lists(4);
     for (const auto& span : timeline.spans) lists[span.worker].push_back(span.action);
     EXPECT_EQ(lists, program->schedule());

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import gpipe
 import gpipe.balance
-from helpers import Join, Split, YieldAdd, YieldStash
+from helpers import Join, Split, YieldAdd, YieldStash, make_tied_model, tied_batch
 
 LAYOUTS = {
     "three_devices": ["checked:2", "checked:0", "checked:1"],
@@ -107,6 +107,13 @@ def test_the_host_waits_for_no_loss(name):
     x, target = torch.rand(8, 6).to("checked:0"), target.to(LAST)
     pipe = three_devices(schedule="1f1b")
     assert host_waits(lambda: pipe.step(x, target, loss)) == 0
+
+
+def test_the_host_waits_for_no_tied_weight():
+    pipe = gpipe.GPipe(make_tied_model().float(), [2, 2, 3], devices=["checked:0", "checked:1", LAST], chunks=4)
+    words, next_words = tied_batch()
+    x, target = words.to("checked:0"), next_words.to(LAST)
+    assert host_waits(lambda: pipe.step(x, target, F.cross_entropy)) == 0
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
