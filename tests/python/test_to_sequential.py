@@ -331,6 +331,15 @@ class MaskedEncoder(nn.TransformerEncoder):
         return super().forward(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
 
 
+def centred(model, x):
+    return model.a(x - x.mean(0)) if model.training else model.a(x)
+
+
+def of_several(x):
+    assert len(x) > 1
+    return x - x.mean(0)
+
+
 def along_1(function):
     return to_sequential(Returns(function), torch.randn(5, 6, 4), batch_dim=1)
 
@@ -352,6 +361,9 @@ class Packed(nn.Module):
     (lambda: to_sequential(nn.LSTM(4, 4), torch.randn(6, 5, 4)), ValueError, "output 0 for one sample depends"),
     (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
     (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
+    (lambda: convert(lambda x: (x * 2, x.argmax(0)[:1].expand(len(x)))), ValueError, "output 1 for one sample depends on the"),
+    (lambda: to_sequential(Calls(centred), batch()), ValueError, "for one sample depends on .* mini-batch in training mode"),
+    (lambda: convert(of_several), ValueError, "output 0 for one sample depends on the other samples"),
     (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
     (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
     (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, r"its control flow depends on data \(.*test_to_seq"),

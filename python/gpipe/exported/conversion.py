@@ -114,8 +114,8 @@ def _converted(
             with computes():
                 calls, effects, output = _plain_runs(module, few)
                 calls.without_values = on_meta
-                prove_batch(module, few, output, calls, batch_dim)
-            break
+                if prove_batch(module, few, output, calls, batch_dim):
+                    break
         except ValueError:
             if samples is None:
                 raise
@@ -172,7 +172,8 @@ def _converted(
     sequence.__dict__["refused"] = refused
 
     _try_one_sample(sequence, graphs[0], few, twins.agree)
-    deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
+    of_any = calls.own_code_reads_mode(exported.values())  # which may read the mode of any module
+    deciding = [each for each in exported.values() if len(modes) > 1 and (of_any or calls.reads_mode(each))]
     decided = []
     for training in modes:
         with mode(module, training):
@@ -189,17 +190,20 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[str, str], Any]:
-    """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, by path, and the
+    """Runs a model in evaluation mode, and in training mode if that may differ. Returns what it calls, what forwards change in modules, by path, and the
     output in evaluation mode."""
     calls, output = Calls(), None
     effects: dict[str, str] = {}
     try:
-        for training in (True, False):
+        for training in (False, True):
+            if training and not calls.may_depend_on_mode(module):
+                break
             with mode(module, training), unchanged(module.modules()):
                 args, kwargs = tree_map_only(Tensor, copy_of, arguments)
                 changes = changes_in(dict(module.named_modules()), Read(set(), set()))
-                with calls.recorded(module):
-                    output = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                with calls.recorded(module), calls.reading():
+                    result = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                output = result if not training else output
                 effects |= changes()
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
