@@ -340,6 +340,17 @@ def of_several(x):
     return x - x.mean(0)
 
 
+class Draws(nn.Linear):
+    """Draws from a global generator, not from its own."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.double)
+        self.generator = random.Random(0)
+
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
 def along_1(function):
     return to_sequential(Returns(function), torch.randn(5, 6, 4), batch_dim=1)
 
@@ -372,6 +383,7 @@ class Packed(nn.Module):
     (lambda: convert(hooked), ValueError, "the gradient of input 0 differs"),
     (lambda: convert(lambda x: x * FREE), ValueError, "tensor 0 that requires grad and that no module has registered"),
     (lambda: convert(lambda x: x * random.random()), ValueError, "output 0 of a second call differs"),
+    (lambda: to_sequential(Draws(), batch()), ValueError, "output 0 of a second call differs"),
     (lambda: to_sequential(3, batch()), TypeError, "must be nn.Module, but is <class 'int'>"),
     (lambda: to_sequential(make_net(), batch(), opaque=int), TypeError, "opaque must be a list .* <class 'int'>"),
     (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),

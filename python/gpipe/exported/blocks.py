@@ -50,6 +50,7 @@ class Calls:
     without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
     own_backwards: set[nn.Module] = field(default_factory=set)  # modules whose code calls a torch.autograd.Function
+    callers: list[nn.Module] = field(default_factory=list)  # the modules that run in a recorded run, the innermost last
     sees_code: bool = True  # whether ``read`` is complete
 
     @contextmanager
@@ -171,11 +172,10 @@ class Calls:
             return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         called = [each for number, each in enumerate(modules) if number == 0 or each in self.outputs]
-        evaluation, training = self.counts[0], self.counts[-1]  # one run, if what is inside blocks does not depend on it either
-        same = training == evaluation and (
-            len(self.counts) == 1 or all(kinds(each, True) == kinds(each, False) for each in training)
-        )
-        return not same or any(map(self.reads_mode, called))
+        if any(map(self.reads_mode, called)):
+            return True
+        evaluation, *training = self.counts[:2]
+        return any(run != evaluation or any(kinds(each, True) != kinds(each, False) for each in run) for run in training)
 
     def may_depend_on_mode(self, module: nn.Module) -> bool:
         """Returns whether a model may call or compute something else in training mode than in evaluation mode, besides the values
@@ -195,7 +195,7 @@ class Calls:
         """Returns whether the code of a module, outside its submodules, may depend on a mode."""
         if not self.sees_code or type(each).train is not nn.Module.train or isinstance(each, torch.jit.ScriptModule):
             return True
-        names = _names_in(type(each)) if _is_of_torch(each) else self.read_by([each]).names
+        names = self.read_by([each]).names | (_names_in(type(each)) if _is_of_torch(each) else set())
         return bool(names & {"training", "forward"})  # code may call forward() itself
 
     def can_be_block(self, each: nn.Module) -> bool:

@@ -190,8 +190,8 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[str, str], Any]:
-    """Runs a model in evaluation mode, and in training mode if that may differ. Returns what it calls, what forwards change in modules, by path, and the
-    output in evaluation mode."""
+    """Runs a model in evaluation mode, and in training mode if that may differ. Returns what it calls, what forwards change in
+    modules, by path, and the output in evaluation mode."""
     calls, output = Calls(), None
     effects: dict[str, str] = {}
     try:

@@ -80,7 +80,7 @@ def noted(value: Any) -> Any:
         return value, [*map(noted, _elements(value))]
     if isinstance(value, Tensor) and not value.is_inference():
         return value, value._version
-    return value, GeneratorState([value]) if is_generator(value) else None
+    return value, GeneratorState([value]).of_last() if is_generator(value) else None
 
 
 def _elements(value: Any) -> list[Any]:
