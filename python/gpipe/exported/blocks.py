@@ -49,6 +49,7 @@ class Calls:
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
     without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
+    of_mode: dict[nn.Module, bool] = field(default_factory=dict)  # modules whose code may read a mode; not only PyTorch's code
     own_backwards: set[nn.Module] = field(default_factory=set)  # modules whose code calls a torch.autograd.Function
     callers: list[nn.Module] = field(default_factory=list)  # the modules that run in a recorded run, the innermost last
     sees_code: bool = True  # whether ``read`` is complete
@@ -102,8 +103,14 @@ class Calls:
             file = str(frame.f_globals.get("__name__"))
             if event == "c_call" and isinstance(kind := getattr(argument, "__self__", None), type) and issubclass(kind, Function):
                 self.own_backwards.add(self.callers[-1])
-            if event == "call" and file.partition(".")[0] not in _OF_OTHERS:
+            if event != "call":
+                return
+            if is_own := file.partition(".")[0] not in _OF_OTHERS:
                 self.read.setdefault(self.callers[-1], Read(set(), set())).add(frame.f_code, file)
+            of_modules = file.startswith("torch.nn.modules.") and file != nn.Module.__module__
+            # Code may call forward() itself, or getattr().
+            if (is_own or of_modules) and not {"training", "forward"}.isdisjoint((*frame.f_code.co_names, *frame.f_code.co_consts)):
+                self.of_mode[self.callers[-1]] = is_own or self.of_mode.get(self.callers[-1], False)
 
         self.sees_code = sys.getprofile() is None
         if self.sees_code:
@@ -163,40 +170,19 @@ class Calls:
         found = [self.read[each] for each in modules if each in self.read]
         return Read(*(set().union(*each) for each in zip(*found))) if found else Read(set(), set())
 
-    def depends_on_mode(self, modules: Iterable[nn.Module]) -> bool:
-        """Returns whether the code of some modules, a model first, may compute or get something else in evaluation mode, outside
-        their submodules."""
-
-        def kinds(each: nn.Module, mode: bool) -> Any:
-            leaves, spec = tree_flatten(self.outputs.get((each, mode, *_key(each)[2:])))
-            return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-        called = [each for number, each in enumerate(modules) if number == 0 or each in self.outputs]
-        if any(map(self.reads_mode, called)):
-            return True
-        evaluation, *training = self.counts[:2]
-        return any(run != evaluation or any(kinds(each, True) != kinds(each, False) for each in run) for run in training)
+    def reads_mode(self, each: nn.Module) -> bool:
+        """Returns whether the code of a module, outside its submodules, may depend on a mode."""
+        own_train = type(each).train is not nn.Module.train or isinstance(each, torch.jit.ScriptModule)
+        return not self.sees_code or own_train or each in self.of_mode
 
     def may_depend_on_mode(self, module: nn.Module) -> bool:
         """Returns whether a model may call or compute something else in training mode than in evaluation mode, besides the values
         and gradients of batch norm and dropout."""
 
         def is_known(each: nn.Module) -> bool:
-            plain_dropout = isinstance(each, _DropoutNd) and not each.inplace and _is_of_torch(each)
-            return plain_dropout or getattr(type(each), "forward", None) is _BatchNorm.forward
+            return isinstance(each, (_BatchNorm, _DropoutNd)) and not (self.of_mode.get(each) or getattr(each, "inplace", False))
 
         return any(self.reads_mode(each) and not is_known(each) for each in module.modules())
-
-    def own_code_reads_mode(self, modules: Iterable[nn.Module]) -> bool:
-        """Returns whether the code of a module that is not of PyTorch may depend on a mode, its own or another one's."""
-        return any(not _is_of_torch(each) and self.reads_mode(each) for each in modules)
-
-    def reads_mode(self, each: nn.Module) -> bool:
-        """Returns whether the code of a module, outside its submodules, may depend on a mode."""
-        if not self.sees_code or type(each).train is not nn.Module.train or isinstance(each, torch.jit.ScriptModule):
-            return True
-        names = self.read_by([each]).names | (_names_in(type(each)) if _is_of_torch(each) else set())
-        return bool(names & {"training", "forward"})  # code may call forward() itself
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -241,20 +227,6 @@ class Calls:
 
         visit("", module)
         return found
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Returns whether the code of a module is not recorded."""
-    forward = getattr(type(module), "forward", None)
-    return str(getattr(forward, "__module__", "torch")).partition(".")[0] in _OF_OTHERS
-
-
-@functools.cache
-def _names_in(kind: type[nn.Module]) -> set[str]:
-    """Returns the names that the methods of a class of PyTorch use."""
-    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    codes = [getattr(each, "__code__", None) for base in bases for each in vars(base).values()]
-    return {name for code in codes if code for name in code.co_names}
 
 
 def _key(module: nn.Module) -> Any:

@@ -1,7 +1,6 @@
 """Turns any module into a sequence of layers."""
 
 import inspect
-import json
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -121,6 +120,7 @@ def _converted(
                 raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
     refused: dict[str, str] = {}
+    both, modes = False, (True, False)  # whether evaluation mode has a graph of its own in any case
     ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
     way = next(ways)
     while True:
@@ -131,9 +131,9 @@ def _converted(
                 if path in effects:
                     what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[path]} in forward()"
                     raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            modes = (True, False) if calls.depends_on_mode(exported.values()) else (True,)
+            modes = (True, False) if both or any(map(calls.reads_mode, exported.values())) else (True,)
             graphs, tensors = capture(module, examples, blocks, calls, batch_dim, modes, **way)
-            sequence = _assemble(graphs, tensors, blocks, module)
+            sequence, for_one = _assemble(graphs, tensors, blocks, module)
             read = calls.read_by(exported.values())
             twins_of = partial(Twins, module, partial(_run, sequence), exported, blocks.values(), read, modes)
             twins = twins_of(few, calls)
@@ -158,6 +158,8 @@ def _converted(
                 text = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
                 kind = type(blocks[path]).__name__
                 refused[path] = text if is_told else f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
+            elif len(modes) == 1 and not isinstance(error, NotExported):
+                both = True
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
@@ -170,9 +172,11 @@ def _converted(
     tested = twins.tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
-
-    _try_one_sample(sequence, graphs[0], few, twins.agree)
-    of_any = calls.own_code_reads_mode(exported.values())  # which may read the mode of any module
+    first, strict = sequence[0], sequence[0].description
+    first.describe(for_one)
+    if not twins.agree(tree_map_only(Tensor, partial(_first, 1), few)):  # an export takes for granted that there are more
+        first.describe(strict)
+    of_any = any(calls.of_mode.get(each) for each in exported.values())  # own code may read the mode of any module
     deciding = [each for each in exported.values() if len(modes) > 1 and (of_any or calls.reads_mode(each))]
     decided = []
     for training in modes:
@@ -220,23 +224,6 @@ _UNFIT = (
 _ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
-def _try_one_sample(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any], bool]) -> None:
-    """Lets one sample through the guards if ``agree(arguments)`` tells that the module and the sequence do the same. An export
-    takes for granted that there are more."""
-    first: Any = sequence[0]
-    entering = tree_leaves(input_of(*tree_unflatten(graph.inputs, graph.in_spec)))
-    symbol, place = next(each for each in graph.sizes.places.items() if each[1].dimension == 0)
-    before = first.description
-    description = json.loads(before)
-    size = {"size": [description["inputs"][entering.index(place.value)], 0]}
-    for guard, may_break in zip(description.get("guards", ()), graph.sizes.excluding_one(symbol), strict=True):
-        if may_break:
-            guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
-    first.describe(json.dumps(description))
-    if not agree(tree_map_only(Tensor, partial(_first, 1), arguments)):
-        first.describe(before)
-
-
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
     """Returns a ``nn.Sequential`` as it is. Converts any other module, called with an input of the sequence."""
     if isinstance(module, nn.Sequential) or not isinstance(module, nn.Module):
@@ -251,7 +238,10 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-def _assemble(graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module) -> ConvertedSequence:
+def _assemble(
+    graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module
+) -> tuple[ConvertedSequence, str]:
+    """Returns the sequence, and a description of its first layer that lets one sample through."""
     routes = list(zip(*divide(graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
     entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in graphs]
@@ -268,11 +258,13 @@ def _assemble(graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterab
 
         alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
         description = described(0, 1 if alike else 2, sizes if first else None)
+        if first:
+            for_one = str(described(0, 1 if alike else 2, sizes.with_one_sample()))
         layer = ExportedLayer(each[0].name, model, description.called, str(description))
         for name in owned[index]:
             layer.add(name, tensors[name])
         layers[_key(each[0].name, layers)] = layer
-    return ConvertedSequence(model, layers, example, returned)
+    return ConvertedSequence(model, layers, example, returned), for_one
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -28,8 +28,6 @@ class Read(NamedTuple):
         """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
         self.names.update(code.co_names)
-        if "training" in code.co_consts:  # for getattr()
-            self.names.add("training")
 
     def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[str, Any], str]]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'

@@ -285,7 +285,7 @@ def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, ba
     samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
     part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
     unproved = any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules())
-    for training in (False, True) if calls.own_code_reads_mode(module.modules()) else (False,):
+    for training in (False, True) if any(calls.of_mode.values()) or not calls.sees_code else (False,):
         with mode(module, training):  # with grad mode, as for ``output``: code and kernels may differ without
             for each in module.modules():
                 if isinstance(each, (_NormBase, _DropoutNd)):
