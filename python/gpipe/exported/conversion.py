@@ -120,7 +120,8 @@ def _converted(
                 raise
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
     refused: dict[str, str] = {}
-    both, modes = False, (True, False)  # whether evaluation mode has a graph of its own in any case
+    both = False  # whether evaluation mode has a graph of its own in any case
+    modes: tuple[bool, ...] = ()
     ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
     way = next(ways)
     while True:
