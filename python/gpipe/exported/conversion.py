@@ -78,7 +78,7 @@ def to_sequential(
     on_meta = is_on_meta(module)
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
     with _lock, plain, inference_mode(False), enable_grad(), unchanged(module.modules(), values=True):
-        refuse_modules({"": module})
+        refuse_modules({"": module}, {})
         if on_meta:
             refuse_loose(module)
             pretend(module)
@@ -107,17 +107,8 @@ def _converted(
         with computes():
             return _plain_runs(module, given)[0]
 
-    for samples in (2, 4, None):  # some code needs more, or treats one sample differently
-        few = tree_map_only(Tensor, partial(_first, samples), examples)
-        try:
-            with computes():
-                calls, effects, output = _plain_runs(module, few)
-                calls.without_values = on_meta
-                if prove_batch(module, few, output, calls, batch_dim):
-                    break
-        except ValueError:
-            if samples is None:
-                raise
+    with computes():
+        few, calls, effects = _few_samples(module, examples, batch_dim, on_meta)
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
     refused: dict[str, str] = {}
     both = False  # whether evaluation mode has a graph of its own in any case
@@ -127,11 +118,7 @@ def _converted(
     while True:
         try:
             exported = {path: each for path, each in module.named_modules() if not is_inside(path, blocks)}
-            refuse_modules(exported)
-            for path, each in exported.items():
-                if path in effects:
-                    what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[path]} in forward()"
-                    raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
+            refuse_modules(exported, effects)
             modes = (True, False) if both or any(map(calls.reads_mode, exported.values())) else (True,)
             graphs, tensors = capture(module, examples, blocks, calls, batch_dim, modes, **way)
             sequence, for_one = _assemble(graphs, tensors, blocks, module)
@@ -147,18 +134,15 @@ def _converted(
                 twins.compare()
             break
         except ValueError as error:
-            # Where code cannot be exported, its module is kept whole if that is possible, else the innermost one around it.
-            is_told = bool(at := getattr(error, "path", ""))
+            at = getattr(error, "path", "")
             at = at or next((path for path, each in exported.items() if each in calls.own_backwards), "")
-            names = at.split(".")
-            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
-            path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
-            if path:
+            if path := _innermost(module, at, calls):
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
                 blocks[path] = module.get_submodule(path)
-                text = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
-                kind = type(blocks[path]).__name__
-                refused[path] = text if is_told else f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
+                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
+                if not getattr(error, "path", ""):
+                    kind = type(blocks[path]).__name__
+                    refused[path] = f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
             elif len(modes) == 1 and not isinstance(error, NotExported):
                 both = True
             elif (other := next(ways, None)) is not None:
@@ -177,13 +161,45 @@ def _converted(
     first.describe(for_one)
     if not twins.agree(tree_map_only(Tensor, partial(_first, 1), few)):  # an export takes for granted that there are more
         first.describe(strict)
+    guards = partial(Guards, module, exported, dtypes, tested, read)
+    return sequence, partial(guards, *_deciding(module, exported, calls, modes))
+
+
+def _few_samples(module: nn.Module, examples: Any, batch_dim: int, on_meta: bool) -> tuple[Any, Calls, dict[str, str]]:
+    """Runs a model on a few samples, and proves that dimension 0 is the batch. Returns the samples, and what the model calls and
+    changes."""
+    for samples in (2, 4, None):  # some code needs more, or treats one sample differently
+        few = tree_map_only(Tensor, partial(_first, samples), examples)
+        try:
+            calls, effects, output = _plain_runs(module, few)
+            calls.without_values = on_meta
+            if prove_batch(module, few, output, calls, batch_dim):
+                break
+        except ValueError:
+            if samples is None:
+                raise
+    return few, calls, effects
+
+
+def _innermost(module: nn.Module, at: str, calls: Calls) -> str:
+    """Returns the path of what to keep whole in the place of a module whose code cannot be exported: itself if that is possible,
+    else the innermost one around it; an empty text if there is none."""
+    names = at.split(".")
+    outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
+    return next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
+
+
+def _deciding(
+    module: nn.Module, exported: Mapping[str, nn.Module], calls: Calls, modes: tuple[bool, ...]
+) -> tuple[list[nn.Module], list[list[bool]]]:
+    """Returns the modules whose modes decide what the graphs compute, and these modes in each graph."""
     of_any = any(calls.of_mode.get(each) for each in exported.values())  # own code may read the mode of any module
     deciding = [each for each in exported.values() if len(modes) > 1 and (of_any or calls.reads_mode(each))]
     decided = []
     for training in modes:
         with mode(module, training):
             decided.append([each.training for each in deciding])
-    return sequence, partial(Guards, module, exported, dtypes, tested, read, deciding, decided)
+    return deciding, decided
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
@@ -222,7 +238,6 @@ _UNFIT = (
     "; it cannot be kept whole either, because it takes or returns something else than tensors: put it, with the code that "
     "makes and uses these, into a submodule that takes and returns tensors"
 )
-_ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
 
 
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
