@@ -88,23 +88,19 @@ def profile(options: Options) -> Output:
 
 def suggest(options: Options) -> Output:
     with _file(options.output) as path:
-        return _suggested(options, path)
-
-
-def _suggested(options: Options, path: Path | None) -> Output:
-    model, batch, code = _loaded(options)
-    layers, devices = as_sequential(model, batch), _devices(options)
-    if layers is not model:
-        stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
-        code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
-    limits = {name: getattr(options, name) for name in ("chunks", "memory", "seconds", "param_scale", "schedule")}
-    found = gpipe.plan(layers, batch, devices, progress=_show, **limits)
-    best = found.plans[0]
+        model, batch, code = _loaded(options)
+        layers, devices = as_sequential(model, batch), _devices(options)
+        if layers is not model:
+            stars = "**" if isinstance(batch, dict) else "*" if isinstance(batch, tuple) else ""
+            code += f"model = gpipe.to_sequential(model, {stars}batch)\n"
+        limits = {name: getattr(options, name) for name in ("chunks", "memory", "seconds", "param_scale", "schedule")}
+        found = gpipe.plan(layers, batch, devices, progress=_show, **limits)
+        best = found.plans[0]
+        if path and found.fits:
+            best.save(path)
     arguments = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
     code += f"pipe = gpipe.GPipe(model, devices={devices}, {arguments})\n"
     code += "# per mini-batch: loss = pipe.step(batch, targets, loss_function)"
-    if path and found.fits:
-        best.save(path)
     fields: dict[str, object] = {"reason": found.reason, "code": code if found.fits else None}
     fields["plans"] = [each.arguments | {name: getattr(each, name) for name in _FIELDS} for each in found.plans]
     return _C.plan_table(found, 5) + (f"\n{code}\n" if found.fits else ""), fields, int(not found.fits)

@@ -171,9 +171,6 @@ def plan(
     recomputed. Chooses what is fastest within the memory, except what is given. Returns the best plan of each schedule and
     number of micro-batches, best first; if none fits, also the device, the missing bytes and what would help.
 
-        best = gpipe.plan(model, batch, ["cuda:0", "cuda:1"], memory="6GiB").best
-        pipe = gpipe.GPipe(model, **best.arguments)
-
     Measures the layers for micro-batches of several sizes, simulates, and runs the ``pilots`` best plans for a few steps.
     Leaves the model and the random state unchanged. Errors as for :func:`profile`.
 

@@ -65,11 +65,6 @@ class GPipe(StagedModel):
     it. Over ranks, only the first one's rank lists it in ``parameters()``. Other ranks' tensors move to the ``meta``
     device, so a model serves one pipeline.
 
-    Methods: :meth:`step` trains on a mini-batch, :meth:`evaluate` returns its loss without training, and ``pipe(input)``
-    returns the model's output. :meth:`from_module` makes a pipeline of any module, and :attr:`plan` tells how it runs.
-    :meth:`compute_loss` returns a loss with its graph, :meth:`clip_grad_norm_` clips gradients, :meth:`trace` records a
-    timeline, and :meth:`report` says where its time went. :attr:`team` has the calls that ranks make together.
-
     Args:
         module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
             dicts, which may hold ``None``.
@@ -113,9 +108,7 @@ class GPipe(StagedModel):
         RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
     Attributes:
-        balance: the number of layers of each stage.
-        chunks: the number of micro-batches that a mini-batch is cut into. May be assigned.
-        checkpoint: which micro-batches recompute their forward. May be assigned.
+        balance, chunks, checkpoint: as given; the last two may be assigned.
         devices: the device of each worker; the CPU for those of other ranks.
         placement: the worker of each stage.
         ranks: the processes that run the pipeline together; ``None`` if this one has all workers.

@@ -101,6 +101,10 @@ class GeneratorState:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GeneratorState) and self._comparable() == other._comparable()
 
+    def of_last(self) -> Any:
+        """Returns the state of the last generator, which can be compared."""
+        return self._comparable()[-1]
+
     def _comparable(self) -> list[Any]:
         return [_without_arrays(state) for _, state in self._states]
 

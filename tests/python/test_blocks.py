@@ -82,6 +82,24 @@ def test_opaque_modules_are_kept_whole():
         to_sequential(model, batch(), opaque=[Branches])
 
 
+RUNS = []
+
+
+class Counted(nn.Linear):
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            RUNS.append(x.shape[0])
+        return x @ self.weight
+
+
+def test_a_conversion_runs_blocks_without_modes_four_times():
+    RUNS.clear()
+    model = nn.ModuleList([Counted(4, 4), nn.Linear(4, 4)])
+    model.forward = lambda x: model[1](model[0](x)) * 2
+    to_sequential(model, batch().float())
+    assert RUNS == [2, 1, 1, 2]  # together, apart, and under autocast
+
+
 class Keeps(nn.Linear):
     def forward(self, x):
         if not hasattr(self, "scale"):

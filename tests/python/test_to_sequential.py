@@ -331,6 +331,26 @@ class MaskedEncoder(nn.TransformerEncoder):
         return super().forward(x, mask=nn.Transformer.generate_square_subsequent_mask(5))
 
 
+def centred(model, x):
+    return model.a(x - x.mean(0)) if model.training else model.a(x)
+
+
+def of_several(x):
+    assert len(x) > 1
+    return x - x.mean(0)
+
+
+class Draws(nn.Linear):
+    """Draws from a global generator, not from its own."""
+
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.double)
+        self.generator = random.Random(0)
+
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
 def along_1(function):
     return to_sequential(Returns(function), torch.randn(5, 6, 4), batch_dim=1)
 
@@ -352,6 +372,9 @@ class Packed(nn.Module):
     (lambda: to_sequential(nn.LSTM(4, 4), torch.randn(6, 5, 4)), ValueError, "output 0 for one sample depends"),
     (lambda: convert(lambda x: x), ValueError, "it computes nothing"),
     (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
+    (lambda: convert(lambda x: (x * 2, x.argmax(0)[:1].expand(len(x)))), ValueError, "output 1 for one sample depends on the"),
+    (lambda: to_sequential(Calls(centred), batch()), ValueError, "for one sample depends on .* mini-batch in training mode"),
+    (lambda: convert(of_several), ValueError, "output 0 for one sample depends on the other samples"),
     (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
     (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),
     (lambda: convert(lambda x: x if torch.all(x > 0) else -x), ValueError, r"its control flow depends on data \(.*test_to_seq"),
@@ -360,6 +383,7 @@ class Packed(nn.Module):
     (lambda: convert(hooked), ValueError, "the gradient of input 0 differs"),
     (lambda: convert(lambda x: x * FREE), ValueError, "tensor 0 that requires grad and that no module has registered"),
     (lambda: convert(lambda x: x * random.random()), ValueError, "output 0 of a second call differs"),
+    (lambda: to_sequential(Draws(), batch()), ValueError, "output 0 of a second call differs"),
     (lambda: to_sequential(3, batch()), TypeError, "must be nn.Module, but is <class 'int'>"),
     (lambda: to_sequential(make_net(), batch(), opaque=int), TypeError, "opaque must be a list .* <class 'int'>"),
     (lambda: to_sequential(make_net(), batch(), opaque=[nn.LSTM]), ValueError, "opaque has LSTM, but no submodule"),

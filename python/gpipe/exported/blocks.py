@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.exported.exporter import NotExported, first_line
@@ -48,7 +49,9 @@ class Calls:
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
     without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
+    of_mode: dict[nn.Module, bool] = field(default_factory=dict)  # modules whose code may read a mode; not only PyTorch's code
     own_backwards: set[nn.Module] = field(default_factory=set)  # modules whose code calls a torch.autograd.Function
+    callers: list[nn.Module] = field(default_factory=list)  # the modules that run in a recorded run, the innermost last
     sees_code: bool = True  # whether ``read`` is complete
 
     @contextmanager
@@ -56,19 +59,12 @@ class Calls:
         """Records the calls of a model's submodules in a block."""
         self.counts.append(Counter())
         running: list[tuple[list[tuple[Tensor, int]], Shapes]] = []
-        callers = [module]
+        self.callers = callers = [module]
         tensors_of = {each: _ids(each) for each in module.modules()}
-
-        def note(frame: FrameType, event: str, argument: object) -> None:
-            file = str(frame.f_globals.get("__name__"))
-            if event == "c_call" and isinstance(kind := getattr(argument, "__self__", None), type) and issubclass(kind, Function):
-                self.own_backwards.add(callers[-1])
-            if event == "call" and file.partition(".")[0] not in _OF_OTHERS:
-                self.read.setdefault(callers[-1], Read(set(), set())).add(frame.f_code, file)
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
-            self.given[each] = [isinstance(leaf, Tensor) for leaf in leaves], spec
+            self.given.setdefault(each, ([isinstance(leaf, Tensor) for leaf in leaves], spec))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
             replaced = each in tensors_of and _ids(each) != tensors_of[each]  # by torch.func.functional_call()
@@ -84,10 +80,11 @@ class Calls:
                 self.unfit.add(each)
             if not all(leaf is None or type(leaf) is Tensor or isinstance(leaf, nn.Parameter) for leaf in leaves):
                 self.unfit.add(each)
-            self.outputs[each] = self.outputs[_key(each)] = tree_map_only(Tensor, Tensor.detach, output)
+            self.outputs[_key(each)] = recorded = tree_map_only(Tensor, Tensor.detach, output)
+            self.outputs.setdefault(each, recorded)
             versions, taken = running.pop()
             callers.pop()
-            self.shapes[each] = taken, _shapes(leaves)
+            self.shapes.setdefault(each, (taken, _shapes(leaves)))
             changed = [number for number, (tensor, before) in enumerate(versions) if _version(tensor) != before]
             self.changed[each] = sorted({*self.changed.get(each, ()), *changed})
 
@@ -96,11 +93,33 @@ class Calls:
                 if each is not module and not isinstance(each, torch.jit.ScriptModule):
                     hooks.enter_context(each.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
                     hooks.enter_context(each.register_forward_hook(end))
-            self.sees_code = sys.getprofile() is None
-            if self.sees_code:
-                hooks.callback(sys.setprofile, None)
-                sys.setprofile(note)
             yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Notes what code reads that runs in a block, in which calls are recorded."""
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            file = str(frame.f_globals.get("__name__"))
+            if event == "c_call" and isinstance(kind := getattr(argument, "__self__", None), type) and issubclass(kind, Function):
+                self.own_backwards.add(self.callers[-1])
+            if event != "call":
+                return
+            if is_own := file.partition(".")[0] not in _OF_OTHERS:
+                self.read.setdefault(self.callers[-1], Read(set(), set())).add(frame.f_code, file)
+            of_modules = file.startswith("torch.nn.modules.") and file != nn.Module.__module__
+            # Code may call forward() itself, or getattr().
+            if (is_own or of_modules) and not {"training", "forward"}.isdisjoint((*frame.f_code.co_names, *frame.f_code.co_consts)):
+                self.of_mode[self.callers[-1]] = is_own or self.of_mode.get(self.callers[-1], False)
+
+        self.sees_code = sys.getprofile() is None
+        if self.sees_code:
+            sys.setprofile(note)
+        try:
+            yield
+        finally:
+            if self.sees_code:
+                sys.setprofile(None)
 
     @contextmanager
     def replayed(
@@ -151,28 +170,19 @@ class Calls:
         found = [self.read[each] for each in modules if each in self.read]
         return Read(*(set().union(*each) for each in zip(*found))) if found else Read(set(), set())
 
-    def depends_on_mode(self, modules: Iterable[nn.Module]) -> bool:
-        """Returns whether the code of some modules, a model first, may compute or get something else in evaluation mode, outside
-        their submodules. The recorded runs were in training and in evaluation mode."""
-        training, evaluation = self.counts[-2:]
-
-        def kinds(each: nn.Module, mode: bool) -> Any:
-            leaves, spec = tree_flatten(self.outputs.get((each, mode, *_key(each)[2:])))
-            return spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-        modules = list(modules)
-        called = [each for each in modules if each in self.outputs or each is modules[0]]
-        same = training == evaluation and all(kinds(each, True) == kinds(each, False) for each in training)
-        plain = all(type(each).train is nn.Module.train for each in modules)
-        return not (same and plain) or any(map(self.reads_mode, called))
-
     def reads_mode(self, each: nn.Module) -> bool:
         """Returns whether the code of a module, outside its submodules, may depend on a mode."""
-        forward = type(each).forward
-        of_torch = str(forward.__module__).partition(".")[0] in _OF_OTHERS  # which is not recorded
-        if not self.sees_code or (of_torch and forward not in (nn.Sequential.forward, nn.Module.forward)):
-            return True
-        return bool(self.read_by([each]).names & {"training", "forward"})  # code may call forward() itself
+        own_train = type(each).train is not nn.Module.train or isinstance(each, torch.jit.ScriptModule)
+        return not self.sees_code or own_train or each in self.of_mode
+
+    def may_depend_on_mode(self, module: nn.Module) -> bool:
+        """Returns whether a model may call or compute something else in training mode than in evaluation mode, besides the values
+        and gradients of batch norm and dropout."""
+
+        def is_known(each: nn.Module) -> bool:
+            return isinstance(each, (_BatchNorm, _DropoutNd)) and not (self.of_mode.get(each) or getattr(each, "inplace", False))
+
+        return any(self.reads_mode(each) and not is_known(each) for each in module.modules())
 
     def can_be_block(self, each: nn.Module) -> bool:
         """Returns whether a run calls a module at most once, with tensors, and gets tensors."""
@@ -306,7 +316,8 @@ def _operator() -> Any:
 def _fake(inputs: list[Tensor], sizes: list[int], call: str) -> list[Tensor]:
     leaves, spec = tree_flatten(_fake_output(_tracing.blocks[parsed(call).path], inputs, sizes, call))
     _tracing.output = [isinstance(leaf, Tensor) for leaf in leaves], spec
-    return [torch.empty_like(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in tensors]
 
 
 def _fake_output(block: nn.Module, inputs: list[Tensor], sizes: list[int], call: str) -> Any:
@@ -348,7 +359,7 @@ def _sizes_only(block: nn.Module) -> Iterator[None]:
         stack.enter_context(patch("torch.nn.modules.transformer._detect_is_causal_mask", lambda *args: False))
         for each in block.modules():
             if getattr(type(each), "forward", None) is _BatchNorm.forward:  # whose operator takes long on fake tensors
-                stack.enter_context(patch.object(each, "forward", torch.empty_like))
+                stack.enter_context(patch.object(each, "forward", lambda input: input))
             if isinstance(each, nn.RNNBase) and each in _tracing.calls.outputs:
                 stack.enter_context(patch.object(each, "forward", functools.partial(_recurrent, each)))
         yield

@@ -92,9 +92,9 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
     return copies
 
 
-def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
-    """Raises NotExported if one of the modules that are exported was compiled or has hooks, and ValueError if it distributes
-    a model. A hook would run during the export, but not later."""
+def refuse_modules(exported: Mapping[str, nn.Module], effects: Mapping[str, str]) -> None:
+    """Raises NotExported if one of the modules that are exported was compiled, has hooks or changes something, as ``effects``
+    tell by path, and ValueError if it distributes a model. A hook would run during the export, but not later."""
     from torch._dynamo.eval_frame import OptimizedModule  # takes a second, so only here
 
     for path, each in exported.items():
@@ -113,6 +113,10 @@ def refuse_modules(exported: Mapping[str, nn.Module]) -> None:
         if any(map(len, tables)):
             text = f"cannot convert the model: {name} ({type(each).__name__}) has a hook, which the layers would not run"
             raise NotExported(f"{text}; remove it, or keep the module whole: opaque=[{type(each).__name__}]", path)
+        if path in effects:
+            what = f"{name} ({type(each).__name__}) changes {effects[path]} in forward(), which an export loses"
+            advice = "move that to a submodule that the model calls once, which is kept whole, or leave it out"
+            raise NotExported(f"cannot convert the model: {what}; {advice}", path)
 
 
 def check_outputs(graph: Graph, batch_dim: int) -> None:

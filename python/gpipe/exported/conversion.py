@@ -1,7 +1,6 @@
 """Turns any module into a sequence of layers."""
 
 import inspect
-import json
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -79,7 +78,7 @@ def to_sequential(
     on_meta = is_on_meta(module)
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
     with _lock, plain, inference_mode(False), enable_grad(), unchanged(module.modules(), values=True):
-        refuse_modules({"": module})
+        refuse_modules({"": module}, {})
         if on_meta:
             refuse_loose(module)
             pretend(module)
@@ -108,32 +107,21 @@ def _converted(
         with computes():
             return _plain_runs(module, given)[0]
 
-    for samples in (2, 4, None):  # some code needs more, or treats one sample differently
-        few = tree_map_only(Tensor, partial(_first, samples), examples)
-        try:
-            with computes():
-                calls, effects, output = _plain_runs(module, few)
-                calls.without_values = on_meta
-                prove_batch(module, few, output, calls, batch_dim)
-            break
-        except ValueError:
-            if samples is None:
-                raise
+    with computes():
+        few, calls, effects = _few_samples(module, examples, batch_dim, on_meta)
     blocks = dict(whole) if native else calls.blocks(module, whole.values())
     refused: dict[str, str] = {}
+    both = False  # whether evaluation mode has a graph of its own in any case
+    modes: tuple[bool, ...] = ()
     ways = iter(({"any_shape": True, "runs": True}, {"any_shape": False, "runs": True}, {"any_shape": False, "runs": False}))
     way = next(ways)
     while True:
         try:
             exported = {path: each for path, each in module.named_modules() if not is_inside(path, blocks)}
-            refuse_modules(exported)
-            for path, each in exported.items():
-                if path in effects:
-                    what = f"{repr(path) if path else 'it'} ({type(each).__name__}) changes {effects[path]} in forward()"
-                    raise NotExported(f"cannot convert the model: {what}, which an export loses{_ADVICE}", path)
-            modes = (True, False) if calls.depends_on_mode(exported.values()) else (True,)
+            refuse_modules(exported, effects)
+            modes = (True, False) if both or any(map(calls.reads_mode, exported.values())) else (True,)
             graphs, tensors = capture(module, examples, blocks, calls, batch_dim, modes, **way)
-            sequence = _assemble(graphs, tensors, blocks, module)
+            sequence, for_one = _assemble(graphs, tensors, blocks, module)
             read = calls.read_by(exported.values())
             twins_of = partial(Twins, module, partial(_run, sequence), exported, blocks.values(), read, modes)
             twins = twins_of(few, calls)
@@ -146,18 +134,17 @@ def _converted(
                 twins.compare()
             break
         except ValueError as error:
-            # Where code cannot be exported, its module is kept whole if that is possible, else the innermost one around it.
-            is_told = bool(at := getattr(error, "path", ""))
+            at = getattr(error, "path", "")
             at = at or next((path for path, each in exported.items() if each in calls.own_backwards), "")
-            names = at.split(".")
-            outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
-            path = next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
-            if path:
+            if path := _innermost(module, at, calls):
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
                 blocks[path] = module.get_submodule(path)
-                text = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
-                kind = type(blocks[path]).__name__
-                refused[path] = text if is_told else f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
+                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
+                if not getattr(error, "path", ""):
+                    kind = type(blocks[path]).__name__
+                    refused[path] = f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
+            elif len(modes) == 1 and not isinstance(error, NotExported):
+                both = True
             elif (other := next(ways, None)) is not None:
                 way = other
             else:
@@ -170,14 +157,49 @@ def _converted(
     tested = twins.tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
+    first, strict = sequence[0], sequence[0].description
+    first.describe(for_one)
+    if not twins.agree(tree_map_only(Tensor, partial(_first, 1), few)):  # an export takes for granted that there are more
+        first.describe(strict)
+    guards = partial(Guards, module, exported, dtypes, tested, read)
+    return sequence, partial(guards, *_deciding(module, exported, calls, modes))
 
-    _try_one_sample(sequence, graphs[0], few, twins.agree)
-    deciding = [each for each in exported.values() if len(modes) > 1 and calls.reads_mode(each)]
+
+def _few_samples(module: nn.Module, examples: Any, batch_dim: int, on_meta: bool) -> tuple[Any, Calls, dict[str, str]]:
+    """Runs a model on a few samples, and proves that dimension 0 is the batch. Returns the samples, and what the model calls and
+    changes."""
+    for samples in (2, 4, None):  # some code needs more, or treats one sample differently
+        few = tree_map_only(Tensor, partial(_first, samples), examples)
+        try:
+            calls, effects, output = _plain_runs(module, few)
+            calls.without_values = on_meta
+            if prove_batch(module, few, output, calls, batch_dim):
+                break
+        except ValueError:
+            if samples is None:
+                raise
+    return few, calls, effects
+
+
+def _innermost(module: nn.Module, at: str, calls: Calls) -> str:
+    """Returns the path of what to keep whole in the place of a module whose code cannot be exported: itself if that is possible,
+    else the innermost one around it; an empty text if there is none."""
+    names = at.split(".")
+    outer = [".".join(names[:end]) for end in range(len(names), 0, -1)] if at else []
+    return next((each for each in outer if calls.can_be_block(module.get_submodule(each))), "")
+
+
+def _deciding(
+    module: nn.Module, exported: Mapping[str, nn.Module], calls: Calls, modes: tuple[bool, ...]
+) -> tuple[list[nn.Module], list[list[bool]]]:
+    """Returns the modules whose modes decide what the graphs compute, and these modes in each graph."""
+    of_any = any(calls.of_mode.get(each) for each in exported.values())  # own code may read the mode of any module
+    deciding = [each for each in exported.values() if len(modes) > 1 and (of_any or calls.reads_mode(each))]
     decided = []
     for training in modes:
         with mode(module, training):
             decided.append([each.training for each in deciding])
-    return sequence, partial(Guards, module, exported, dtypes, tested, read, deciding, decided)
+    return deciding, decided
 
 
 def _first(samples: int | None, tensor: Tensor) -> Tensor:
@@ -189,17 +211,20 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[str, str], Any]:
-    """Runs a model in training and in evaluation mode. Returns what it calls, what forwards change in modules, by path, and the
-    output in evaluation mode."""
+    """Runs a model in evaluation mode, and in training mode if that may differ. Returns what it calls, what forwards change in
+    modules, by path, and the output in evaluation mode."""
     calls, output = Calls(), None
     effects: dict[str, str] = {}
     try:
-        for training in (True, False):
+        for training in (False, True):
+            if training and not calls.may_depend_on_mode(module):
+                break
             with mode(module, training), unchanged(module.modules()):
                 args, kwargs = tree_map_only(Tensor, copy_of, arguments)
                 changes = changes_in(dict(module.named_modules()), Read(set(), set()))
-                with calls.recorded(module):
-                    output = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                with calls.recorded(module), calls.reading():
+                    result = tree_map_only(Tensor, Tensor.detach, module(*args, **kwargs))
+                output = result if not training else output
                 effects |= changes()
     except Exception as error:
         text = f"cannot convert the model ({type(module).__name__}), because it fails on this input: {first_line(error)}"
@@ -213,24 +238,6 @@ _UNFIT = (
     "; it cannot be kept whole either, because it takes or returns something else than tensors: put it, with the code that "
     "makes and uses these, into a submodule that takes and returns tensors"
 )
-_ADVICE = "; move that to a submodule that the model calls once, which is kept whole, or leave it out"
-
-
-def _try_one_sample(sequence: nn.Sequential, graph: Graph, arguments: Any, agree: Callable[[Any], bool]) -> None:
-    """Lets one sample through the guards if ``agree(arguments)`` tells that the module and the sequence do the same. An export
-    takes for granted that there are more."""
-    first: Any = sequence[0]
-    entering = tree_leaves(input_of(*tree_unflatten(graph.inputs, graph.in_spec)))
-    symbol, place = next(each for each in graph.sizes.places.items() if each[1].dimension == 0)
-    before = first.description
-    description = json.loads(before)
-    size = {"size": [description["inputs"][entering.index(place.value)], 0]}
-    for guard, may_break in zip(description.get("guards", ()), graph.sizes.excluding_one(symbol), strict=True):
-        if may_break:
-            guard[:] = ["or", ["==", size, 1], guard[0]], f"{symbol} == 1 or {guard[1]}"
-    first.describe(json.dumps(description))
-    if not agree(tree_map_only(Tensor, partial(_first, 1), arguments)):
-        first.describe(before)
 
 
 def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
@@ -247,7 +254,10 @@ def converted(module: nn.Module, input: Any, native: bool = False) -> nn.Sequent
     return to_sequential(module, *(input if isinstance(input, tuple) else (input,)), native=native)
 
 
-def _assemble(graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module) -> ConvertedSequence:
+def _assemble(
+    graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module
+) -> tuple[ConvertedSequence, str]:
+    """Returns the sequence, and a description of its first layer that lets one sample through."""
     routes = list(zip(*divide(graphs)))  # of each layer, in each mode
     layers: dict[str, nn.Module] = {}
     entering = [tree_flatten(input_of(*tree_unflatten(graph.inputs, graph.in_spec))) for graph in graphs]
@@ -264,11 +274,13 @@ def _assemble(graphs: list[Graph], tensors: Mapping[str, Tensor], blocks: Iterab
 
         alike = len({str(described(mode, mode + 1)) for mode in range(len(each))}) == 1
         description = described(0, 1 if alike else 2, sizes if first else None)
+        if first:
+            for_one = str(described(0, 1 if alike else 2, sizes.with_one_sample()))
         layer = ExportedLayer(each[0].name, model, description.called, str(description))
         for name in owned[index]:
             layer.add(name, tensors[name])
         layers[_key(each[0].name, layers)] = layer
-    return ConvertedSequence(model, layers, example, returned)
+    return ConvertedSequence(model, layers, example, returned), for_one
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -18,7 +18,8 @@ _GLOBAL_HOOKS: list[dict[int, Any]] = [
     for name, hooks in vars(nn.modules.module).items()
     if name.startswith("_global") and name.endswith(("ward_hooks", "_pre_hooks"))
 ]
-_HOOKS = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
+_TABLES = [name for name in OF_MODULES if name.endswith("_hooks") and "_state_dict" not in name]
+_TABLES += ["_parameters", "_buffers", "_modules"]
 
 
 class _Gone:
@@ -31,20 +32,13 @@ Facts = dict[str, Callable[[], Any]]  # the name of a fact in messages, and a fu
 def _facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
     """Returns what the code of a module may read from it: its class, attributes, hooks, and names of tensors and modules."""
     own = vars(module)
-
-    def hooks_in(table: str) -> tuple[int, ...]:
-        return tuple(own[table])  # the ids of the handles; no two hooks share one
-
-    def names_in(table: str) -> str:
-        return "\n".join(own[table])
-
     facts: Facts = {"its class": partial(type, module)}
     facts |= {f"its attribute '{name}'": partial(own.get, name, _Gone) for name in (*own, *inherited) if name not in OF_MODULES}
-    for name in _HOOKS:
-        facts[f"its {name.strip('_').replace('_', ' ')}"] = partial(hooks_in, name)
-    for name in ("_parameters", "_buffers", "_modules"):
-        facts[f"its {name.strip('_')}"] = partial(names_in, name)
-    return facts
+    return facts | {f"its {name.strip('_').replace('_', ' ')}": partial(_keys, own, name) for name in _TABLES}
+
+
+def _keys(own: Mapping[str, Any], table: str) -> str:
+    return "\n".join(map(str, own[table]))  # no two hooks share an id
 
 
 def _inherited(kind: type[nn.Module]) -> list[str]:
@@ -57,30 +51,24 @@ def _values_of(read: Read, modules: Mapping[str, nn.Module]) -> Facts:
     return {f"'{where}'": partial(table.get, name, _Gone) for where, (table, name) in read.places(modules).items()}
 
 
-def _buffer_shapes(module: nn.Module) -> list[torch.Size]:
-    return [buffer.shape for buffer in module.buffers(recurse=False)]
-
-
 def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dict[str, str]]:
     """Returns a function that tells what has changed in modules, by path, except values of tensors, and in what is read."""
-    plain = {path: each for path, each in modules.items() if not isinstance(each, torch.jit.ScriptModule)}
-    facts = {path: _facts_of(each) for path, each in plain.items()}
-    for path, each in plain.items():
-        facts[path]["its mode"] = partial(getattr, each, "training")
-        facts[path]["the shape of a buffer"] = partial(_buffer_shapes, each)
-    facts |= {where: {"a global": get} for where, get in _values_of(read, {}).items()}
-    before = [(path, what, get, noted(get())) for path, of in facts.items() for what, get in of.items()]
-    names = {path: set(vars(each)) for path, each in plain.items()}
+
+    def facts() -> dict[tuple[str, str], Any]:
+        found = {(where, "a global"): get() for where, get in _values_of(read, {}).items()}
+        for path, each in modules.items():
+            if not isinstance(each, torch.jit.ScriptModule):
+                shapes = [buffer.shape for buffer in each.buffers(recurse=False)]
+                found |= {(path, "its mode"): each.training, (path, "the shape of a buffer"): shapes}
+                found |= {(path, what): get() for what, get in _facts_of(each).items()}
+        return found
+
+    before = {fact: noted(value) for fact, value in facts().items()}
 
     def changes() -> dict[str, str]:
-        found: dict[str, str] = {}
-        for path, what, get, was in before:
-            if path not in found and not same(was, get()):
-                found[path] = what
-        for path, each in plain.items():
-            for name in vars(each).keys() - names[path]:
-                found[path] = f"its attribute '{name}'"
-        return found
+        now = facts()
+        changed = (fact for fact in before | now if not same(before.get(fact, (_Gone, None)), now.get(fact, _Gone)))
+        return dict(changed)
 
     return changes
 

@@ -28,8 +28,6 @@ class Read(NamedTuple):
         """Adds what a function reads that is defined in the module ``space``."""
         self.globals.update((space, name) for name in _names_of(code))
         self.names.update(code.co_names)
-        if "training" in code.co_consts:  # for getattr()
-            self.names.add("training")
 
     def places(self, modules: Mapping[str, nn.Module]) -> dict[str, tuple[Mapping[str, Any], str]]:
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
@@ -80,7 +78,7 @@ def noted(value: Any) -> Any:
         return value, [*map(noted, _elements(value))]
     if isinstance(value, Tensor) and not value.is_inference():
         return value, value._version
-    return value, GeneratorState([value]) if is_generator(value) else None
+    return value, GeneratorState([value]).of_last() if is_generator(value) else None
 
 
 def _elements(value: Any) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,14 +74,22 @@ class Sizes:
         for guard in self._environment.guards if self._environment else ():
             self._require(self._environment.replace(guard.expr).xreplace(self._names), _is_of_operator(guard))
 
-    def excluding_one(self, symbol: Any) -> Iterator[bool]:
-        """Yields whether each guard is about a size only and excludes 1 because torch does: the shapes that an export computes
-        are strict, and tell strides of one sample from those of more."""
-        for guard, is_of_torch in self.guards.items():
+    def with_one_sample(self) -> Sizes:
+        """Returns these sizes with guards that let one sample through if they exclude it because torch does: the shapes that an
+        export computes are strict, and tell strides of one sample from those of more."""
+        import sympy
+
+        symbol = next(each for each, size in self.places.items() if size.dimension == 0)
+
+        def may_break(guard: Any) -> bool:
             try:
-                yield is_of_torch and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
+                return self.guards[guard] and guard.free_symbols == {symbol} and guard.subs(symbol, 1) != True  # noqa: E712
             except (AssertionError, ZeroDivisionError):  # functions of torch take no negative numbers
-                yield True
+                return True
+
+        found = copy(self)
+        found.guards = {sympy.Or(sympy.Eq(symbol, 1), guard) if may_break(guard) else guard: False for guard in self.guards}
+        return found
 
     def knows(self, number: Any) -> bool:
         """Returns whether a symbolic number depends on these sizes only."""

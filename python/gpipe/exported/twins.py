@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.blocks import Calls, autocast_dtype
@@ -95,7 +96,7 @@ class Twins:
     def tested(self) -> dict[str, str]:
         """Compares both in each mode of torch that calls may have, and for other types. Returns how they differ, as
         :class:`Guards` takes it."""
-        tested: dict[str, str] = {}
+        tested = {} if self._blocks else {_MIXED: ""}  # the modules whose modes decide are guards of their own
         for about, setting, arguments, options in self._settings():
             for training in self._modes:
                 with mode(self._module, training), setting():
@@ -125,7 +126,8 @@ class Twins:
             others = tree_map_only(Tensor, partial(_of_dtype, dtype), arguments)
             if any(each is not other for each, other in zip(tree_leaves(others), tree_leaves(arguments))):
                 yield f"for inputs of {dtype}", nullcontext, others, {"gradients": False}
-        yield "with modules in different modes", self._blocks_in_other_modes, arguments, {"gradients": False}
+        if self._blocks:
+            yield _MIXED, self._blocks_in_other_modes, arguments, {"gradients": False}
         own = chain.from_iterable((*each.parameters(False), *each.buffers(False)) for each in self._exported.values())
         if self._blocks and not self._given and not any(tensor.is_floating_point() for tensor in own):
             for dtype in _FLOATS - {torch.uint8} - {parameter.dtype for parameter in module.parameters()}:
@@ -153,6 +155,7 @@ class Twins:
             self._module(*args, **kwargs)
 
 
+_MIXED = "with modules in different modes"
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}  # that inputs of floats may become
 _INTEGERS = {torch.uint8, torch.int32, torch.int64}
 
@@ -266,45 +269,64 @@ def _tolerance(value: Any) -> dict[str, float]:
     return {"rtol": part, "atol": max(least, part * float(value.detach().abs().nan_to_num(0, 0, 0).max()))}
 
 
-def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, batch_dim: int) -> None:
+def prove_batch(module: nn.Module, arguments: Any, output: Any, calls: Calls, batch_dim: int) -> bool:
     """Raises ValueError if what a model returns for a sample depends on the other samples, so that dimension 0 is not the batch.
-    ``output`` is that of evaluation mode. Lets batch norm without running statistics through, and random outputs. Adds the
-    shapes for fewer samples to ``calls``. Tells ``batch_dim``, which callers have as the batch."""
+    ``output`` is that of evaluation mode. In training mode, norms and dropout stay in evaluation mode. Lets batch norm without
+    running statistics through, and random outputs. Adds the shapes for fewer samples to ``calls``. Tells ``batch_dim``, which
+    callers have as the batch. Returns whether the model takes fewer samples."""
 
-    def outputs(begin: int, end: int, runs: int = 1) -> list[Tensor]:
+    def outputs(begin: int = 0, end: int | None = None, runs: int = 1) -> list[Tensor]:
         with unchanged(module.modules(), seed=0):
             for _ in range(runs):
                 args, kwargs = tree_map_only(Tensor, lambda each: each[begin:end].clone(), arguments)
-                leaves = tree_leaves(module(*args, **kwargs))
-        return [each.detach() for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
+                found = module(*args, **kwargs)
+        return _tensors_in(found)
 
     samples = len(next(each for each in tree_leaves(arguments) if isinstance(each, Tensor)))
-    close = partial(torch.testing.assert_close, rtol=1e-2, atol=1e-3, equal_nan=True, check_stride=False)
     part = max(samples // 2, min(2, samples - 1))  # code may treat one sample differently
-    with mode(module, False):  # with grad mode, as for ``output``: code and kernels may differ without
-        try:
-            with (few := Calls()).recorded(module):
-                parts = [outputs(0, part), outputs(samples - part, samples)]
-        except Exception:  # for so few samples, or the export explains it
-            return
-    calls.fewer = few.shapes
-    if calls.without_values or any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules()):
-        return
-    advice = "leave out batch_dim" if batch_dim else "give the batch as dimension 0 (batch_first=True), or batch_dim=1"
-    whole = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
-    for number, (output, first, last) in enumerate(zip(whole, *parts)):
-        rows = first.shape[0] if first.dim() else 0
-        if rows == 0 or rows * samples != output.shape[0] * part:
-            continue  # it is named later
-        try:
-            close(output[:rows], first)
-            close(output[-rows:], last)
-        except AssertionError:
-            with mode(module, False):
-                random = not torch.equal(outputs(0, samples, runs=2)[number], output)  # maybe by a generator of its own
-            if random:
-                return
-            raise ValueError(
-                f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch, which a "
-                f"pipeline cuts along dimension {batch_dim}; {advice}, and compute losses and statistics over samples in the loss function"
-            ) from None
+    unproved = any(isinstance(each, _NormBase) and each.running_mean is None for each in module.modules())
+    for training in (False, True) if any(calls.of_mode.values()) or not calls.sees_code else (False,):
+        with mode(module, training):  # with grad mode, as for ``output``: code and kernels may differ without
+            for each in module.modules():
+                if isinstance(each, (_NormBase, _DropoutNd)):
+                    each.training = False
+            whole = outputs() if training else _tensors_in(output)
+            if training and all(map(_is_close, whole, _tensors_in(output))):
+                break  # it computes the same
+            try:
+                with (few := Calls()).recorded(module):
+                    first = outputs(0, part)
+                last = outputs(samples - part)
+            except Exception:  # for so few samples, or the export explains it
+                return False
+            calls.fewer = few.shapes if not training else calls.fewer
+            if calls.without_values or unproved:
+                break
+            for number, (joined, *parts) in enumerate(zip(whole, first, last)):
+                rows = len(parts[0]) if parts[0].dim() else 0
+                if rows == 0 or rows * samples != len(joined) * part:
+                    continue  # it is named later
+                if all(map(_is_close, (joined[:rows], joined[-rows:]), parts)):
+                    continue
+                if not torch.equal(outputs(runs=2)[number], joined):
+                    break  # it is random, maybe by a generator of its own
+                where = " in training mode" if training else ""
+                advice = "leave out batch_dim" if batch_dim else "give the batch as dimension 0 (batch_first=True), or batch_dim=1"
+                raise ValueError(
+                    f"cannot convert the model: output {number} for one sample depends on the other samples of the mini-batch"
+                    f"{where}, which a pipeline cuts along dimension {batch_dim}; {advice}, and compute losses and statistics over "
+                    "samples in the loss function"
+                )
+    return True
+
+
+def _tensors_in(output: Any) -> list[Tensor]:
+    return [each.detach() for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+
+def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return torch.equal(ours, theirs)
+    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3, equal_nan=True)
