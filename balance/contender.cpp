@@ -129,7 +129,11 @@ void Contender::deepen(std::int64_t& actions) {
 void Contender::polish(std::int64_t& actions) {
   if (whole_) return;
   std::ranges::stable_sort(tried_, is_better);
-  tried_.resize(std::min<std::size_t>(tried_.size(), 4));
+  const auto same = [](const Plan& a, const Plan& b) {
+    return a.balance == b.balance && a.placement == b.placement && a.checkpoint == b.checkpoint;
+  };
+  tried_.erase(std::unique(tried_.begin(), tried_.end(), same), tried_.end());
+  tried_.resize(std::min<std::size_t>(tried_.size(), 8));
   for (auto plan : std::exchange(tried_, {})) {
     while (actions > 0 && step(plan, actions)) continue;
     if (is_better(plan, best_)) best_ = std::move(plan);
@@ -172,11 +176,6 @@ bool Contender::step(Plan& plan, std::int64_t& actions) const {
     plan = std::move(other);
     improved = true;
   };
-  for (const auto& moved : cost.near(plan.balance)) {
-    auto parts = parts_of(plan);
-    for (std::size_t s = 0; s < parts.size(); ++s) parts[s].layers = moved[s];
-    offer(parts);
-  }
   for (std::size_t s = 0; s < plan.balance.size(); ++s) {
     auto parts = parts_of(plan);
     auto& mode = parts[s].mode;
@@ -184,19 +183,25 @@ bool Contender::step(Plan& plan, std::int64_t& actions) const {
     offer(parts);
   }
   const auto from = parts_of(plan);
-  int layer = 0;
-  for (auto part = from.begin(); part != from.end(); ++part) {
-    for (std::int64_t i = 0; i < part->layers; ++i, ++layer) {
-      if (part->mode != Checkpoint::kNever || part->layers == 1) continue;
-      if (!cost.can_cut_before(layer) || !cost.can_cut_before(layer + 1)) continue;
-      std::vector<Part> parts(from.begin(), part);
-      parts.push_back({part->worker, i, Checkpoint::kNever});
-      parts.push_back({part->worker, 1, Checkpoint::kAlways});
-      parts.push_back({part->worker, part->layers - i - 1, Checkpoint::kNever});
-      parts.insert(parts.end(), part + 1, from.end());
-      std::erase_if(parts, [](const Part& each) { return each.layers == 0; });
-      offer(parts);
+  int first = 0;  // layer of the part
+  for (auto part = from.begin(); part != from.end(); first += static_cast<int>(part->layers), ++part) {
+    for (std::int64_t i = 1; i < part->layers; ++i) {
+      if (!cost.can_cut_before(first + static_cast<int>(i))) continue;
+      for (const auto [before, after] : {std::pair(Checkpoint::kAlways, Checkpoint::kAlways),
+                                         {Checkpoint::kAlways, Checkpoint::kNever},
+                                         {Checkpoint::kNever, Checkpoint::kAlways}}) {
+        std::vector<Part> parts(from.begin(), part);
+        parts.push_back({part->worker, i, before});
+        parts.push_back({part->worker, part->layers - i, after});
+        parts.insert(parts.end(), part + 1, from.end());
+        offer(parts);
+      }
     }
+  }
+  for (const auto& moved : cost.near(plan.balance)) {
+    auto parts = parts_of(plan);
+    for (std::size_t s = 0; s < parts.size(); ++s) parts[s].layers = moved[s];
+    offer(parts);
   }
   return improved;
 }
