@@ -1,5 +1,7 @@
 #include "balance/measurement.h"
 
+#include <torch/nn/modules/linear.h>
+
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"

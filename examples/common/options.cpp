@@ -67,11 +67,9 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->check(in_range(1));
   app.add_option("-l,--learning-rate", options.learning_rate, "of Adam at the start; falls towards 0 along a cosine")
       ->check(in_range(1e-12, 1e3));
-  app.add_option("--clip", options.clip, "largest norm of the gradient; 0 for no limit")->check(in_range(0, 1e30));
   app.add_flag("--amp", options.amp, "compute in bfloat16 where that is safe (autocast)");
   app.add_option("--seed", options.seed, "seed of weights, order and drawn data");
   app.add_option("-o,--output", options.output, "folder for the output files");
-  app.add_flag("--overwrite", options.overwrite, "replace an earlier training in --output; otherwise it is refused");
   app.add_option("--resume", options.resume,
                  "snapshot to continue from, as if the run had never stopped; --epochs can be higher. auto: the latest "
                  "one in --output, or a new training if there is none")

@@ -30,10 +30,8 @@ struct PipelineOptions {
 /// The options of every training program.
 struct TrainingOptions : PipelineOptions {
   std::filesystem::path output;
-  bool overwrite = false;  ///< replace an earlier training in `output`
   int epochs = 1;
   double learning_rate = 1e-3;
-  double clip = 0;   ///< largest norm of the gradient; 0: no limit
   bool amp = false;  ///< autocast in bfloat16
   std::uint64_t seed = 0;
   std::filesystem::path resume;     ///< a snapshot to continue from, or "auto"; empty: none

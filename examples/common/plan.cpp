@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "balance/balance.h"
 #include "balance/cut.h"
 #include "balance/plan_model.h"
 #include "balance/profiler.h"
@@ -39,8 +40,6 @@ Profile measure(const torch::nn::Sequential& model, const PipelineOptions& optio
   return profile(model, torch::full(shape, 0.5, device), measuring);
 }
 
-}  // namespace
-
 GPipeOptions pipe_options(const PipelineOptions& options) {
   std::vector<torch::Device> devices(options.devices.begin(), options.devices.end());
   if (devices.size() == 1) {
@@ -52,6 +51,8 @@ GPipeOptions pipe_options(const PipelineOptions& options) {
   auto made = GPipeOptions().devices(devices).chunks(options.chunks).checkpoint(options.checkpoint);
   return made.schedule(options.schedule).ranks(options.ranks);
 }
+
+}  // namespace
 
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
   const auto layers = static_cast<std::int64_t>(model->size());
@@ -104,14 +105,10 @@ Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions&
   return {pipe, prediction};
 }
 
-GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& options,
-                     torch::IntArrayRef image_shape) {
-  check_pipeline(model, options);
+GPipe cut_by_time(const torch::nn::Sequential& model, const PipelineOptions& options, const Value& sample) {
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
-  if (balance.empty()) {
-    balance = balance_by_time(measure(model, options, options.batch_size, image_shape), options.stages, RunOptions());
-  }
+  if (balance.empty()) balance = balance_by_time(options.stages, model, sample);
   return GPipe(model, balance, pipe_options(options));
 }
 

@@ -18,9 +18,6 @@ struct Planned {
   std::optional<Prediction> prediction = {};  ///< the first process's, with at least two images per micro-batch
 };
 
-/// The options of a pipeline.
-GPipeOptions pipe_options(const PipelineOptions& options);
-
 /// Checks stages, layers, devices, schedule and processes, before anything is written or measured.
 /// Errors: std::invalid_argument; std::out_of_range for a device that does not exist.
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
@@ -30,8 +27,7 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
 Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions& options,
                       torch::IntArrayRef image_shape);
 
-/// A pipeline for inference only. Measures only if the cut needs it.
-GPipe plan_inference(const torch::nn::Sequential& model, const PipelineOptions& options,
-                     torch::IntArrayRef image_shape);
+/// A pipeline of the given layers per stage, or of stages of equal time for a sample micro-batch.
+GPipe cut_by_time(const torch::nn::Sequential& model, const PipelineOptions& options, const Value& sample);
 
 }  // namespace gpipe::examples

@@ -8,27 +8,15 @@
 
 namespace gpipe::examples {
 
-/// Random numbers for drawing and augmenting. Different streams of one seed are independent.
-class Random {
- public:
-  explicit Random(std::uint64_t seed, std::uint64_t stream = 0) {
-    std::seed_seq seeds{seed, seed >> 32, stream, stream >> 32};
-    engine_.seed(seeds);
-  }
-
-  double between(double low, double high) { return std::uniform_real_distribution(low, high)(engine_); }
-  /// A whole number from 0 to count - 1.
-  int below(int count) { return std::uniform_int_distribution(0, count - 1)(engine_); }
-  bool chance(double probability) { return between(0, 1) < probability; }
-  std::uint64_t seed() { return engine_(); }
-
- private:
-  std::mt19937_64 engine_;
-};
+/// Random numbers for order and drawing. Different streams of one seed are independent.
+inline at::Generator make_generator(std::uint64_t seed, std::uint64_t stream = 0) {
+  std::seed_seq seeds{seed, seed >> 32, stream, stream >> 32};
+  return at::detail::createCPUGenerator(std::mt19937_64(seeds)());
+}
 
 /// Returns the numbers from 0 to count - 1 in random order.
-inline at::Tensor random_order(std::int64_t count, Random random) {
-  return at::randperm(count, at::detail::createCPUGenerator(random.seed()));
+inline at::Tensor random_order(std::int64_t count, std::uint64_t seed, std::uint64_t stream = 0) {
+  return at::randperm(count, make_generator(seed, stream));
 }
 
 }  // namespace gpipe::examples

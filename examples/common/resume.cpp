@@ -1,9 +1,7 @@
 #include "examples/common/resume.h"
 
 #include <iostream>
-#include <regex>
 #include <stdexcept>
-#include <vector>
 
 namespace gpipe::examples {
 namespace {
@@ -54,24 +52,14 @@ std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Ident
 
 void prepare_output(const TrainingOptions& options) {
   const auto latest = options.output / kLatestSnapshot, best = options.output / kBestSnapshot;
-  if (!options.overwrite && !resumes_in_place(options) && (has_snapshot(latest) || has_snapshot(best))) {
+  if (!resumes_in_place(options) && (has_snapshot(latest) || has_snapshot(best))) {
     throw std::runtime_error(options.output.string() + " holds an earlier training; give --resume " +
-                             (has_snapshot(latest) ? latest : best).string() +
-                             " to continue it, --overwrite to replace it, or another --output");
+                             (has_snapshot(latest) ? latest : best).string() + " to continue it, or another --output");
   }
   std::error_code error;
   fs::create_directories(options.output, error);
   if (error) {
     throw std::runtime_error("cannot create the folder " + options.output.string() + ": " + error.message());
-  }
-}
-
-void remove_earlier_training(const TrainingOptions& options) {
-  if (!options.overwrite || resumes_in_place(options)) return;
-  const std::regex written("history\\.csv|latest|best|epoch_[0-9]+\\.png");
-  const std::vector<fs::directory_entry> entries(fs::directory_iterator(options.output), {});
-  for (const auto& entry : entries) {
-    if (std::regex_match(entry.path().filename().string(), written)) fs::remove_all(entry.path());
   }
 }
 

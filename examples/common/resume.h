@@ -33,12 +33,8 @@ nlohmann::json read_saved(const std::filesystem::path& path);
 /// for a snapshot of another training.
 std::optional<nlohmann::json> read_resumed(TrainingOptions& options, const Identity& identity);
 
-/// Creates the output folder. Errors: std::runtime_error if it holds an earlier training that the run neither resumes
-/// nor overwrites, or if it cannot be created.
+/// Creates the output folder. Errors: std::runtime_error if it holds an earlier training that the run does not resume,
+/// or if it cannot be created.
 void prepare_output(const TrainingOptions& options);
-
-/// With --overwrite, removes what an earlier training wrote. Other files and drawn data stay. Does nothing if the run
-/// resumes the earlier training.
-void remove_earlier_training(const TrainingOptions& options);
 
 }  // namespace gpipe::examples

@@ -24,7 +24,6 @@
 #include "examples/common/plan.h"
 #include "examples/common/random.h"
 #include "examples/common/step_record.h"
-#include "gpipe/gradients.h"
 #include "gpipe/loss.h"
 #include "gpipe/options.h"
 #include "gpipe/snapshot.h"
@@ -117,41 +116,30 @@ class Trainer {
     const double factor = (1 + std::cos(std::numbers::pi * (epoch - 1) / options_.epochs)) / 2;
     for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
     const auto images = task_.training_images();
-    const auto order = random_order(images, Random(options_.seed, static_cast<std::uint64_t>(epoch)));
+    const auto order = random_order(images, options_.seed, static_cast<std::uint64_t>(epoch));
     const auto batches = order.split(options_.batch_size);
     const auto start = Clock::now();
-    std::int64_t seen = 0;
-    for (double shown = 0; batch_ < std::ssize(batches);) {
-      const double loss = step(task_.read(batches[batch_], epoch));
+    for (std::int64_t seen = 0; batch_ < std::ssize(batches);) {
+      step(task_.read(batches[batch_], epoch));
       seen += batches[batch_++].numel();
-      const double passed = seconds_since(start);
-      images_per_second_ = static_cast<double>(seen) / passed;
-      if (passed - shown > 10) {
-        shown = passed;
-        std::cout << absl::StrFormat("epoch %d: mini-batch %d of %d, loss %.4f, %.1f images/s", epoch, batch_,
-                                     batches.size(), loss, images_per_second_)
-                  << std::endl;
-      }
+      images_per_second_ = static_cast<double>(seen) / seconds_since(start);
       if (stops()) return false;
       if (options_.snapshot_every > 0 && batch_ % options_.snapshot_every == 0) save(kLatestSnapshot);
     }
     return true;
   }
 
-  // Returns the loss.
-  double step(const Example& example) {
+  void step(const Example& example) {
     const auto images = example.target.size(0);
     optimizer_.zero_grad();
     record_.begin(pipe_);
     const auto loss = pipe_->step(example.input, example.target, loss_).loss;
     record_.end(pipe_, /*whole=*/images == options_.batch_size);
-    if (options_.clip > 0) clip_grad_norm_(*pipe_, options_.clip);
     optimizer_.step();
     const auto value = loss.item<double>();
     record_.show(value, images);
     if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
     loss_sum_ += value * static_cast<double>(images);
-    return value;
   }
 
   // Returns the scores and the loss.
@@ -253,7 +241,6 @@ int run_training(TrainingOptions options, const Program& program) {
                    {"--seed", absl::StrCat(options.seed)},
                    {"--epochs", absl::StrCat(options.epochs)},
                    {"--learning-rate", absl::StrCat(options.learning_rate)},
-                   {"--clip", absl::StrCat(options.clip)},
                    {"--amp", absl::StrCat(options.amp)}});
   std::vector<std::string> columns = {"epoch", "train_loss"};
   columns.insert(columns.end(), program.scores.begin(), program.scores.end());
@@ -283,7 +270,6 @@ int run_training(TrainingOptions options, const Program& program) {
   }
   Trainer trainer(std::move(planned), *task, options, identity, columns);
   if (start) trainer.resume(*start);
-  run_first(options.ranks, [&] { remove_earlier_training(options); });
   const int signal = trainer.run();
   return signal == 0 ? 0 : 128 + signal;
 }

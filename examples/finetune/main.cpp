@@ -6,7 +6,6 @@
 // The data is a safetensors file with "target", and with "input", or "input.0", "input.1" and so on.
 
 #include <torch/nn/functional/loss.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
 #include <CLI/CLI.hpp>
@@ -16,7 +15,6 @@
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
-#include "balance/balance.h"
 #include "examples/common/plan.h"
 #include "examples/common/step_record.h"
 #include "gpipe/model.h"
@@ -27,8 +25,6 @@ namespace {
 
 struct Options : PipelineOptions {
   std::filesystem::path model, data, output;
-  std::string loss = "cross_entropy";
-  std::string optimizer = "sgd";
   double learning_rate = 0.01;
   int epochs = 1;
   bool watch = false;
@@ -41,8 +37,6 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--model", options.model, "file of python -m gpipe export")->required();
   app.add_option("--data", options.data, "safetensors file with inputs and targets")->required();
   app.add_option("--output", options.output, "file for the trained model");
-  app.add_option("--loss", options.loss)->check(CLI::IsMember({"cross_entropy", "mse"}));
-  app.add_option("--optimizer", options.optimizer)->check(CLI::IsMember({"sgd", "adamw"}));
   app.add_option("--learning-rate", options.learning_rate)->check(in_range(0));
   app.add_option("--epochs", options.epochs)->check(in_range(0));
   app.add_option("--schedule", options.schedule);
@@ -76,30 +70,15 @@ Value part_of(const std::vector<torch::Tensor>& tensors, std::int64_t begin, std
   return parts.size() == 1 ? Value(parts.front()) : Value(std::move(parts));
 }
 
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Options& options, const GPipe& pipe) {
-  using namespace torch::optim;
-  if (options.optimizer == "sgd") return std::make_unique<SGD>(pipe->parameters(), SGDOptions(options.learning_rate));
-  return std::make_unique<AdamW>(pipe->parameters(), AdamWOptions(options.learning_rate));
-}
-
-LossFunction make_loss(const std::string& name) {
-  if (name == "mse") return tensor_loss(torch::nn::MSELoss());
-  return tensor_loss(torch::nn::CrossEntropyLoss());
-}
-
 int finetune(const Options& options) {
   const auto data = read_data(options.data);
   const auto model = load_model(options.model);
-  auto balance = options.layers;
-  if (balance.empty()) {
-    const auto sample = std::max<std::int64_t>(2, options.batch_size / options.chunks);
-    balance = balance_by_time(options.stages, model, part_of(data.inputs, 0, sample));
-  }
-  auto pipe = GPipe(model, balance, pipe_options(options));
-  std::cout << options.model.string() << ": " << model->size() << " layers in " << balance.size() << " stages\n"
+  const auto sample = std::max<std::int64_t>(2, options.batch_size / options.chunks);
+  auto pipe = cut_by_time(model, options, part_of(data.inputs, 0, sample));
+  std::cout << options.model.string() << ": " << model->size() << " layers in " << pipe->balance().size() << " stages\n"
             << std::setprecision(9);
-  const auto optimizer = make_optimizer(options, pipe);
-  const auto loss = make_loss(options.loss);
+  torch::optim::SGD optimizer(pipe->parameters(), options.learning_rate);
+  const auto loss = tensor_loss(torch::nn::CrossEntropyLoss());
   torch::manual_seed(0);
   const auto samples = data.target.size(0);
   StepRecord record(options.watch);
@@ -107,11 +86,11 @@ int finetune(const Options& options) {
   for (int epoch = 0; epoch < options.epochs; ++epoch) {
     for (std::int64_t begin = 0; begin + options.batch_size <= samples; begin += options.batch_size) {
       const auto end = begin + options.batch_size;  // leaves out a smaller last mini-batch
-      optimizer->zero_grad();
+      optimizer.zero_grad();
       record.begin(pipe);
       const auto result = pipe->step(part_of(data.inputs, begin, end), data.target.slice(0, begin, end), loss);
       record.end(pipe, /*whole=*/false);
-      optimizer->step();
+      optimizer.step();
       record.show(result.loss.item<double>(), options.batch_size);
       std::cout << absl::StrCat("step ", ++step) << " loss " << result.loss.item<float>() << std::endl;
     }

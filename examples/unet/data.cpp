@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "examples/common/random.h"
 
 namespace gpipe::examples::unet {
 namespace {
@@ -23,18 +24,6 @@ void check_stems(const FilesByStem& wanted, const FilesByStem& present, const st
   for (const auto& [stem, path] : wanted) {
     if (!present.contains(stem)) throw std::runtime_error(path.string() + " has no " + what);
   }
-}
-
-// Mirrors both, and recolours the image.
-void augment(torch::Tensor& image, torch::Tensor& mask, Random random) {
-  if (random.chance(0.5)) {
-    image = image.flip(-1);
-    mask = mask.flip(-1);
-  }
-  const double contrast = random.between(0.8, 1.2);
-  const auto tint = [&] { return static_cast<float>(0.5 + random.between(-0.1, 0.1)); };
-  const std::vector<float> middles = {tint(), tint(), tint()};
-  image = ((image - 0.5) * contrast + torch::tensor(middles).view({3, 1, 1})).clamp_(0, 1);
 }
 
 constexpr std::int64_t kGrey = (std::int64_t{1} << 32) + (1 << 16) + 1;  // the lightest but black
@@ -108,7 +97,7 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
   if (count < 2) throw std::invalid_argument("cannot split a single image into training and validation; give two");
   const auto wanted = std::llround(static_cast<double>(count) * validation_percent / 100);
   const auto validation = std::clamp<std::int64_t>(wanted, 1, count - 1);
-  const auto order = random_order(count, Random(seed));
+  const auto order = random_order(count, seed);
   Split parts;
   for (std::int64_t i = 0; i < count; ++i) {
     auto& part = order[i].item<std::int64_t>() < validation ? parts.validation : parts.training;
@@ -157,20 +146,15 @@ torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {
   return class_colors(classes).index({labels.to(torch::kLong)}).permute({2, 0, 1});
 }
 
-Example read_samples(const std::vector<Sample>& samples, Size size, int classes,
-                     const std::vector<Random>& augmenting) {
+Example read_samples(const std::vector<Sample>& samples, Size size, int classes) {
   const auto count = static_cast<std::int64_t>(samples.size());
   auto images = torch::empty({count, 3, size.height, size.width});
   auto labels = torch::zeros({count, 1, size.height, size.width}, torch::kByte);
   at::parallel_for(0, count, 1, [&](std::int64_t from, std::int64_t to) {
     for (auto i = from; i < to; ++i) {
       const auto& sample = samples[i];
-      auto image = read_image(sample.image, size).to(torch::kFloat).div_(255);
-      auto mask = labels[i][0];
-      if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, classes), size);
-      if (!augmenting.empty()) augment(image, mask, augmenting[i]);
-      images[i].copy_(image);
-      labels[i][0].copy_(mask);
+      images[i].copy_(read_image(sample.image, size)).div_(255);
+      if (!sample.mask.empty()) labels[i][0].copy_(resize_nearest(read_labels(sample.mask, classes), size));
     }
   });
   return {images, labels};

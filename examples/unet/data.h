@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "examples/common/image.h"
-#include "examples/common/random.h"
 #include "examples/common/trainer.h"
 
 namespace gpipe::examples::unet {
@@ -67,10 +66,8 @@ at::Tensor paint_labels(const at::Tensor& labels, int classes);
 // --- Mini-batches
 
 /// Reads images [n, 3, height, width] from 0 to 1, and labels [n, 1, height, width]. All samples are resized to one size,
-/// masks by the nearest pixel. A sample without a mask gets a mask of zeros. With a source of random numbers for each,
-/// samples are mirrored and recoloured. Errors: as the files' readers.
-Example read_samples(const std::vector<Sample>& samples, Size size, int classes,
-                     const std::vector<Random>& augmenting = {});
+/// masks by the nearest pixel. A sample without a mask gets a mask of zeros. Errors: as the files' readers.
+Example read_samples(const std::vector<Sample>& samples, Size size, int classes);
 
 // --- Drawn data
 
@@ -79,9 +76,8 @@ struct Scene {
   at::Tensor mask;  ///< the class of each pixel
 };
 
-/// Draws a car in side view on a street, before blocks in the colours of cars, with noise.
-/// Classes of the mask: 0 background, 1 car, 2 windows, 3 wheels. Classes from `classes` on become 1.
-/// Errors: std::invalid_argument for more than 4 classes.
+/// Draws a car on a street, before blocks in the colours of cars, with noise. Classes of the mask: 0 background, 1 car,
+/// 2 windows, 3 wheels. Classes from `classes` on become 1. Errors: std::invalid_argument for more than 4 classes.
 Scene draw_scene(std::uint64_t seed, int number, Size size, int classes = 2);
 
 /// Writes scenes as PNG files in the layout of the Carvana data set: folder/imgs/0000.png with

@@ -27,9 +27,7 @@ struct Options : PipelineOptions {
   fs::path model;
   std::vector<fs::path> input;
   fs::path data;
-  std::string part = "all";
   fs::path output = "out/predict";
-  bool overlay = false;
 };
 
 void add_options(CLI::App& app, Options& options) {
@@ -46,11 +44,7 @@ void add_options(CLI::App& app, Options& options) {
                    "folder with imgs/NAME.jpg and masks/NAME_mask.png; also writes scores.csv, with Dice and IoU")
       ->always_capture_default(false);
   images->require_option(1);
-  app.add_option("--part", options.part,
-                 "which images of --data: all, or those that the training used for training or for validation")
-      ->check(CLI::IsMember({"all", "training", "validation"}));
   app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png");
-  app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask tinted");
 }
 
 // Refuses images of the same name, because their masks would be the same file.
@@ -67,18 +61,6 @@ std::vector<Sample> list_inputs(const std::vector<fs::path>& inputs) {
   std::vector<Sample> samples;
   for (const auto& [stem, image] : all) samples.push_back({image});
   return samples;
-}
-
-std::vector<Sample> choose_samples(const Options& options, Identity flags) {
-  if (options.data.empty()) return list_inputs(options.input);
-  auto samples = list_samples(options.data);
-  if (options.part == "all") return samples;
-  const auto parts = split(samples, std::stod(flags["--validation"]), std::stoull(flags["--seed"]));
-  if (flags["images"] == absl::StrCat(parts.training.size())) {
-    return options.part == "training" ? parts.training : parts.validation;
-  }
-  throw std::runtime_error(options.data.string() + " is not the data of " + options.model.string() +
-                           ", which was trained on " + flags["images"] + " images; give --part all");
 }
 
 // Calls `use` for each sample with its number and its classes' probabilities, [1, classes, height, width], in the image's
@@ -100,9 +82,8 @@ void predict_all(const Options& options, const Identity& flags, const std::vecto
   load_snapshot(options.model, *model);
   model->eval();
   const Size first_size = scaled(sizes.at(0), scale);
-  auto fitting = options;
-  fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(samples.size()));
-  auto pipe = plan_inference(model, fitting, {3, first_size.height, first_size.width});
+  const auto sample = std::min(options.batch_size, static_cast<std::int64_t>(samples.size()));
+  auto pipe = cut_by_time(model, options, torch::rand({sample, 3, first_size.height, first_size.width}));
   pipe->eval();
   fs::create_directories(options.output);
 
@@ -122,12 +103,6 @@ void predict_all(const Options& options, const Identity& flags, const std::vecto
                                 F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
     }
   }
-}
-
-// Tints the image where the labels are not 0.
-torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, int classes) {
-  const auto tint = classes == 2 ? torch::stack({labels * 255, labels * 0, labels * 0}) : paint_labels(labels, classes);
-  return torch::where(labels > 0, image * 0.5 + tint * 0.5, image.to(torch::kFloat)).round().to(torch::kByte);
 }
 
 // Prints the scores of each image, of their mean and of all pixels, and writes them. `pairs` has the counts of each image.
@@ -158,16 +133,14 @@ void score(const Options& options, const std::vector<Sample>& samples, const std
 
 int predict(const Options& options) {
   const auto flags = read_saved(options.model)["options"].get<Identity>();
-  const auto samples = choose_samples(options, flags);
+  const auto samples = options.data.empty() ? list_inputs(options.input) : list_samples(options.data);
   std::vector<torch::Tensor> pairs;  // of each image with a true mask
   predict_all(options, flags, samples, [&](std::size_t number, const torch::Tensor& probabilities) {
     const auto& [image, mask] = samples[number];
     const auto classes = static_cast<int>(probabilities.size(1));
-    const auto path = [&, stem = image.stem().string()](const char* end) { return options.output / (stem + end); };
     const auto labels = to_labels(probabilities)[0][0];
     if (!mask.empty()) pairs.push_back(count_pairs(labels, read_labels(mask, classes), classes));
-    write_png(path("_mask.png"), paint_labels(labels, classes));
-    if (options.overlay) write_png(path("_overlay.png"), overlay(read_image(image), labels, classes));
+    write_png(options.output / (image.stem().string() + "_mask.png"), paint_labels(labels, classes));
   });
   if (!pairs.empty()) score(options, samples, pairs);
   std::cout << "wrote " << samples.size() << " masks to " << options.output.string() << "/" << std::endl;

@@ -23,7 +23,6 @@ struct Options : TrainingOptions {
   std::string size = "192x128";
   double scale = 0.5;
   double validation = 10;  // percent
-  bool augment = false;
   ModelOptions model;
 };
 
@@ -41,7 +40,6 @@ void add_options(CLI::App& app, Options& options) {
       ->check(in_range(0.001, 1));
   app.add_option("-v,--validation", options.validation, "percentage of the images that is kept for validation")
       ->check(in_range(0.01, 99));
-  app.add_flag("--augment", options.augment, "mirror and recolour the training images at random");
   app.add_option("-c,--classes", options.model.classes,
                  "number of classes, with the background; masks of more than two are coloured")
       ->check(in_range(2, kMaxClasses));
@@ -67,14 +65,11 @@ class SegmentationTask : public Task {
 
   Example read(const torch::Tensor& numbers, int epoch) const override {
     std::vector<Sample> samples;
-    std::vector<Random> augmenting;
     for (std::int64_t i = 0; i < numbers.numel(); ++i) {
       const auto number = static_cast<std::uint64_t>(numbers[i].item<std::int64_t>());
       samples.push_back(epoch > 0 ? split_.training[number] : split_.validation[number]);
-      if (epoch == 0 || !options_.augment) continue;
-      augmenting.emplace_back(options_.seed, (static_cast<std::uint64_t>(epoch) << 32) + number + 1);
     }
-    return read_samples(samples, size_, options_.model.classes, augmenting);
+    return read_samples(samples, size_, options_.model.classes);
   }
 
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override {
@@ -120,7 +115,6 @@ int train(const Options& options) {
   Program program{.identity = to_flags(options.model), .scores = score_names(options.model.classes)};
   program.identity["--validation"] = absl::StrCat(options.validation);
   program.identity["--scale"] = absl::StrCat(options.scale);
-  program.identity["--augment"] = absl::StrCat(options.augment);
   program.make_model = [&] { return make_model(options.model); };
   const auto drawn_size = drawn ? to_size(options.size) : Size();
   program.prepare = [&] {

@@ -163,25 +163,6 @@ TEST_F(LoaderTest, FilesThatDoNotPairAreNamed) {
   EXPECT_THAT(error_of([&] { list_samples(directory_ / "none"); }), HasSubstr("cannot read the folder"));
 }
 
-TEST_F(LoaderTest, MaskMovesWithTheImage) {
-  // The mask is where the image is red. A mirror moves both; the colours change little.
-  auto mask = at::zeros({32, 48}, at::kByte);
-  mask.slice(0, 8, 24).slice(1, 8, 16).fill_(1);
-  for (const auto& sample : samples_) {
-    write_png(sample.image, at::stack({mask * 200, mask * 0, mask * 0}));
-    write_png(sample.mask, mask * 255);
-  }
-  int mirrored = 0;
-  for (int epoch = 1; epoch <= 10; ++epoch) {
-    std::vector<Random> augmenting;
-    for (std::uint64_t i = 0; i < 11; ++i) augmenting.emplace_back(epoch, i);
-    const auto batch = unet::read_samples(samples_, {48, 32}, 2, augmenting);
-    EXPECT_TRUE(at::equal(batch.input.select(1, 0) > 0.4, batch.target.select(1, 0) == 1));
-    mirrored += (batch.target.slice(3, 32).sum({1, 2, 3}) > 0).sum().item<int>();
-  }
-  EXPECT_NEAR(mirrored, 55, 25);
-}
-
 TEST_F(LoaderTest, EachSampleIsInOnePart) {
   const auto parts = unet::split(samples_, 20, 3);
   EXPECT_EQ(parts.validation.size(), 2u);

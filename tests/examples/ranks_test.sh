@@ -4,7 +4,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
 # 29 images for training and 5 for validation: the last mini-batch has one image.
-common=(--samples 34 --validation 16 --size 96x64 --epochs 2 --batch-size 4 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
+common=(--samples 34 --validation 16 --size 96x64 --epochs 2 --batch-size 4 --depth 1 --channels 4 --scale 0.25)
 # Variables that torchrun also sets, but without torchrun, count for nothing.
 WORLD_SIZE=2 RANK=1 run one --chunks 2 --schedule 1f1b
 together two 2 --chunks 2 --schedule 1f1b

@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 wanted=${1:-2}
 
 # 28 images for training and 4 for validation.
-common=(--samples 32 --validation 12.5 --epochs 12 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 0.5
+common=(--samples 32 --validation 12.5 --epochs 12 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25
   --size 96x64)
 launcher=
 trap '[[ -z $launcher ]] || kill $launcher 2>/dev/null || true' EXIT

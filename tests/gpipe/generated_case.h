@@ -47,6 +47,8 @@ struct Spec {
   bool splits() const;
   /// Whether a unit has any of the flags.
   bool has(int flags) const;
+  /// Whether the pipeline may refuse changes in place of tensors that share memory, as it documents.
+  bool may_be_refused() const;
 };
 
 /// The features that a case has or has not, by name.
@@ -94,7 +96,7 @@ struct Outcome {
   enum Verdict {
     kEqual,
     kDifferent,
-    kRefused,  // the pipeline refuses changes in place of tensors that share memory, as it documents
+    kRefused,  // see Spec::may_be_refused()
     kNoModel,  // the loop fails too: PyTorch refuses changes in place of tensors that a backward needs
   };
   Verdict verdict = kEqual;
@@ -103,7 +105,7 @@ struct Outcome {
 
 /// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is
 /// cut like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every
-/// rank must call this with the same case, and compares what it has.
+/// rank must call this with the same case, and compares what it has. Replicas train on parts of the mini-batch.
 Outcome compare(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
                 const std::shared_ptr<Ranks>& ranks = nullptr);
 

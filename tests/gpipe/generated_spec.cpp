@@ -61,6 +61,11 @@ bool Spec::has(int flags) const {
   return std::ranges::any_of(uses, [&](const Use& use) { return use.unit->flags & flags; });
 }
 
+bool Spec::may_be_refused() const {
+  const bool is_read_twice = std::ranges::count(uses, Unit::kPeek, [](const Use& use) { return use.unit->role; }) > 0;
+  return has(Unit::kChanges) && (has(Unit::kAliases) || is_read_twice);
+}
+
 Sequential build(const Spec& spec) {
   torch::manual_seed(spec.seed);
   Builder builder(spec.width);

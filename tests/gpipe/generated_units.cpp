@@ -458,9 +458,10 @@ std::vector<Unit> other_units() {
           },
           Unit::kDrops),
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
-      {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
+      {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); },
+       Unit::kAlone},
       {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); },
-       Unit::kOnce},
+       Unit::kOnce | Unit::kAlone},
       of_input("detach a part",
                [](Tensor x) {
                  const auto halves = x.chunk(2, 1);

@@ -92,6 +92,7 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
   std::vector<edge_list> roots(count);
   std::vector<variable_list> root_gradients(count);
   for (std::size_t i = 0; i < count; ++i) {
+    const auto number = step.first_micro_batch + static_cast<std::int64_t>(i);
     CrossingContext context(edges, keys);
     SkipContextGuard guard(context);
     std::vector<Tensor> entered;
@@ -108,12 +109,12 @@ std::vector<Tensor> reference(const Sequential& model, const Balance& balance, c
         value = Value(value.form(), std::move(tensors));
         context.enter_stage(stage_of[l]);
       }
-      RandomScope scope(seed, static_cast<std::int64_t>(l), static_cast<std::int64_t>(i));
+      RandomScope scope(seed, static_cast<std::int64_t>(l), number);
       value = layers[l]->forward(std::move(value));
     }
     for (const auto& tensor : value.tensors()) outputs[i].push_back(tensor.detach());
     if (step.loss) {
-      RandomScope scope(seed, static_cast<std::int64_t>(layers.size()), static_cast<std::int64_t>(i));
+      RandomScope scope(seed, static_cast<std::int64_t>(layers.size()), number);
       value = step.loss(value, Value(step.target.form(), targets[i].tensors));
       root_gradients[i].push_back(torch::ones_like(value.tensor()));
     }

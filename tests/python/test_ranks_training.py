@@ -24,28 +24,20 @@ def replicas(ranks, count, **options):
     return gpipe.Ranks(dist.group.WORLD, timeout=60, join_timeout=60, replicas=count, **options)
 
 
-def states(pipe):
-    gradients = {f"gradient of {name}": each.grad for name, each in pipe.named_parameters()}
-    return {name: value.clone() for name, value in (pipe.state_dict() | gradients).items() if value is not None}
-
-
-def train(pipe, whole_batches, kind, part=None):
-    """The loss and the state after each step."""
+def train(pipe, kind, part=None):
+    """Returns the last loss and the state after it."""
     optimizer = kind(pipe.parameters(), lr=0.1)
-    record = []
-    for samples in whole_batches:
+    for samples in (24, 12, 8):
         x, y = (each[part(samples)] if part else each for each in batch(samples))
         optimizer.zero_grad()
         loss = pipe.step(x, y, F.cross_entropy)
-        norm = pipe.clip_grad_norm_(0.5)
-        record.append({"loss": loss, "norm": norm} | states(pipe))
+        pipe.clip_grad_norm_(0.5)
         optimizer.step()
-    return record
+    return {"loss": loss} | {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
-def train_as_replicas(ranks, kinds, batches):
-    """Trains with each kind of optimizer, which must leave the same. Returns the record of one."""
-    records = []
+def train_as_replicas(ranks, *kinds):
+    results = []
     for kind in kinds:
         with replicas(ranks, 2) as mesh:
             assert (mesh.replicas, mesh.replica) == (2, mesh.rank)
@@ -54,22 +46,21 @@ def train_as_replicas(ranks, kinds, batches):
             pipe = gpipe.GPipe(make_model(), [8], chunks=2, deferred_batch_norm=True, group=mesh)
             assert pipe.team.sum_over_replicas([0.1 * (mesh.replica + 1), torch.tensor(2)]) == [0.1 + 0.2, 4.0]
             torch.manual_seed(5)
-            records.append(train(pipe, batches, kind, mesh.part))
-    assert all(torch.equal(value, records[1][-1][name]) for name, value in records[0][-1].items())
-    return records[0]
+            results.append(train(pipe, kind, mesh.part))
+    return results
 
 
 def test_replicas_equal_one_pipeline_also_with_zero_redundancy_optimizer():
     sgd = functools.partial(torch.optim.SGD, momentum=0.9)
     zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, momentum=0.9)
-    of_ranks = results_of(2, train_as_replicas, [sgd, zero], [24, 12, 8])
     torch.manual_seed(5)
     alone = gpipe.GPipe(make_model(), [4, 4], chunks=4, deferred_batch_norm=True)
     assert alone.team.sum_over_replicas([1, 0.5]) == [1.0, 0.5]
     torch.manual_seed(5)
-    for ours, theirs, whole in zip(*of_ranks, train(alone, [24, 12, 8], sgd), strict=True):
-        torch.testing.assert_close(ours, whole)
-        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    whole = train(alone, sgd)
+    first, *others = [each for of_rank in results_of(2, train_as_replicas, sgd, zero) for each in of_rank]
+    torch.testing.assert_close(first, whole)
+    torch.testing.assert_close(others, [first] * 3, rtol=0, atol=0)
 
 
 def load_into_replicas(ranks, loads):
@@ -220,7 +211,7 @@ def train_and_save(ranks, source, path):
 
 
 def test_two_ranks_train_with_the_bits_of_one_process_and_save_its_state(tmp_path):
-    for source, name in ((None, "start"), ("start", "on"), ("start_two", "on")):
+    for source, name in ((None, "start"), ("start_two", "on")):
         source = source and str(tmp_path / source) + ".{}"
         alone = train_and_save(None, source, str(tmp_path / name) + ".{}")
         for results in results_of(2, train_and_save, source, str(tmp_path / f"{name}_two") + ".{}"):
@@ -258,12 +249,9 @@ def test_only_the_rank_of_the_last_stage_has_outputs_and_evaluates():
 
 
 KINDS = [
-    functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     torch.optim.AdamW,
     torch.optim.Adafactor,
     torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RMSprop,
     Keeper,
 ]
 

@@ -1,5 +1,5 @@
 // Trainings over processes leave what they leave in one process, bit by bit: outputs, parameters, gradients, buffers,
-// random numbers, and snapshots, from which a training goes on at another cut.
+// random numbers, and snapshots, from which a training goes on at another cut. Generated cases over ranks and replicas.
 
 #include <unistd.h>
 
@@ -16,22 +16,13 @@ namespace optim = torch::optim;
 
 constexpr std::int64_t kSide = 6;
 
+/// How ten layers are cut into stages of four workers.
 struct Cut {
   Balance balance;
   std::string schedule;
-  int stages_per_worker = 1;
-  int workers() const { return static_cast<int>(balance.size()) / (schedule == "zb_v" ? 2 : stages_per_worker); }
 };
-
-/// Of ten layers. Layer 0 owns a matrix, which 4 and 9 share. The first cut can run on any number of ranks.
-const std::vector<Cut> kCuts = {
-    {{3, 1, 2, 4}, "gpipe"},  // the second stage has no parameters
-    {{1, 1, 1, 1, 1, 1, 3, 1}, "zb_v"},
-    {{1, 4, 1, 4}, "1f1b"},                 // over two ranks, a stage borrows on the owner's, one on the other
-    {{1, 9}, "zb_h1"},                      // two layers of a stage borrow
-    {{1, 2, 2, 5}, "zb_h1"},                // two workers of a rank borrow
-    {{1, 4, 1, 4}, "interleaved_1f1b", 2},  // two stages of a worker borrow
-    {{1, 4, 1, 4}, "zb_v"}};
+const Cut kCut = {{1, 1, 1, 1, 1, 1, 3, 1}, "zb_v"};
+const Cut kOtherCut = {{3, 1, 2, 4}, "gpipe"};  // the second stage has no parameters
 
 /// Layers of factories, with skips, random numbers, buffers, a frozen parameter, and a matrix that three share.
 LayerFactories make_factories() {
@@ -64,16 +55,10 @@ Tensor waves(std::int64_t samples) {
 
 /// A training over ranks, or in one process if `ranks` is null, and what its calls leave.
 struct Training {
-  Training(const Cut& cut, Checkpoint checkpoint, const std::shared_ptr<Ranks>& ranks) {
+  Training(const Cut& cut, const std::shared_ptr<Ranks>& ranks) {
     torch::manual_seed(3);
-    pipe = GPipe(make_factories(), cut.balance,
-                 GPipeOptions()
-                     .chunks(3)
-                     .schedule(cut.schedule)
-                     .stages_per_worker(cut.stages_per_worker)
-                     .checkpoint(checkpoint)
-                     .deferred_batch_norm(checkpoint != Checkpoint::kExceptLast)
-                     .ranks(ranks));
+    const auto options = in_chunks(3, Checkpoint::kAlways).schedule(cut.schedule).ranks(ranks);
+    pipe = GPipe(make_factories(), cut.balance, GPipeOptions(options).deferred_batch_norm(true));
     std::vector<optim::OptimizerParamGroup> groups;
     for (const bool of_matrices : {true, false}) {
       auto chosen = pipe->parameters();
@@ -191,54 +176,51 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
     EXPECT_EQ(tensors.size(), tensors_alone.size());
     expect_part_of(tensors, tensors_alone);
   };
-  for (std::size_t c = 0; c < kCuts.size(); ++c) {
-    const auto& cut = kCuts[c];
-    if (cut.workers() < ranks->size()) continue;
-    const auto checkpoint = kModes[(c + ranks->size() / 2) % 3];
-    SCOPED_TRACE(cut.schedule + ", cut " + std::to_string(c) + ", " + to_string(checkpoint));
-    const auto train = [&](const std::shared_ptr<Ranks>& over, const std::filesystem::path& path) {
-      Training training(cut, checkpoint, over);
-      training.step(9);
-      training.step(6);
-      training.save(path);
-      training.use_graphs(/*has_input=*/!over || over->rank() == 0);
-      training.convert();
-      return training.record;
-    };
-    const auto expected = train(nullptr, alone);
-    expect_part_of(train(ranks, together), expected);
-    expect_equal_snapshots();
-
-    if (c != 1) continue;  // goes on from the snapshot at another cut, also in one process
-    const auto resume = [&](const std::shared_ptr<Ranks>& over, const std::filesystem::path& path) {
-      Training resumed(kCuts[0], checkpoint, over);
-      EXPECT_EQ(load_snapshot(together, *resumed.pipe, resumed.adam.get()).step, 7);
-      resumed.step(8);
-      ranks->share("");  // all have loaded
-      resumed.save(path);
-    };
-    resume(nullptr, alone);
-    resume(ranks, together);
-    expect_equal_snapshots();
-  }
+  const auto train = [&](const std::shared_ptr<Ranks>& over, const std::filesystem::path& path) {
+    Training training(kCut, over);
+    training.step(9);
+    training.step(6);
+    training.save(path);
+    training.use_graphs(/*has_input=*/!over || over->rank() == 0);
+    training.convert();
+    return training.record;
+  };
+  const auto expected = train(nullptr, alone);
+  expect_part_of(train(ranks, together), expected);
+  expect_equal_snapshots();
+  // Goes on from the snapshot at another cut, also in one process.
+  const auto resume = [&](const std::shared_ptr<Ranks>& over, const std::filesystem::path& path) {
+    Training resumed(kOtherCut, over);
+    EXPECT_EQ(load_snapshot(together, *resumed.pipe, resumed.adam.get()).step, 7);
+    resumed.step(8);
+    ranks->share("");  // all have loaded
+    resumed.save(path);
+  };
+  resume(nullptr, alone);
+  resume(ranks, together);
+  expect_equal_snapshots();
 }
 
 /// So that all ranks can compare outputs.
-JobOptions sharing(seconds limit) { return {.ranks = patient().share_outputs(true), .limit = limit}; }
+JobOptions sharing(seconds limit, int replicas = 1) {
+  return {.ranks = patient().share_outputs(true).replicas(replicas), .limit = limit};
+}
 
 RANKS_TEST(RanksTraining, OnTwoRanksEqualsOneProcess, 2, sharing(seconds(180))) { expect_equal_trainings(ranks); }
 RANKS_TEST(RanksTraining, OnFourRanksEqualsOneProcess, 4, sharing(seconds(180))) { expect_equal_trainings(ranks); }
 
 /// The seeds to begin with, and the number of cases for each number of ranks.
-Seeds cases() { return seeds_from_environment(16); }
+Seeds cases() { return seeds_from_environment(32); }
 
-/// Runs generated cases that have enough workers. All ranks generate the same.
+/// Runs generated cases that have enough workers and samples. All ranks generate the same.
 void run_cases(const std::shared_ptr<Ranks>& ranks) {
   const auto seeds = cases();
   std::uint64_t run = 0;
   for (std::uint64_t seed = seeds.first; run < seeds.count; ++seed) {
-    const auto spec = generate(seed, /*portable=*/true);
-    if (spec.workers < ranks->size()) continue;
+    const auto spec = generate(seed, /*portable=*/seed % 2 == 1);
+    const auto& [positions, replicas] = ranks->mesh();
+    if (spec.workers < positions || spec.batch < replicas || spec.may_be_refused()) continue;
+    if (replicas > 1 && spec.has(Unit::kAlone)) continue;
     ++run;
     const auto outcome = compare(spec, std::nullopt, ranks);
     if (outcome.verdict != Outcome::kDifferent) continue;
@@ -250,6 +232,8 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
 // Pipelines over processes equal the reference bit by bit.
 RANKS_TEST(RanksTransparency, TwoRanks, 2, sharing(seconds(60 + cases().count))) { run_cases(ranks); }
 RANKS_TEST(RanksTransparency, FourRanks, 4, sharing(seconds(60 + cases().count))) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, TwoReplicas, 4, sharing(seconds(60 + cases().count), 2)) { run_cases(ranks); }
+RANKS_TEST(RanksTransparency, ThreeReplicas, 3, sharing(seconds(60 + cases().count), 3)) { run_cases(ranks); }
 
 }  // namespace
 }  // namespace gpipe
