@@ -187,9 +187,9 @@ bool Contender::step(Plan& plan, std::int64_t& actions) const {
   for (auto part = from.begin(); part != from.end(); first += static_cast<int>(part->layers), ++part) {
     for (std::int64_t i = 1; i < part->layers; ++i) {
       if (!cost.can_cut_before(first + static_cast<int>(i))) continue;
-      for (const auto [before, after] : {std::pair(Checkpoint::kAlways, Checkpoint::kAlways),
-                                         {Checkpoint::kAlways, Checkpoint::kNever},
-                                         {Checkpoint::kNever, Checkpoint::kAlways}}) {
+      for (const auto& [before, after] : {std::pair(Checkpoint::kAlways, Checkpoint::kAlways),
+                                          {Checkpoint::kAlways, Checkpoint::kNever},
+                                          {Checkpoint::kNever, Checkpoint::kAlways}}) {
         std::vector<Part> parts(from.begin(), part);
         parts.push_back({part->worker, i, before});
         parts.push_back({part->worker, part->layers - i, after});
