@@ -153,8 +153,12 @@ std::vector<Scheduling> to_try(const PlanOptions& options, int workers, int most
   const bool loops = stages > 2 * workers && stages % workers == 0;
   if (options.schedulings.empty()) loops ? add_rules(looped_placement(workers, stages)) : void(tried = all);
   for (const auto& [name, per_worker, placement, depth] : options.schedulings) {
-    if (has_lists(name)) {
+    if (depth > 0) {
+      tried.push_back({name, 1, placement, depth});
+    } else if (has_lists(name)) {
       tried.push_back({name, 1, lists_of(name).layout.placement});
+    } else if (name == kAnySchedule && placement.empty()) {
+      tried.insert(tried.end(), all.begin(), all.end());
     } else if (name == kAnySchedule) {
       add_rules(placement);
     } else if (!placement.empty()) {

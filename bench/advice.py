@@ -2,9 +2,10 @@
 
     bench/advice.py [CASES] [SEED]
 
-The layers sleep, so that any number of workers runs on few cores: longer backward than forward, as long per sample in each
-micro-batch, each layer another time. Prints a line per case: the fault, the advice, the promised gain with its range, and the
-gain in steps of both plans in turn, as shares of a step. Fails if less than 90 % of the advice is within 5 points, or if a plan that follows it is over 2 % slower.
+The layers sleep, so any number of workers runs on few cores. Backwards take twice as long as forwards, a sample takes as long
+in any micro-batch, and each layer takes another time. Prints a line per case: the fault, the advice, the promised gain with its
+range, and the measured gain, as shares of a step. Steps of both plans take turns. Fails if less than 90 % of the advice is
+within 5 points, or if a plan that follows it is over 2 % slower.
 """
 
 import random

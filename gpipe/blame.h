@@ -54,8 +54,8 @@ struct StepBlame {
   /// "schedule", "wires", "locks", "cores" that were busy otherwise, "jitter" of actions of the same kind.
   std::map<std::string, double> parts;
   double replayed = 0;  ///< seconds of the simulation with the measured times, to compare with the actions' makespan
-  std::vector<double>
-      transfers;  ///< seconds per edge, of the first replica, until workers that waited could take the data
+  /// The typical seconds of a transfer, per edge of the first replica.
+  std::vector<double> transfers;
   std::vector<Slack> slack = {};  ///< of the timeline's last step
 };
 

@@ -32,15 +32,16 @@ struct ScheduleSource {
 /// read, is larger than 64 MiB, or is malformed.
 GPIPE_API ParsedSchedule read_schedule(const std::string& path);
 
-/// Whether `schedule` is "@FILE" or text, not a name. Text begins with an action, such as 0F0.
+/// Whether `schedule` is "@FILE" or text, not a name. A text has a separator, or is one action.
 GPIPE_API bool has_lists(std::string_view schedule);
 
 /// Reads "@FILE" or text. Errors: as read_schedule() and parse_schedule(). REQUIRES: has_lists().
 GPIPE_API ParsedSchedule lists_of(const std::string& schedule);
 
 /// Returns the source for `schedule`: a name (see schedules.h), "@FILE", or the text form. The stages of a name are on
-/// `placement`, or if that is empty where the rule places them. Lists imply their own placement. For another number of
-/// micro-batches than its own, a file has no schedule, and a text is replaced by list_schedule(). Errors: as lists_of()
+/// `placement`, or if that is empty where the rule places them. Lists imply their own placement. Lists have no
+/// schedule for another number of micro-batches; but for fewer, as in a smaller last mini-batch, list_schedule() takes the
+/// place of a text. Errors: as lists_of()
 /// and the rule; std::invalid_argument for lists for another number of stages or another placement, stages_per_worker
 /// together with a placement or lists, or a schedule that does not fit the placement.
 GPIPE_API ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,

@@ -8,7 +8,7 @@
 namespace gpipe {
 
 /// Shows the steps of a training while it runs: in a log, a line for each; in a terminal, also what each worker did, in the
-/// place of the step before.
+/// place of the previous step.
 class GPIPE_API Watch {
  public:
   /// Returns the text that shows the last complete step of a timeline with all workers; "" if there is none. `line` is what

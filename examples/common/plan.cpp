@@ -29,11 +29,15 @@ int count_workers(const PipelineOptions& options) {
   return *std::max_element(placement.begin(), placement.end()) + 1;
 }
 
+torch::Device first_device(const PipelineOptions& options) {
+  const torch::Device standard = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  return options.devices.empty() ? standard : torch::Device(options.devices.front());
+}
+
 // Measures on the first device. On the CPU, all workers at once.
 Profile measure(const torch::nn::Sequential& model, const PipelineOptions& options, std::int64_t images,
                 torch::IntArrayRef image_shape) {
-  const torch::Device standard = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  const auto device = options.devices.empty() ? standard : torch::Device(options.devices.front());
+  const auto device = first_device(options);
   auto shape = image_shape.vec();
   shape.insert(shape.begin(), std::max<std::int64_t>(2, images));  // batch norm can need two images
   const auto measuring = ProfileOptions().workers(device.is_cpu() ? count_workers(options) : 1).param_scale(4);  // Adam
@@ -108,7 +112,11 @@ Planned plan_training(const torch::nn::Sequential& model, const PipelineOptions&
 GPipe cut_by_time(const torch::nn::Sequential& model, const PipelineOptions& options, const Value& sample) {
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
-  if (balance.empty()) balance = balance_by_time(options.stages, model, sample);
+  if (balance.empty()) {
+    auto tensors = sample.tensors();
+    for (auto& tensor : tensors) tensor = tensor.to(first_device(options));
+    balance = balance_by_time(options.stages, model, Value(sample.form(), std::move(tensors)));
+  }
   return GPipe(model, balance, pipe_options(options));
 }
 

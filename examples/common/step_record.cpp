@@ -27,6 +27,7 @@ double work_of(const Timeline& timeline) {
 void StepRecord::begin(GPipe& pipe) {
   ++count_;
   timeline_->spans.clear();
+  timeline_->layers.clear();
   pipe->trace(traces() ? timeline_ : nullptr);
   start_ = Clock::now();
 }

@@ -15,8 +15,8 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-/// Times steps of whole mini-batches, and traces the second of all steps, after one that warms up. If it watches, it
-/// traces and shows all.
+/// Times steps of whole mini-batches, and traces the second of all steps, after one that warms up. With `watches`,
+/// traces and shows every step.
 class StepRecord {
  public:
   explicit StepRecord(bool watches) : watches_(watches) {}

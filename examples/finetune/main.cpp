@@ -87,11 +87,12 @@ int finetune(const Options& options) {
     for (std::int64_t begin = 0; begin + options.batch_size <= samples; begin += options.batch_size) {
       const auto end = begin + options.batch_size;  // leaves out a smaller last mini-batch
       optimizer.zero_grad();
-      record.begin(pipe);
+      if (options.watch) record.begin(pipe);
       const auto result = pipe->step(part_of(data.inputs, begin, end), data.target.slice(0, begin, end), loss);
-      record.end(pipe, /*whole=*/false);
+      if (options.watch) record.end(pipe, /*whole=*/false);
       optimizer.step();
       record.show(result.loss.item<double>(), options.batch_size);
+      if (options.watch) continue;
       std::cout << absl::StrCat("step ", ++step) << " loss " << result.loss.item<float>() << std::endl;
     }
   }

@@ -82,7 +82,7 @@ void predict_all(const Options& options, const Identity& flags, const std::vecto
   load_snapshot(options.model, *model);
   model->eval();
   const Size first_size = scaled(sizes.at(0), scale);
-  const auto sample = std::min(options.batch_size, static_cast<std::int64_t>(samples.size()));
+  const auto sample = std::clamp<std::int64_t>(std::ssize(samples), 2, std::max<std::int64_t>(2, options.batch_size));
   auto pipe = cut_by_time(model, options, torch::rand({sample, 3, first_size.height, first_size.width}));
   pipe->eval();
   fs::create_directories(options.output);

@@ -52,6 +52,8 @@ class StageState {
   /// Whether a tensor shares memory with one of the layers, so that it must be copied when it leaves the stage.
   bool has_memory_of(const at::Tensor& tensor) const;
 
+  /// Makes writes to parameters an error: the other replicas would not have the value.
+  bool has_replicas = false;
   /// The running call's Saved, which undoes it; null between calls. Gets copies of large buffers before the first write.
   Saved* call = nullptr;
 
@@ -73,7 +75,8 @@ class StageState {
    private:
     Scope* const outer_;
   };
-  /// Errors: std::runtime_error for a write to a shared buffer, or to a parameter in a forward that is recomputed.
+  /// Errors: std::runtime_error for a write to a shared buffer, or to a parameter in a forward that is recomputed or has
+  /// replicas.
   static void before_write(const at::Tensor& tensor);
 
  private:

@@ -115,10 +115,12 @@ void Edges::await(int worker, const StreamEvent& event) {
   while (!event->query()) {
     if (std::chrono::steady_clock::now() >= end) {
       const auto links = links_of(worker);
+      if (links.empty()) return event->synchronize();
       if (links.size() == 1) throw TimeoutError(links.begin()->first);
       const auto add = [](std::string* text, const auto& link) { absl::StrAppend(text, link.first); };
-      throw ConnectionError(
-          absl::StrCat("one of the ranks ", absl::StrJoin(links, ", ", add), " did not answer in time"));
+      throw ConnectionError(absl::StrCat("the device of worker ", worker,
+                                         " has not finished in time, maybe because one of the ranks ",
+                                         absl::StrJoin(links, ", ", add), " has stopped"));
     }
     std::this_thread::sleep_for(kQueryInterval);
   }

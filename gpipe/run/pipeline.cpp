@@ -9,6 +9,7 @@
 
 #include "gpipe/base/checks.h"
 #include "gpipe/options.h"
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedules.h"
 #include "gpipe/tensors/torch_internals.h"
 
@@ -111,7 +112,11 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
 void CallState::set_schedule(const Pipeline& pipeline, const std::string& schedule) {
   MutexLock lock(mutex_);
   chosen_schedule_ = schedule;
-  make_schedule_ = schedule_source(schedule, pipeline.count(), 1, pipeline.placement()).make;
+  const auto source = schedule_source(schedule, pipeline.count(), 1, pipeline.placement());
+  const int known = has_lists(schedule) ? lists_of(schedule).layout.micro_batches : kMostCells;
+  make_schedule_ = [make = source.make, known](const Layout& layout) {
+    return layout.micro_batches > known ? list_schedule(layout) : make(layout);
+  };
   std::erase_if(programs_, [](const auto& known) { return std::get<StepKey::Call>(known.first) == StepKey::kStep; });
 }
 
@@ -143,8 +148,9 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       devices_(1 + std::ranges::max(placement_), c10::kCPU),
       calls_(std::move(schedules.make)),
       executor_(make_executor(*team_, binding_.poll)) {
-  for (const auto& stage : stages_) {
+  for (auto& stage : stages_) {
     devices_[worker_of(stage.index)] = stage.device;
+    stage.state.has_replicas = team_->replicas() > 1;
     for (const auto& parameter : stage.parameters()) {
       if (parameter.is_leaf() && parameter.requires_grad()) catch_gradients(parameter);
     }

@@ -1,18 +1,18 @@
 #include "gpipe/schedule/advice.h"
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/partition.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {
 
-constexpr double kLossOfSmall = 1.1;  // how much longer than a half half a micro-batch may take
+constexpr double kLossOfSmall = 1.1;  // half a micro-batch may take up to 10 % more than half the time
 
 double& at(std::array<double, 5>& times, Kind kind) { return times[static_cast<std::size_t>(kind)]; }
 
@@ -43,30 +43,11 @@ struct Cut {
   std::vector<std::int64_t> balance;  // empty if no other is better
 };
 
-/// Returns the number of layers of each stage with the least maximum of stages' sums.
-std::vector<std::int64_t> balanced(const std::vector<double>& layers, int stages) {
-  const auto count = std::ssize(layers);
-  std::vector<double> sums(count + 1);
-  std::partial_sum(layers.begin(), layers.end(), sums.begin() + 1);
-  std::vector slowest(stages + 1, std::vector(count + 1, std::numeric_limits<double>::infinity()));
-  std::vector first(stages + 1, std::vector<std::ptrdiff_t>(count + 1));  // of the last stage
-  slowest[0][0] = 0;
-  for (int s = 1; s <= stages; ++s) {
-    for (std::ptrdiff_t end = s; end <= count; ++end) {
-      for (auto begin = end - 1; begin >= s - 1; --begin) {
-        const double seconds = std::max(slowest[s - 1][begin], sums[end] - sums[begin]);
-        if (seconds < slowest[s][end]) slowest[s][end] = seconds, first[s][end] = begin;
-      }
-    }
-  }
-  std::vector<std::int64_t> balance(stages);
-  for (auto [s, end] = std::pair(stages, count); s > 0; end = first[s--][end]) balance[s - 1] = end - first[s][end];
-  return balance;
-}
-
 Cut find_cut(const Timeline& timeline, int workers) {
   if (timeline.layers.empty()) return {};
   const int stages = timeline.layers.back().stage + 1;
+  const auto has_layers = [&](const Span& span) { return span.action.stage < stages; };
+  if (timeline.layers.front().stage > 0 || !std::ranges::all_of(timeline.spans, has_layers)) return {};
   std::vector<double> work(stages);
   for (const auto& span : timeline.spans) {
     if (span.worker < workers && span.action.stage < stages) work[span.action.stage] += span.end - span.start;
@@ -87,7 +68,10 @@ Cut find_cut(const Timeline& timeline, int workers) {
   cut.layers.pop_back();
   times.pop_back();
   if (--balance.back() == 0) return {};
-  cut.balance = balanced(times, stages);
+  std::vector<double> sums(times.size() + 1);
+  std::partial_sum(times.begin(), times.end(), sums.begin() + 1);
+  cut.balance = best_partition(static_cast<int>(times.size()), stages,
+                               [&](int, int first, int end) { return sums[end] - sums[first]; });
   if (cut.balance == balance) cut.balance.clear();
   return cut;
 }

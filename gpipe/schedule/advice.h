@@ -17,12 +17,12 @@ inline double middle_of(std::vector<double> values) {
 /// unless all actions are there.
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
 
-/// Returns for each step that blame() found in a timeline by how many seconds it would be shorter with one change, such as
-/// "schedule='zb_h1'" or "balance=[3, 5]", or longer, if negative. As simulations of both with the step's times say, in
-/// which actions of one stage and kind take equal times. Of replicas, the first counts.
+/// Returns, for each step that blame() found in a timeline, the seconds that each single change of the plan would save,
+/// such as "schedule='zb_h1'" or "balance=[3, 5]"; negative if it costs time. Simulates both plans with the step's median
+/// times. Of replicas, the first counts.
 ///
 /// Assumes that each part of a layer's work takes the same share of its stage as its forward, and that half a micro-batch
-/// takes half the time. But "chunks=N" with smaller micro-batches is there only if it saves time, too, when half of one
+/// takes half the time, and that there are enough samples. But "chunks=N" with smaller micro-batches is there only if it saves time, too, when half of one
 /// takes a tenth longer than that. Leaves out schedules that split backwards if the step split none; and schedules and
 /// chunks if the schedule or the checkpoint modes have no names.
 std::vector<std::map<std::string, double>> gains(const Timeline& timeline, const std::vector<StepBlame>& steps);

@@ -115,6 +115,7 @@ std::string fastest_schedule(const Timeline& measured, const Layout& layout, con
     }
     offer(rule.name, [&](const Layout& other) { return rule.generate(other); });
   }
+  offer("", measured_schedule);
   for (const int depth : {layout.workers(), 2 * layout.workers() - 1}) {
     offer("", [&](const Layout& other) { return list_schedule(other, edges, costs, checkpoints, depth); });
   }

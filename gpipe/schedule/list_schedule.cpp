@@ -39,7 +39,7 @@ class ListScheduler {
     }
     for (auto& worker : workers_) {
       const auto count = static_cast<int>(worker.stages.size());
-      worker.most_cells = std::max(count, static_cast<int>(count * depth));
+      worker.most_cells = std::max(count, static_cast<int>(count * depth + 1e-6));
     }
   }
 

@@ -15,7 +15,6 @@ namespace gpipe {
 namespace {
 
 constexpr std::string_view kSeparators = " \t\r,";
-constexpr std::string_view kLetters = "FRBIW";  // as to_char()
 
 /// Reads an action such as "2F0".
 std::optional<Action> parse_action(std::string_view word) {
@@ -26,7 +25,7 @@ std::optional<Action> parse_action(std::string_view word) {
     return error == std::errc() && value >= 0 && value < kMostCells;
   };
   if (!number(action.stage) || word.empty()) return std::nullopt;
-  const auto kind = kLetters.find(word.front());
+  const auto kind = std::string_view("FRBIW").find(word.front());  // as to_char()
   if (kind == word.npos) return std::nullopt;
   action.kind = static_cast<Kind>(kind);
   word.remove_prefix(1);
@@ -48,9 +47,9 @@ ScheduleSource from_lists(const std::string& schedule, int stages, const std::ve
   }
   const auto make = [is_file, name, parsed](const Layout& layout) {
     if (layout.micro_batches == parsed.layout.micro_batches) return parsed.schedule;
-    if (!is_file) return list_schedule(layout);
+    if (!is_file && layout.micro_batches < parsed.layout.micro_batches) return list_schedule(layout);
     refuse_argument(name, " has ", parsed.layout.micro_batches, " micro-batches, but the mini-batch is cut into ",
-                    layout.micro_batches, "; change chunks or the file");
+                    layout.micro_batches, "; change chunks or the schedule");
   };
   return {placement, make};
 }
@@ -134,8 +133,7 @@ ParsedSchedule read_schedule(const std::string& path) {
 }
 
 bool has_lists(std::string_view schedule) {
-  const auto kind = schedule.find_first_not_of("0123456789");
-  const bool is_text = kind != 0 && kind != schedule.npos && kLetters.find(schedule[kind]) != kLetters.npos;
+  const bool is_text = schedule.find_first_of(" \t\r\n,#") != schedule.npos || parse_action(schedule).has_value();
   return is_text || schedule.starts_with('@');
 }
 

@@ -37,7 +37,7 @@ std::string Watch::show(const Timeline& timeline, std::string line, int columns)
   if (steps.empty()) return "";
   const auto& step = steps.back();
   const double seconds = step.end - step.start;
-  gains_.push_back(gains(timeline, steps).back());
+  gains_.push_back(gains(timeline, {step}).front());
   if (gains_.size() > kSteps) gains_.pop_front();
   double idle = 0;
   for (const auto& wait : step.waits) idle += wait.end - wait.start;
@@ -55,7 +55,9 @@ std::string Watch::show(const Timeline& timeline, std::string line, int columns)
   }
   if (columns == 0) return line + "\n";
   auto text = drawn_ > 0 ? absl::StrFormat("\033[%dF\033[J", drawn_) : "";
-  absl::StrAppend(&text, line.substr(0, columns), "\n");
+  auto end = std::min<std::size_t>(line.size(), columns);
+  while (end < line.size() && (line[end] & 0xC0) == 0x80) --end;  // not within a character
+  absl::StrAppend(&text, line.substr(0, end), "\n");
   for (int w = 0; w < timeline.workers; ++w) {
     text += lane_of(step, timeline.spans, w, peaks[w], std::max(10, columns - kMargins));
   }

@@ -98,7 +98,8 @@ def suggest(options: Options) -> Output:
         best = found.plans[0]
         if path and found.fits:
             best.save(path)
-    arguments = ", ".join(f"{name}={value!r}" for name, value in best.arguments.items())
+    written = {name: f'"""{value}"""' if "\n" in str(value) else repr(value) for name, value in best.arguments.items()}
+    arguments = ", ".join(f"{name}={value}" for name, value in written.items())
     code += f"pipe = gpipe.GPipe(model, devices={devices}, {arguments})\n"
     code += "# per mini-batch: loss = pipe.step(batch, targets, loss_function)"
     fields: dict[str, object] = {"reason": found.reason, "code": code if found.fits else None}

@@ -160,9 +160,9 @@ def check_devices(devices: object) -> list[torch.device]:
 
 
 def check_scheduling(schedule: object, placement: object, stages: int) -> tuple[str, list[int]]:
-    """Returns the name or file of a schedule, and the worker of each stage (``[]`` for ``'looped'``). Raises ValueError for a
+    """Returns a schedule as it was given, and the worker of each stage (``[]`` for ``'looped'``). Raises ValueError for a
     placement that does not exist."""
-    name = check_is(schedule, "schedule", str, "a name or '@' and the path of a file")
+    name = check_is(schedule, "schedule", str, "a name, lists of actions, or '@' and the path of a file")
     if isinstance(placement, str) and placement in ("looped", "v"):
         return name, _C.v_placement(stages) if placement == "v" else []
     message = f"placement must be 'looped', 'v' or a list of workers, but is {shown(placement)}"
@@ -194,7 +194,7 @@ def arrange_workers(
     if devices is not None and not given and stages > 0:
         raise IndexError("devices is empty; give one device per worker, or None for the default")
     if stages == 0:
-        if not name.startswith("@") and name != "auto":
+        if not _C.has_lists(name) and name != "auto":
             _C.place_stages(name, 2, 1)  # refuses an unknown name
         if ranks is not None:
             raise ValueError("the model has no layers, so it cannot run over ranks")

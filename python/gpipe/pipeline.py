@@ -83,13 +83,13 @@ class GPipe(StagedModel):
         keep_memory: whether the process keeps the memory of freed CPU tensors for others of the same size while the
             pipeline lives, at most 1.25 times what was in use at once.
         schedule: the order of actions in :meth:`step`: a name in :data:`gpipe.SCHEDULES`; or lists, a line per worker, such
-            as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch; or ``'@'`` and the path of a file with them, which must stay; or
-            ``'auto'``: the first step measures, and later ones have the schedule that is predicted to be the fastest, with
-            the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
+            as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch (for fewer micro-batches, gpipe makes lists); or
+            ``'@'`` and the path of a file with them, which must stay; or ``'auto'``: the first step measures, and later ones
+            have the schedule that is predicted to be the fastest, with the same bits. GPUs get none that needs more memory than ``'1f1b'``, or for several stages per worker than
             ``'interleaved_1f1b'``. Measures best with at least four micro-batches.
         placement: the worker of each stage; or ``'v'``, where stages ``s`` and ``n - 1 - s`` share one; or ``'looped'``, one
             per stage, and for interleaved schedules and ``'auto'`` one per given device: stage ``s`` of ``p`` workers is on
-            worker ``s % p``. A schedule from a file, and one that needs a V, has its own.
+            worker ``s % p``. Lists, and a schedule that needs a V, have their own placement.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
             Each has an equal share of the workers, in order, with their ``devices``, and keeps only its layers. All make
             the same pipeline and calls. Default: this process has all workers.
@@ -261,7 +261,7 @@ class GPipe(StagedModel):
     def extra_repr(self) -> str:
         devices = ", ".join(map(str, self.devices))
         text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint={self.checkpoint!r}"
-        text += f", schedule='{self.schedule}'"
+        text += f", schedule={_shown(self.schedule)!r}"
         if self.placement != list(range(len(self.balance))):
             text += f", placement={self.placement}"
         return f"{text}, deferred_batch_norm=True" if self.deferred_batch_norm else text
@@ -325,7 +325,7 @@ class GPipe(StagedModel):
             return
         self._warned = True
         message = "forward() and backward() always run all forwards, then all backwards; only step() has schedule="
-        message += f"'{self.schedule}'; train with step(), or call eval() before you evaluate"
+        message += f"{_shown(self.schedule)!r}; train with step(), or call eval() before you evaluate"
         warnings.warn(message, stacklevel=5)
 
     @overload
@@ -484,17 +484,22 @@ class GPipe(StagedModel):
             held = [0] * len(set(self.placement))
             if len(limits) not in (0, 1, len(held)):
                 raise ValueError(f"memory has {len(limits)} sizes, but there are {len(held)} workers")
-        for worker, stage in zip(self.placement, self.partitions, strict=True):
-            held[worker] += sum(3 * each.nbytes for each in stage.parameters() if not each.is_meta)
-            held[worker] += sum(each.nbytes for each in stage.buffers() if not each.is_meta)
+        for worker in range(len(held)):
+            own = nn.ModuleList(stage for at, stage in zip(self.placement, self.partitions, strict=True) if at == worker)
+            held[worker] += sum(each.nbytes * (3 if each.requires_grad else 1) for each in own.parameters() if not each.is_meta)
+            held[worker] += sum(each.nbytes for each in own.buffers() if not each.is_meta)
         timeline = self.team.gather_timeline(self._timeline)
         all_held = self.team.gather(bytes(json.dumps(held), "ascii"), "bytes of models") if limits else []
         most = [max(of_ranks) for of_ranks in zip(*map(json.loads, all_held), strict=True)]
-        room = [limit - each for limit, each in zip(limits * (len(most) // max(1, len(limits))), most, strict=True)]
+        room = [max(0, limit - each) for limit, each in zip(limits * (len(most) // max(1, len(limits))), most, strict=True)]
         return Report(timeline.to_json_lines(), room)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_timeline": None}
+
+
+def _shown(schedule: str) -> str:
+    return "lists" if _C.has_lists(schedule) and not schedule.startswith("@") else schedule
 
 
 def _as_layers(

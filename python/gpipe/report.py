@@ -38,7 +38,7 @@ _PARTS = {
 _CONDITIONS = {
     "core": "",
     "balance=": ", if its bytes fit and each layer has the same share of its stage's forwards and backwards",
-    "chunks=": ", if its bytes fit and a micro-batch takes as long per sample",
+    "chunks=": ", if the mini-batch has as many samples, its bytes fit, and a micro-batch takes as long per sample",
 }
 
 
@@ -88,7 +88,7 @@ class Report:
     def advice(self) -> dict[str, tuple[float, float, float]]:
         """What other arguments would save in a step, the best first, such as ``{"balance=[3, 5]": (seconds, low, high)}``: the
         median of simulations with the measured times of each step, and the range without a tenth of the steps at each end.
-        Only what saves more than 1 % of a step in all of this range."""
+        Only what saves at least 1 % of a step in all of this range."""
         saving = [step["advice"] for step in self.steps if "advice" in step][-1:]
         return {change: (seconds, low, high) for each in saving for change, seconds, low, high in each}
 
@@ -135,7 +135,8 @@ class Report:
             condition = next((text for word, text in _CONDITIONS.items() if word in change), ", if its bytes fit")
             change = change if "=" in change else change.capitalize()
             lines.append(f"{change} would save {_time(seconds)} of a step ({interval}){condition}.")
-        if cost := [-step["gains"]["checkpoint='always'"] for step in self.steps if "checkpoint='always'" in step["gains"]]:
+        cost = [-step["gains"]["checkpoint='always'"] for step in self.steps if "checkpoint='always'" in step["gains"]]
+        if cost and median(cost) > 0:
             text = f"{_time(median(cost))} of a step ({median(cost) / wall:.1%})"
             lines.append(f"checkpoint='always' would cost {text}, and save memory.")
         gains = sorted(self.steps[-1].get("slack") or (), key=lambda each: -each[3])

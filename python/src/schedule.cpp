@@ -103,7 +103,7 @@ void init_schedule(py::module_& module) {
       .def(py::init<>())
       .def_readonly("workers", &Timeline::workers, "Number of workers.")
       .def(
-          "clear", [](Timeline& timeline) { timeline.spans.clear(); }, "Forgets all actions.")
+          "clear", [](Timeline& timeline) { timeline.spans.clear(), timeline.layers.clear(); }, "Forgets all actions.")
       .def("makespan", &Timeline::makespan, "Returns the seconds from the first action's start to the last one's end.")
       .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
       .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
@@ -130,8 +130,9 @@ void init_schedule(py::module_& module) {
   module.def("schedule_rules", &rules);
   module.def("v_placement", &v_placement);
   module.def("fills_and_drains", &fills_and_drains);
+  module.def("has_lists", &has_lists);
   module.def("place_stages", [](const std::string& schedule, int stages, int per_worker) {
-    return schedule_source(schedule, stages, schedule.starts_with('@') ? 1 : per_worker, {}).placement;
+    return schedule_source(schedule, stages, has_lists(schedule) ? 1 : per_worker, {}).placement;
   });
   module.def("arrange_workers", &arranged);
   module.def("check_balance", &check_balance);

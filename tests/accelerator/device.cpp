@@ -122,7 +122,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) stream_order().wait(index(stream), at(event).event);
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
-  /// A host that asks until an event is over waits for it. For a time, PyTorch asks once.
+  /// Polling an event counts as waiting for it. PyTorch queries an event with timing only once.
   bool queryEvent(void* event) const override {
     if (!held() && !at(event).has_time) synchronizeEvent(event);
     return !held();

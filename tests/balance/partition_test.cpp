@@ -3,7 +3,7 @@
 #include <functional>
 #include <limits>
 
-#include "balance/cut.h"
+#include "gpipe/partition.h"
 #include "tests/support/matchers.h"
 
 namespace gpipe {

@@ -7,7 +7,9 @@
 #include "gpipe/mesh.h"
 #include "gpipe/ranks.h"
 #include "gpipe/run/step_input.h"
+#include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/reference.h"
@@ -320,7 +322,9 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
     }
   }
   auto options = in_chunks(spec.chunks, spec.checkpoint).intraop_threads(1).ranks(ranks).placement(spec.placement);
-  if (!spec.schedule.empty()) options.schedule(spec.schedule);
+  const bool is_listed = spec.schedule == kLists;
+  const Layout layout{spec.stages(), static_cast<int>(spec.chunks), spec.placement};
+  if (!spec.schedule.empty()) options.schedule(is_listed ? to_text(list_schedule(layout)) : spec.schedule);
   options.deferred_batch_norm(spec.deferred);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + spec.workers});
   const auto balance = balance_of(spec, model);

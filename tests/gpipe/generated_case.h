@@ -12,6 +12,9 @@ struct Use {
   int pair = 0;  // the number of its pair, for a unit that belongs to one
 };
 
+/// The schedule of a case with a list schedule for its placement.
+inline constexpr char kLists[] = "lists";
+
 struct Spec {
   std::uint64_t seed = 0;
   // The model.

@@ -18,16 +18,18 @@ Use draw_use(std::mt19937_64& random, Unit::Role role, int flags_left_out, int p
 /// Draws a schedule and a placement that fits it.
 void draw_pipeline(std::mt19937_64& random, Spec& spec) {
   const auto rules = schedule_rules();
-  const int rule = draw(random, 0, 2) == 0 ? -1 : draw(random, 0, static_cast<int>(rules.size()) - 1);
-  if (rule >= 0) spec.schedule = rules[rule].name;
+  const int count = static_cast<int>(rules.size());
+  const int rule = draw(random, 0, 2) == 0 ? -1 : draw(random, 0, count);
+  if (rule >= 0) spec.schedule = rule < count ? rules[rule].name : kLists;
   for (bool fits = false; !fits;) {
     spec.workers = draw(random, 1, 4);
     const int stages = spec.workers * std::max(1, draw(random, -1, 3));
     spec.placement = draw(random, 0, 2) == 0 && stages == 2 * spec.workers ? v_placement(stages)
                                                                            : looped_placement(spec.workers, stages);
     if (draw(random, 0, 1) == 0) std::shuffle(spec.placement.begin(), spec.placement.end(), random);
-    fits = rule < 0 || (rules[rule].misfit({stages, 1, spec.placement}).empty() &&
-                        too_few_stages(spec.schedule, spec.placement).empty());
+    fits = rule < 0 || rule == count ||
+           (rules[rule].misfit({stages, 1, spec.placement}).empty() &&
+            too_few_stages(spec.schedule, spec.placement).empty());
   }
 }
 
@@ -43,7 +45,8 @@ void draw_segments(std::mt19937_64& random, Spec& spec) {
     }
   }
   const Layout layout{static_cast<int>(placement.size()), 1, placement};
-  if (!spec.schedule.empty() && !schedule_rule(spec.schedule).misfit(layout).empty()) return;
+  const bool is_named = !spec.schedule.empty() && spec.schedule != kLists;
+  if (is_named && !schedule_rule(spec.schedule).misfit(layout).empty()) return;
   spec.placement = placement;
   spec.checkpoint = modes;
 }
@@ -52,6 +55,7 @@ void draw_segments(std::mt19937_64& random, Spec& spec) {
 
 bool Spec::splits() const {
   if (schedule.empty()) return false;
+  if (schedule == kLists) return true;
   const auto lists = schedule_rule(schedule).generate({stages(), 1, placement});
   return std::ranges::any_of(lists,
                              [](const auto& list) { return std::ranges::count(list, Kind::I, &Action::kind) > 0; });
@@ -189,7 +193,7 @@ std::vector<std::string> features(const Spec& spec) {
 }
 
 const std::size_t kFeatures =
-    units().size() + 4 + 3 + 1 + 1 + schedule_rules().size() + std::size(kModes) + 1 + std::size(kSwitches);
+    units().size() + 4 + 3 + 1 + 1 + schedule_rules().size() + 1 + std::size(kModes) + 1 + std::size(kSwitches);
 
 namespace {
 

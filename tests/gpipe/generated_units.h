@@ -61,7 +61,7 @@ struct Unit {
     kOnce = 32,        ///< cannot be recomputed
     kBackward = 64,    ///< its backward writes to a buffer
     kUnordered = 128,  ///< the order of its sums of gradients depends on the place of the sum, or on the thread
-    kAlone = 256,      ///< replicas refuse its sparse gradients, or do not share what it writes to a parameter
+    kAlone = 256,      ///< replicas refuse its sparse gradients, or what it writes to a parameter
   };
 
   const char* name;

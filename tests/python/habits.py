@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import linecache
+import operator
 import pickle
 import random
 import textwrap
@@ -246,6 +247,9 @@ def train(self, mode=True):
     "norm.eval() in forward": H("self.norm.eval(); " + USE_NORM, NORM),
     "mode of another module": H(
         "return x * (2 if self.dense.training else 3)", after="self.dense.eval()", guard="modes"
+    ),
+    "mode by attrgetter": H(
+        "return x * (2 if operator.attrgetter('training')(self.dense) else 3)", after="self.dense.eval()", guard="modes"
     ),
     "momentum": H(USE_NORM, NORM, after="self.norm.momentum = 0.7"),
     "eps": H(USE_NORM, NORM, after="self.norm.eps = 0.5"),

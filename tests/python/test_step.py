@@ -90,6 +90,7 @@ def test_lists_suit_any_placement_and_number_of_micro_batches():
     plain = make_pipe(chunks=4)
     pipe.step(*batch(8), F.cross_entropy)
     assert pipe.schedule.startswith("0F0") and pipe.schedule.count("\n") == 2
+    assert "schedule='lists'" in repr(pipe)
     lists = copy.deepcopy(pipe)
     for samples in (8, 3):
         assert torch.equal(lists.step(*batch(samples), F.cross_entropy), plain.step(*batch(samples), F.cross_entropy))

@@ -374,6 +374,7 @@ class Packed(nn.Module):
     (lambda: convert(lambda x: (x * 2, random.Random(0))), ValueError, "returns a random.Random; .* use_cache=False"),
     (lambda: convert(lambda x: (x * 2, x.argmax(0)[:1].expand(len(x)))), ValueError, "output 1 for one sample depends on the"),
     (lambda: to_sequential(Calls(centred), batch()), ValueError, "for one sample depends on .* mini-batch in training mode"),
+    (lambda: convert(lambda x: (x * torch.rand_like(x), x - x.mean(0))), ValueError, "output 1 for one sample depends"),
     (lambda: convert(of_several), ValueError, "output 0 for one sample depends on the other samples"),
     (lambda: convert(lambda x: x @ x), ValueError, r"\(Returns\), because it fails on this .*mat1 and mat2"),
     (lambda: convert(lambda x: x * float(x.mean())), ValueError, "cannot convert the model"),

@@ -107,6 +107,7 @@ TEST(AutoSchedule, SavesMemory) {
   EXPECT_EQ(saving(straight(4, 8), Checkpoint::kNever), "zb_h1");
   EXPECT_EQ(saving(straight(4, 3), Checkpoint::kNever), "zb_h1") << "zb_h2 needs more with more micro-batches";
   EXPECT_EQ(saving(straight(4, 8), Checkpoint::kAlways), "1f1b") << "zb_h1 holds more graphs";
+  EXPECT_TRUE(saving(layout_of({0, 1, 0}, 8), Checkpoint::kAlways).starts_with("0F0")) << "no name fits";
   EXPECT_EQ(chosen(straight(1, 8), Checkpoint::kNever), "1f1b") << "equally fast, with the fewest cells";
   EXPECT_EQ(chosen(straight(2, 1), Checkpoint::kNever), "1f1b") << "one micro-batch: known from whole backwards";
 }
@@ -165,9 +166,9 @@ TEST(Gains, OfEachNeighbour) {
 
   const std::vector<Times> equal(4, thirds(3));
   const auto loops = step(looped(2, 2, 4), "interleaved_1f1b", equal);
-  const auto vee = step(v_shaped(2, 4), "greedy", equal);
+  const auto vee = step(v_shaped(2, 4), "zb_v", equal);
   const auto found = gains_of(loops);
-  EXPECT_FALSE(found.contains("schedule='greedy', placement=[0, 1, 1, 0]")) << "it splits backwards";
+  EXPECT_FALSE(found.contains("schedule='zb_v', placement=[0, 1, 1, 0]")) << "it splits backwards";
   EXPECT_TRUE(gains_of(vee).contains("schedule='interleaved_zb', placement=[0, 1, 0, 1]"));
 
   const auto some = step(straight(2, 4), "1f1b", {thirds(6), thirds(6)}, Checkpoint::kAlways);

@@ -49,7 +49,7 @@ class Calls:
     unfit: set[nn.Module] = field(default_factory=set)  # modules that took or gave something else than tensors
     without_values: bool = False  # whether modules returned random numbers
     read: dict[nn.Module, Read] = field(default_factory=dict)  # by the code of a module, outside its submodules
-    of_mode: dict[nn.Module, bool] = field(default_factory=dict)  # modules whose code may read a mode; not only PyTorch's code
+    of_mode: dict[nn.Module, bool] = field(default_factory=dict)  # whether code that is not PyTorch's may read it
     own_backwards: set[nn.Module] = field(default_factory=set)  # modules whose code calls a torch.autograd.Function
     callers: list[nn.Module] = field(default_factory=list)  # the modules that run in a recorded run, the innermost last
     sees_code: bool = True  # whether ``read`` is complete

@@ -193,7 +193,8 @@ def _deciding(
     module: nn.Module, exported: Mapping[str, nn.Module], calls: Calls, modes: tuple[bool, ...]
 ) -> tuple[list[nn.Module], list[list[bool]]]:
     """Returns the modules whose modes decide what the graphs compute, and these modes in each graph."""
-    of_any = any(calls.of_mode.get(each) for each in exported.values())  # own code may read the mode of any module
+    unknown = not any(map(calls.reads_mode, exported.values()))  # then only the comparison found a difference
+    of_any = unknown or any(calls.of_mode.get(each) for each in exported.values())  # own code may read the mode of any module
     deciding = [each for each in exported.values() if len(modes) > 1 and (of_any or calls.reads_mode(each))]
     decided = []
     for training in modes:

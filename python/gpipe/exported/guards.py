@@ -106,8 +106,8 @@ class Guards:
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
         read: Read,
-        deciding: Sequence[nn.Module] = (),
-        decided: Sequence[list[bool]] = (),
+        deciding: Sequence[nn.Module],
+        decided: Sequence[list[bool]],
     ) -> None:
         self._model, self._exported, self._read = module, dict(exported), read
         self._deciding, self._decided = deciding, decided

@@ -262,7 +262,7 @@ RANKS_TEST(RanksReplicas, SnapshotsNormsAndTimelines, 4, {.ranks = patient().rep
   EXPECT_EQ(arrows, 2 * 2 * 2 * 2);
 }
 
-RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replicas(2)}) {
+RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotShare, 2, {.ranks = patient().replicas(2)}) {
   GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
   const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kMse); };
   if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
@@ -285,10 +285,12 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotSum, 2, {.ranks = patient().replic
   EXPECT_THAT(message_from([&] { GPipe(plain_model(), balance, GPipeOptions().ranks(others)); }),
               HasSubstr("the number of replicas"));
 
-  const auto sparse = torch::nn::EmbeddingOptions(5, 6).sparse(true);
-  GPipe of_words(Sequential(torch::nn::Embedding(sparse), Linear(6, 6)), {2}, GPipeOptions().ranks(ranks));
-  EXPECT_THAT(message_from([&] { of_words->forward(torch::arange(4)).sum().backward(); }),
-              HasSubstr("sparse gradient"));
+  for (const auto& [words, message] : {std::pair(torch::nn::EmbeddingOptions(5, 6).sparse(true), "sparse gradient"),
+                                       {torch::nn::EmbeddingOptions(5, 6).max_norm(0.1), "wrote to a parameter"}}) {
+    const auto options = GPipeOptions().ranks(ranks).checkpoint(Checkpoint::kNever);
+    GPipe of_words(Sequential(torch::nn::Embedding(words), Linear(6, 6)), {2}, options);
+    EXPECT_THAT(message_from([&] { of_words->forward(torch::arange(4)).sum().backward(); }), HasSubstr(message));
+  }
 }
 
 /// Also if only one replica loads, and also buffers.
