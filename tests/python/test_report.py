@@ -131,7 +131,7 @@ def test_a_report_in_words():
     assert change == "checkpoint='never'" and 0 < low <= seconds <= high
     assert "checkpoint='never' would save 8 s of a step (22.9% to 22.9%), if its bytes fit.\n" in str(recomputed)
     assert "checkpoint='always' would cost 1 s of a step (12.5%), and save memory.\n" in text
-    assert "chunks=2 would save 2 s of a step (25.0% to 25.0%), if its bytes fit and a micro-batch takes as long per" in text
+    assert "chunks=2 would save 2 s of a step (25.0% to 25.0%), if the mini-batch has as many samples, its bytes" in text
 
 
 def test_a_report_is_written_and_read(tmp_path, capsys):
