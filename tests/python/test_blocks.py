@@ -157,7 +157,7 @@ class Reads(nn.Linear):
 @pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
 def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
     module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale"})
-    guards = Guards(module, {"": module}, [torch.float32], {}, read)
+    guards = Guards(module, {"": module}, [torch.float32], {}, read, [], [])
     for _ in range(calls):
         guards.check([torch.ones(1)])
         module.train(not module.training)

@@ -287,7 +287,7 @@ RANKS_TEST(RanksReplicas, RefuseWhatTheyCannotShare, 2, {.ranks = patient().repl
 
   for (const auto& [words, message] : {std::pair(torch::nn::EmbeddingOptions(5, 6).sparse(true), "sparse gradient"),
                                        {torch::nn::EmbeddingOptions(5, 6).max_norm(0.1), "wrote to a parameter"}}) {
-    const auto options = GPipeOptions().ranks(ranks).checkpoint(Checkpoint::kNever);
+    const auto options = GPipeOptions().ranks(new_ranks(2, patient().replicas(2))).checkpoint(Checkpoint::kNever);
     GPipe of_words(Sequential(torch::nn::Embedding(words), Linear(6, 6)), {2}, options);
     EXPECT_THAT(message_from([&] { of_words->forward(torch::arange(4)).sum().backward(); }), HasSubstr(message));
   }
