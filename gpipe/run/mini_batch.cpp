@@ -81,7 +81,8 @@ void MiniBatch::begin(Call& call) {
   if (loss_) loss_->normalize(total);
   call.start();
   if (loss_) loss_->begin_comparison();
-  pipeline_->take_state_of_first_replica(/*all=*/has_loaded, options_.key.training);
+  const auto& key = options_.key;
+  pipeline_->take_state_of_first_replica(/*all=*/has_loaded, key.training || key.call != StepKey::kForward);
 }
 
 Results MiniBatch::start(Call& call) {

@@ -139,7 +139,7 @@ class Pipeline {
 
   /// Gives this rank's parameters and buffers the first replica's values if `all`: when a pipeline is made, and in the
   /// next call after a rank has loaded a state. Else only buffers that may have changed, if a call has trained since the
-  /// last time, without new versions. `trains`: whether this call does. All ranks call it.
+  /// last time, without new versions. `trains`: whether this call does, or has a backward. All ranks call it.
   void take_state_of_first_replica(bool all, bool trains);
 
  private:
