@@ -25,8 +25,9 @@ mutant(drains_in_ascending_order gpipe/schedule/schedules.cpp
        "auto forward = forwards.begin(); forward != forwards.end()" FillDrain.*)
 mutant(recomputes_a_fixed_number gpipe/schedule/schedules.cpp "std::max(1, in_flight[stage])" "layout.micro_batches"
        Checkpoints.*)
-mutant(runs_segments_one_after_the_other gpipe/schedule/schedules.cpp "kind == Kind::F ? first + i : end - 1 - i" "first + i"
+mutant(runs_segments_one_after_the_other gpipe/schedule/merged.cpp "kind == Kind::F ? first + i : end - 1 - i" "first + i"
        Segments.*)
+mutant(lists_hold_one_more gpipe/schedule/list_schedule.cpp "<= worker.most_cells" "<= worker.most_cells + 1" ListSchedule.*)
 mutant(recomputes_the_last_micro_batch gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_takes_what_is_absent gpipe/schedule/verifier.cpp "if (arrival == kAbsent) return false;" "" Verifier.*)
