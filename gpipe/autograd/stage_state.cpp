@@ -195,7 +195,7 @@ void StageState::before_write(const at::Tensor& tensor) {
 void StageState::before_change(Item& item, Saved* saved) {
   if (!item.shared_by.empty()) refuse_write(item.shared_by);
   if (!item.is_buffer && has_replicas) {
-    throw_error("a layer wrote to a parameter, of which each replica would have another value; make it a buffer");
+    throw_error("a layer wrote to a parameter, so the replicas would have different values; make it a buffer");
   }
   if (!item.is_buffer && is_recomputed()) {
     throw_error(

@@ -12,7 +12,7 @@ Schedule measuring_schedule(const Layout& layout);
 /// the text form of a list schedule if that is faster than all names by more than 3 %. Leaves out schedules that fill and
 /// drain, because they sum gradients in another order. Transfers take no time. `measured`: a step of
 /// measuring_schedule(), with all stages. `last_is_smaller`: ignores the last micro-batch. `saves_memory`: leaves out
-/// schedules with more cells or graphs on a worker than the one that was measured ever has.
+/// schedules with more cells or graphs on a worker than the measured schedule ever has.
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory);
 

@@ -4,8 +4,8 @@
 
 namespace gpipe {
 
-/// Returns the lists of F, I and W that arise when each free worker runs one of the actions that can start: W only if
-/// there is no other, early micro-batches first, and either F or I first, whichever makes the shorter step. Fits any
+/// Returns lists of F, I and W in which each free worker runs an action that can start. W runs only if there is no other,
+/// and early micro-batches run first. Tries F before I, and I before F, and keeps what makes the shorter step. Fits any
 /// placement. A worker with n stages holds at most n × `depth` cells at once, and at least one per stage, so that the
 /// oldest micro-batch can go on; `depth` can be a fraction. Never deadlocks, whatever the edges. REQUIRES: a valid layout,
 /// and costs that fit it.

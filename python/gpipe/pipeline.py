@@ -476,7 +476,7 @@ class GPipe(StagedModel):
     def report(self, memory: checks.Memory | None = None) -> Report:
         """Returns what the steps of the last :meth:`trace` did: where the time went, and what each worker waited for. Over
         ranks, all call it, and those except rank 0 get an empty one. With the ``memory`` of each device, as for
-        :meth:`from_module`, its page shows what is left beside parameters, buffers and Adam's state."""
+        :meth:`from_module`, its page shows what is left besides parameters, buffers and Adam's state."""
         with self.team.refusing():
             if self._timeline is None:
                 raise RuntimeError("nothing has been traced: call pipe.trace(gpipe.Timeline()) before the steps")
