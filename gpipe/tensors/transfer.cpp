@@ -122,6 +122,14 @@ at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.dev
 
 namespace {
 
+// Tensor::pin_memory() refuses a tensor that repeats elements, as expand() makes.
+at::Tensor pinned(const at::Tensor& tensor) {
+  if (tensor.is_pinned() || tensor.is_non_overlapping_and_dense()) return tensor.pin_memory();
+  auto copy = empty_at(tensor.sizes(), tensor.strides(), tensor.options().pinned_memory(true), /*lead=*/0);
+  without_repeats(copy).copy_(without_repeats(tensor));
+  return copy;
+}
+
 // Whether a tensor can take another's values in place and then has its sizes and strides.
 bool fits(const at::Tensor& to, const at::Tensor& from) {
   const bool has_strides = to.layout() == at::kStrided && !to.is_nested();
@@ -207,7 +215,7 @@ StreamEvents start_copies(std::span<at::Tensor> tensors, const StreamEvents& rea
     use_on_current_stream(tensor);
     const bool is_plain = has_plain_memory(tensor);
     const auto version = version_of(tensor);
-    if (is_plain && from.is_cpu()) tensor = tensor.pin_memory();
+    if (is_plain && from.is_cpu()) tensor = pinned(tensor);
     tensor = copy_of(tensor, to, /*non_blocking=*/is_plain || (!from.is_cpu() && !to.is_cpu()));
     set_version(tensor, version);
   }
