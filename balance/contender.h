@@ -86,8 +86,8 @@ class Contender {
   void improve(std::int64_t& actions);
   /// Lets a list schedule hold more or fewer cells where this helps.
   void deepen(std::int64_t& actions);
-  /// Changes the segments of the best plans, one at a time, as long as this helps: moves an end by a layer, recomputes a
-  /// segment or not, recomputes a layer by itself.
+  /// Changes the segments of the best plans, one at a time, as long as this helps: recomputes a segment or not, cuts
+  /// one in two, moves an end by a layer.
   void polish(std::int64_t& actions);
   /// Recomputes fewer micro-batches of a segment where the memory allows it.
   void relax(std::int64_t& actions);

@@ -1,7 +1,6 @@
 #include "balance/cut.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "balance/segments.h"

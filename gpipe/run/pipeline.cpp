@@ -109,14 +109,16 @@ std::shared_ptr<const Program> CallState::program(const Pipeline& pipeline, int 
   return made;
 }
 
-void CallState::set_schedule(const Pipeline& pipeline, const std::string& schedule) {
+void CallState::set_schedule(const std::string& schedule) {
   MutexLock lock(mutex_);
   chosen_schedule_ = schedule;
-  const auto source = schedule_source(schedule, pipeline.count(), 1, pipeline.placement());
-  const int known = has_lists(schedule) ? lists_of(schedule).layout.micro_batches : kMostCells;
-  make_schedule_ = [make = source.make, known](const Layout& layout) {
-    return layout.micro_batches > known ? list_schedule(layout) : make(layout);
-  };
+  if (has_lists(schedule)) {
+    make_schedule_ = [known = lists_of(schedule)](const Layout& layout) {
+      return layout.micro_batches == known.layout.micro_batches ? known.schedule : list_schedule(layout);
+    };
+  } else {
+    make_schedule_ = [schedule](const Layout& layout) { return make_schedule(schedule, layout, Checkpoint::kNever); };
+  }
   std::erase_if(programs_, [](const auto& known) { return std::get<StepKey::Call>(known.first) == StepKey::kStep; });
 }
 

@@ -38,9 +38,9 @@ class CallState {
   /// schedule that cannot run.
   std::shared_ptr<const Program> program(const Pipeline& pipeline, int micro_batches, const Checkpoints& checkpoints,
                                          StepKey::Call call);
-  /// Sets the schedule of later steps of `pipeline`, whose state this is: a name, or lists in the text form, which
-  /// list_schedule() replaces for other numbers of micro-batches.
-  void set_schedule(const Pipeline& pipeline, const std::string& schedule);
+  /// Sets the schedule of later steps: a name, or lists in the text form, which list_schedule() replaces for other
+  /// numbers of micro-batches.
+  void set_schedule(const std::string& schedule);
   /// Empty before set_schedule().
   std::string chosen_schedule() const {
     MutexLock lock(mutex_);

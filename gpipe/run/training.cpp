@@ -138,7 +138,7 @@ void choose_schedule(Pipeline& pipeline, Timeline measured, const Sizes& sizes, 
         fastest_schedule(measured, layout, checkpoints, /*last_is_smaller=*/sizes.back() < sizes.front(), saves_memory);
   }
   if (team.size() > 1) schedule = team.share(schedule);
-  if (!schedule.empty()) pipeline.calls().set_schedule(pipeline, schedule);
+  if (!schedule.empty()) pipeline.calls().set_schedule(schedule);
 }
 
 std::vector<torch::Device> devices_of(const Value& value) {

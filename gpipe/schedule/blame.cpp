@@ -68,9 +68,11 @@ class Step {
     for (auto& node : nodes_) find_input(node);
     for (auto& node : nodes_) {
       const double free = node.before < 0 ? start_ : nodes_[node.before].span.end;
-      if (binding(node) == node.before) node.between = node.begin - free - paused(free, node.begin);
-      if (binding(node) == node.before) continue;
-      node.late = node.begin - node.came - paused(nodes_[node.input].span.end, node.begin);
+      if (binding(node) == node.before) {
+        node.between = node.begin - free - paused(free, node.begin);
+      } else {
+        node.late = node.begin - node.came - paused(nodes_[node.input].span.end, node.begin);
+      }
     }
   }
 

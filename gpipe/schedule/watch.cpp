@@ -11,7 +11,7 @@ namespace gpipe {
 namespace {
 
 constexpr std::size_t kSteps = 20;
-constexpr int kMargins = 24;                          // columns of a lane beside its actions
+constexpr int kMargins = 24;                          // columns of a lane that show no actions
 constexpr std::array kColors = {44, 43, 42, 45, 46};  // of F, R, B, I, W, as a terminal's backgrounds
 
 std::string lane_of(const StepBlame& step, const std::vector<Span>& spans, int worker, std::int64_t peak, int width) {
