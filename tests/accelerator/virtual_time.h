@@ -82,8 +82,8 @@ struct Replay {
 
 /// Runs a log on a machine. A device has one engine for operators and one for copies in each direction. An engine
 /// serves first what was ready first. A transfer between ranks follows NCCL's rules: each end begins when the work before
-/// it on its stream is over and its device has room, and waits there for the others. Errors: std::logic_error if something
-/// waits for ever, with the transfers that have begun.
+/// it on its stream is over and its device has room, and waits there for the others. Errors: std::logic_error, which
+/// lists the transfers that have begun, if something waits for ever.
 Replay replay(const Log& log, const Machine& machine);
 
 }  // namespace gpipe::accelerator

@@ -10,7 +10,7 @@ struct ReferenceStep {
   std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
   std::vector<int> placement = {};       ///< the worker of each stage; empty: each has its own
   bool ascending = false;                ///< the order of micro-batches in the backward
-  int first_micro_batch = 0;             ///< those of earlier replicas
+  int first_micro_batch = 0;             ///< the micro-batches of earlier replicas
   /// Returns the gradients of the joined outputs. Empty if there is a loss.
   std::function<std::vector<Tensor>(const std::vector<Tensor>& outputs)> gradients_of = {};
   /// A loss that is a sum over samples, as the last layer; may be empty.
