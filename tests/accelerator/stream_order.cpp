@@ -85,6 +85,10 @@ void StreamOrder::launch(int stream, std::string_view operation, std::span<const
   std::lock_guard<std::mutex> lock(mutex_);
   log({.kind = Request::kLaunch, .stream = stream, .work = work, .operation = operation});
   if (work.is_copy()) ++counts().copies;
+  if (work.is_copy() && work.copies_from < 0) {
+    // Another thread may have made the values, after work that it waited for. No event tells which thread.
+    for (const auto& [thread, clock] : hosts_) join(host(), clock);
+  }
   join(streams_[stream], host());
   ++streams_[stream][stream];
   for (const auto& access : accesses) check(stream, operation, access);

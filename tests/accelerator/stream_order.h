@@ -68,8 +68,8 @@ class StreamOrder {
   /// Returns the index of a stream of a device.
   int index(int device, std::int64_t stream);
 
-  /// Runs an operation on a stream. It comes after all that this thread waited for. Checks its accesses. `operation`
-  /// must outlive this.
+  /// Runs an operation on a stream. It comes after all that this thread waited for, and a copy from the host after all
+  /// that any thread waited for. Checks its accesses. `operation` must outlive this.
   void launch(int stream, std::string_view operation, std::span<const Access> accesses, const Work& work = {});
   /// Makes a stream's later work come after the present work of another.
   void order(int first, int then);
