@@ -12,9 +12,10 @@ namespace gpipe {
 class GPIPE_API Watch {
  public:
   /// Returns the text that shows the last complete step of a timeline with all workers; "" if there is none. `line` is what
-  /// the program says of the step. `columns` is the width of the terminal, 0 for a log. Ends the line with the change that
-  /// saved most in the last steps, as blame.h's to_json_lines() knows them.
-  std::string show(const Timeline& timeline, std::string line, int columns);
+  /// the program says of the step. `columns` is the width of the terminal, 0 for a log. `room` has the bytes that each
+  /// worker may use, if known. Ends the line with the change that saved most in the last steps, as blame.h's
+  /// to_json_lines() knows them.
+  std::string show(const Timeline& timeline, std::string line, int columns, const std::vector<std::int64_t>& room = {});
 
  private:
   std::deque<std::map<std::string, double>> gains_;  // of the last steps

@@ -22,9 +22,9 @@ Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
 /// times. Of replicas, the first counts.
 ///
 /// Assumes that each part of a layer's work takes the same share of its stage as its forward, and that half a micro-batch
-/// takes half the time, and that there are enough samples. But "chunks=N" with smaller micro-batches is there only if it saves time, too, when half of one
-/// takes a tenth longer than that. Leaves out schedules that split backwards if the step split none; and schedules and
-/// chunks if the schedule or the checkpoint modes have no names.
+/// takes half the time, and that there are enough samples. But "chunks=N" with smaller micro-batches is there only if it
+/// saves time, too, when half of one takes a tenth longer than that. Leaves out schedules that split backwards if the
+/// step split none; and schedules and chunks if the schedule or the checkpoint modes have no names.
 std::vector<std::map<std::string, double>> gains(const Timeline& timeline, const std::vector<StepBlame>& steps);
 
 /// A change that saves time, with the range of what it saves in eight of ten steps, in seconds.

@@ -11,10 +11,12 @@ namespace gpipe {
 namespace {
 
 constexpr std::size_t kSteps = 20;
-constexpr int kMargins = 24;                          // columns of a lane that show no actions
+constexpr int kMargins = 22;                          // columns of a lane that show no actions
 constexpr std::array kColors = {44, 43, 42, 45, 46};  // of F, R, B, I, W, as a terminal's backgrounds
 
-std::string lane_of(const StepBlame& step, const std::vector<Span>& spans, int worker, std::int64_t peak, int width) {
+std::string megabytes(std::int64_t bytes) { return absl::StrFormat("%.4g", static_cast<double>(bytes) / 1e6); }
+
+std::string lane_of(const StepBlame& step, const std::vector<Span>& spans, int worker, int width) {
   std::vector<std::string> cells(width, " ");
   const auto cell = [&](double time) {
     return static_cast<int>((time - step.start) / (step.end - step.start) * width);
@@ -27,12 +29,13 @@ std::string lane_of(const StepBlame& step, const std::vector<Span>& spans, int w
     std::fill_n(cells.begin() + first, std::clamp(cell(span.end) - first, 1, width - first), drawn);
   }
   const auto text = std::accumulate(cells.begin(), cells.end(), std::string());
-  return absl::StrFormat("%3d %s %9.4g MB\n", worker, text, static_cast<double>(peak) / 1e6);
+  return absl::StrFormat("%3d %s", worker, text);
 }
 
 }  // namespace
 
-std::string Watch::show(const Timeline& timeline, std::string line, int columns) {
+std::string Watch::show(const Timeline& timeline, std::string line, int columns,
+                        const std::vector<std::int64_t>& room) {
   const auto steps = blame(timeline);
   if (steps.empty()) return "";
   const auto& step = steps.back();
@@ -43,8 +46,11 @@ std::string Watch::show(const Timeline& timeline, std::string line, int columns)
   for (const auto& wait : step.waits) idle += wait.end - wait.start;
   absl::StrAppendFormat(&line, ", idle %.0f%%", 100 * idle / seconds / timeline.workers);
   const auto peaks = timeline.peak_bytes();
-  const auto most = std::ranges::max(peaks);
-  if (most > 0) absl::StrAppendFormat(&line, ", at most %.4g MB", static_cast<double>(most) / 1e6);
+  const auto bytes_of = [&](std::size_t worker) {
+    return megabytes(peaks[worker]) + (worker < room.size() ? " of " + megabytes(room[worker]) : "") + " MB";
+  };
+  const auto most = std::ranges::max_element(peaks) - peaks.begin();
+  if (peaks[most] > 0) absl::StrAppend(&line, ", at most ", bytes_of(most));
   auto causes = step.parts;
   causes.erase("work");
   const auto& [cause, cost] = *std::ranges::max_element(causes, {}, [](const auto& part) { return part.second; });
@@ -59,7 +65,8 @@ std::string Watch::show(const Timeline& timeline, std::string line, int columns)
   while (end < line.size() && (line[end] & 0xC0) == 0x80) --end;  // not within a character
   absl::StrAppend(&text, line.substr(0, end), "\n");
   for (int w = 0; w < timeline.workers; ++w) {
-    text += lane_of(step, timeline.spans, w, peaks[w], std::max(10, columns - kMargins));
+    const auto lane = lane_of(step, timeline.spans, w, std::max(10, columns - kMargins));
+    absl::StrAppendFormat(&text, "%s %17s\n", lane, bytes_of(w));
   }
   drawn_ = 1 + timeline.workers;
   return text;

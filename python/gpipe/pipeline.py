@@ -480,6 +480,13 @@ class GPipe(StagedModel):
         with self.team.refusing():
             if self._timeline is None:
                 raise RuntimeError("nothing has been traced: call pipe.trace(gpipe.Timeline()) before the steps")
+        room = self._room(memory)
+        return Report(self.team.gather_timeline(self._timeline).to_json_lines(), room)
+
+    def _room(self, memory: checks.Memory | None) -> list[int]:
+        """Returns the bytes of each worker's device that remain besides parameters, buffers and Adam's state. All ranks call
+        it."""
+        with self.team.refusing():
             limits = [] if memory is None else checks.check_memory(memory)
             held = [0] * len(set(self.placement))
             if len(limits) not in (0, 1, len(held)):
@@ -488,11 +495,9 @@ class GPipe(StagedModel):
             own = nn.ModuleList(stage for at, stage in zip(self.placement, self.partitions, strict=True) if at == worker)
             held[worker] += sum(each.nbytes * (3 if each.requires_grad else 1) for each in own.parameters() if not each.is_meta)
             held[worker] += sum(each.nbytes for each in own.buffers() if not each.is_meta)
-        timeline = self.team.gather_timeline(self._timeline)
         all_held = self.team.gather(bytes(json.dumps(held), "ascii"), "bytes of models") if limits else []
         most = [max(of_ranks) for of_ranks in zip(*map(json.loads, all_held), strict=True)]
-        room = [max(0, limit - each) for limit, each in zip(limits * (len(most) // max(1, len(limits))), most, strict=True)]
-        return Report(timeline.to_json_lines(), room)
+        return [max(0, limit - each) for limit, each in zip(limits * (len(most) // max(1, len(limits))), most, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_timeline": None}

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpipe import _C
-from gpipe.checks import check_is
+from gpipe.checks import Memory, check_is
 
 __all__ = ["Report", "watch"]
 
@@ -192,16 +192,17 @@ def to_page(lines: str) -> str:
 
 
 @contextmanager
-def watch(pipe: Any, *, out: TextIO | None = None) -> Iterator[None]:
+def watch(pipe: Any, *, out: TextIO | None = None, memory: Memory | None = None) -> Iterator[None]:
     """Shows each :meth:`GPipe.step` within a ``with`` block: a lane per worker in a terminal, a line elsewhere.
 
         with gpipe.report.watch(pipe):
             train(pipe)
 
     Traces the steps, so it cannot be used with :meth:`GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes
-    to the standard error stream unless given another."""
+    to the standard error stream unless given another. ``memory`` is as in :meth:`GPipe.report`."""
     check_is(pipe, "pipe", torch.nn.Module, "a gpipe.GPipe")
     stream, step, shows = out or sys.stderr, pipe.step, pipe.ranks is None or pipe.ranks.rank == 0
+    room = pipe._room(memory)
     view, timeline, count, before = _C.Watch(), _C.Timeline(), 0, time.perf_counter()
 
     def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +219,7 @@ def watch(pipe: Any, *, out: TextIO | None = None) -> Iterator[None]:
             text = f"step {count}: {_time(seconds)}, loss {float(loss):.4g}"
             text += f", {max(sizes, default=0) / seconds:.4g} samples/s"
             columns = max(10, shutil.get_terminal_size().columns - 1) if stream.isatty() else 0
-            stream.write(view.show(gathered, text, columns))
+            stream.write(view.show(gathered, text, columns, room))
             stream.flush()
         return result
 
