@@ -95,13 +95,6 @@ Value copy_of(const Value& value, std::optional<c10::Device> device) {
   return Value(value.form(), std::move(tensors));
 }
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 /// The state of a parameter or buffer.
 struct RestoreModule::Saved {
   std::string name;

@@ -19,9 +19,6 @@ Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& siz
 /// Returns a detached copy on the device, if one is given, whose tensors require grad where the value's do.
 Value copy_of(const Value& value, std::optional<c10::Device> device = {});
 
-/// The middle value; the upper of the two middle ones for an even count; 0 for an empty list.
-double median(std::vector<double> values);
-
 /// Restores a module's state when destroyed: values, memory, version counters, gradients and requires_grad of the
 /// parameters and buffers it had at first; training modes; the CPU's default generator. Leaves new tensors.
 ///

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <vector>
 
 namespace gpipe {
 
@@ -10,6 +12,13 @@ inline constexpr std::chrono::milliseconds kPollPeriod{50};
 /// The clock of timelines: seconds of std::chrono::steady_clock.
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+/// The middle value; the upper of the two middle ones for an even count; 0 of no values.
+inline double median(std::vector<double> values) {
+  const auto middle = values.begin() + std::ssize(values) / 2;
+  std::ranges::nth_element(values, middle);
+  return values.empty() ? 0 : *middle;
 }
 
 }  // namespace gpipe

@@ -2,19 +2,18 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/partition.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {
 
 constexpr double kLossOfSmall = 1.1;  // half a micro-batch may take up to 10 % more than half the time
-
-double& at(std::array<double, 5>& times, Kind kind) { return times[static_cast<std::size_t>(kind)]; }
 
 template <typename T>
 std::string to_list(const std::vector<T>& items) {
@@ -84,7 +83,7 @@ class Neighbours {
       : spans_(std::move(spans)),
         program_(program_of(spans_, edges)),
         layout_(program_.layout()),
-        costs_(costs_of(/*queues=*/true)) {
+        costs_(costs_of(spans_, layout_.stages, median)) {
     costs_.edges = std::move(transfers);
     simulated_ = simulate(program_, costs_).makespan;
     if (simulated_ > 0) jitter_ = seconds / simulated_;
@@ -105,41 +104,13 @@ class Neighbours {
     if (is_known_ && layout_.micro_batches % 2 == 0) offer_chunks(layout_.micro_batches / 2);
     if (is_known_) offer_chunks(layout_.micro_batches * 2);
     offer_cut(cut);
-    auto costs = costs_of(/*queues=*/false);
+    auto costs = costs_of(spans_, layout_.stages, median, /*queues=*/false);
     costs.edges = costs_.edges;
     offer("a core for each worker", layout_, program_.schedule(), costs);
     return std::move(gains_);
   }
 
  private:
-  Costs costs_of(bool queues) const {
-    constexpr double kUnknown = -1;
-    std::map<std::tuple<int, Kind, bool>, std::vector<double>> times;
-    for (const auto& span : spans_) {
-      const auto [kind, stage, micro_batch] = span.action;
-      const bool stored = kind == Kind::F && program_.recomputes(stage, micro_batch);
-      times[{stage, kind, stored}].push_back(span.lead + span.end - span.start - (queues ? 0 : span.queued));
-    }
-    const auto median = [&](int stage, Kind kind, bool stored) {
-      const auto found = times.find({stage, kind, stored});
-      return found == times.end() ? kUnknown : middle_of(found->second);
-    };
-    Costs costs;
-    for (int s = 0; s < layout_.stages; ++s) {
-      auto& [forward, recompute, backward, input, weight] = costs.actions.emplace_back();
-      for (const Kind kind : {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W}) {
-        at(costs.actions.back(), kind) = median(s, kind, false);
-      }
-      auto& stored = costs.stored.emplace_back(median(s, Kind::F, true));
-      if (forward == kUnknown) forward = std::max(stored, recompute);  // as an R, an F then makes a graph
-      if (stored == kUnknown) stored = forward;
-      if (recompute == kUnknown) recompute = forward;
-      if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // no backward was split
-      if (backward == kUnknown) backward = input + weight;
-    }
-    return costs;
-  }
-
   void offer(const std::string& change, const Layout& layout, Schedule lists, Costs costs) {
     for (std::size_t e = 0; e < costs.edges.size(); ++e) {
       const auto& [from, to, name] = program_.edges()[e];
@@ -239,6 +210,41 @@ class Neighbours {
 };
 
 }  // namespace
+
+Costs costs_of(const std::vector<Span>& spans, int stages, absl::FunctionRef<double(std::vector<double>)> typical,
+               bool queues) {
+  constexpr double kUnknown = -1;
+  std::set<std::pair<int, int>> recomputed;  // stage and micro-batch
+  for (const auto& span : spans) {
+    if (span.action.kind == Kind::R) recomputed.emplace(span.action.stage, span.action.micro_batch);
+  }
+  std::map<std::tuple<int, Kind, bool>, std::vector<double>> times;
+  for (const auto& span : spans) {
+    const auto [kind, stage, micro_batch] = span.action;
+    const bool stored = kind == Kind::F && recomputed.contains({stage, micro_batch});
+    times[{stage, kind, stored}].push_back(span.lead + span.end - span.start - (queues ? 0 : span.queued));
+  }
+  const auto seconds_of = [&](int stage, Kind kind, bool stored = false) {
+    const auto found = times.find({stage, kind, stored});
+    return found == times.end() ? kUnknown : typical(found->second);
+  };
+  Costs costs;
+  for (int s = 0; s < stages; ++s) {
+    auto& [forward, recompute, backward, input, weight] = costs.actions.emplace_back();
+    auto& stored = costs.stored.emplace_back(seconds_of(s, Kind::F, true));
+    forward = seconds_of(s, Kind::F);
+    recompute = seconds_of(s, Kind::R);
+    backward = seconds_of(s, Kind::B);
+    input = seconds_of(s, Kind::I);
+    weight = seconds_of(s, Kind::W);
+    if (forward == kUnknown) forward = std::max(stored, recompute);  // as an R, an F then makes a graph
+    if (stored == kUnknown) stored = forward;
+    if (recompute == kUnknown) recompute = forward;
+    if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // no backward was split
+    if (backward == kUnknown) backward = input + weight;
+  }
+  return costs;
+}
 
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges) {
   Layout layout{0, 0, {}};

@@ -1,21 +1,20 @@
 #pragma once
 
-#include <algorithm>
-
+#include "absl/functional/function_ref.h"
 #include "gpipe/blame.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
-
-/// The upper median; 0 of no values.
-inline double middle_of(std::vector<double> values) {
-  const auto middle = values.begin() + std::ssize(values) / 2;
-  std::ranges::nth_element(values, middle);
-  return values.empty() ? 0 : *middle;
-}
 
 /// Returns the program whose step made these spans, which are in the order of each worker. Errors: std::invalid_argument
 /// unless all actions are there.
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
+
+/// Returns what the actions of each stage cost in a step with these spans: `typical` of the seconds of one kind. A kind
+/// that the step lacks takes what the others tell. `queues`: with the time in which threads waited for a core. The edges
+/// are empty.
+Costs costs_of(const std::vector<Span>& spans, int stages, absl::FunctionRef<double(std::vector<double>)> typical,
+               bool queues = true);
 
 /// Returns, for each step that blame() found in a timeline, the seconds that each single change of the plan would save,
 /// such as "schedule='zb_h1'" or "balance=[3, 5]"; negative if it costs time. Simulates both plans with the step's median

@@ -1,52 +1,18 @@
 #include "gpipe/schedule/auto_schedule.h"
 
 #include <algorithm>
-#include <limits>
-#include <set>
 
+#include "gpipe/schedule/advice.h"
 #include "gpipe/schedule/list_schedule.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedule_source.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {
 
-constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr double kEqual = 1.01;        // times that differ by less are equal
 constexpr double kPreferNames = 1.03;  // a schedule without a name is only used if it is faster by more
-
-// The shortest action of each kind and stage: the first ones of a step are slow.
-Costs costs_of(const Timeline& timeline, const Layout& layout, bool last_is_smaller) {
-  const int m = layout.micro_batches;
-  Costs costs;
-  costs.actions.assign(layout.stages, {kUnknown, kUnknown, kUnknown, kUnknown, kUnknown});
-  costs.stored.assign(layout.stages, kUnknown);
-  costs.edges.assign(timeline.edges.size(), 0);
-  std::set<std::pair<int, int>> recomputed;  // stage and micro-batch
-  for (const auto& span : timeline.spans) {
-    if (span.action.kind == Kind::R) recomputed.emplace(span.action.stage, span.action.micro_batch);
-  }
-  for (const auto& span : timeline.spans) {
-    const auto& [kind, stage, micro_batch] = span.action;
-    if (last_is_smaller && micro_batch == m - 1) continue;
-    const bool stored = kind == Kind::F && recomputed.contains({stage, micro_batch});
-    // at(), because other ranks have sent spans.
-    auto& least = stored ? costs.stored.at(stage) : costs.actions.at(stage).at(static_cast<std::size_t>(kind));
-    least = std::min(least, span.end - span.start);
-  }
-  for (int s = 0; s < layout.stages; ++s) {
-    auto& [forward, recompute, backward, input, weight] = costs.actions[s];
-    auto& stored = costs.stored[s];
-    if (forward == kUnknown) forward = stored;
-    if (stored == kUnknown) stored = forward;
-    if (recompute == kUnknown) recompute = 0;
-    if (input == kUnknown) std::tie(input, weight) = std::pair(backward, 0.0);  // no backward was split
-    if (backward == kUnknown) backward = input + weight;
-  }
-  return costs;
-}
 
 // The schedule whose backwards measuring_schedule() splits.
 Schedule measured_schedule(const Layout& layout) {
@@ -90,7 +56,13 @@ Schedule measuring_schedule(const Layout& layout) {
 std::string fastest_schedule(const Timeline& measured, const Layout& layout, const Checkpoints& checkpoints,
                              bool last_is_smaller, bool saves_memory) {
   const auto& edges = measured.edges;
-  const auto costs = costs_of(measured, layout, last_is_smaller);
+  auto spans = measured.spans;
+  if (last_is_smaller) {
+    std::erase_if(spans, [&](const Span& span) { return span.action.micro_batch == layout.micro_batches - 1; });
+  }
+  const auto least = [](const auto& seconds) { return std::ranges::min(seconds); };  // a step's first actions are slow
+  auto costs = costs_of(spans, layout.stages, least);
+  costs.edges.assign(edges.size(), 0);
   const auto most = held(measured_schedule, layout, edges, checkpoints);
   struct Candidate {
     std::string schedule;

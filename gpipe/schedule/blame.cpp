@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/schedule/advice.h"
 #include "gpipe/schedule/verifier.h"
 
@@ -200,7 +201,7 @@ class Step {
       const double sent = nodes_[node.input].span.end;
       seen[node.edge].push_back(std::max(0.0, node.begin - sent - paused(sent, node.begin)));
     }
-    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = middle_of(std::move(seen[e]));
+    for (std::size_t e = 0; e < seen.size(); ++e) transfers_[e] = median(std::move(seen[e]));
   }
 
   Piece piece(Cause cause, double seconds, int of, int edge = -1) const {
@@ -321,7 +322,7 @@ std::vector<StepBlame> blame(const Timeline& timeline) {
     }
   }
   Typical typical;
-  for (const auto& [likes, seconds] : times) typical[likes] = middle_of(seconds);
+  for (const auto& [likes, seconds] : times) typical[likes] = median(seconds);
   std::vector<StepBlame> blamed;
   for (const auto& [number, step] : steps) {
     const double opens = blamed.empty() ? step.start() : std::min(step.start(), blamed.back().end);

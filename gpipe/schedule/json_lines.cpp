@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "gpipe/blame.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/schedule/advice.h"
 
 namespace gpipe {
@@ -51,7 +52,7 @@ std::string to_json_lines(const Timeline& timeline) {
     line["critical_path"] = to_json(critical_path);
     line["gains"] = gained[i];
     if (i + 1 == steps.size()) {
-      line["advice"] = to_json(advice(gained, middle_of(seconds)));
+      line["advice"] = to_json(advice(gained, median(seconds)));
       for (const auto& layer : timeline.layers) line["layers"].push_back({layer.stage, layer.seconds});
     }
     for (const auto& each : slack) {
