@@ -32,8 +32,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"cpp:.*", r".*"),  # names of LibTorch and the standard library have no page here
     (r"py:.*", r"(torch|nn|collections|contextlib|datetime|typing|os|pathlib|gpipe\.core)\..*"),
-    (r"py:class", r"gpipe\.(skip\.M|Namespace|Pipeline|StepOptions|SkipKey|Graph|plan\.Plan|\w+\._Result)"),
-    (r"py:class", r"How the pipeline.*"),  # a docstring with a colon
+    (r"py:class", r"gpipe\.(skip\.M|Namespace|Pipeline|StepOptions|SkipKey|Graph|planning\.Plan|\w+\._Result)"),
+    (r"py:class", r"Optimizer|GradScaler|How the pipeline.*"),  # annotations without a module; a docstring with a colon
 ]
 suppress_warnings = ["ref.ref", "ref.python"]  # names in headers that no page shows; `bytes` has several meanings
 highlight_language = "text"

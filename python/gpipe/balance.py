@@ -172,7 +172,7 @@ def plan(
     number of micro-batches, best first; if none fits, also the device, the missing bytes and what would help.
 
     Measures the layers for micro-batches of several sizes, simulates, and runs the ``pilots`` best plans for a few steps.
-    Leaves the model and the random state unchanged. Errors as for :func:`profile`.
+    Leaves the model and the random state unchanged. Errors as for :func:`gpipe.balance.profile`.
 
     Args:
         model: the model; or profiles of it, for micro-batches of several sizes, if it is not to be measured.
@@ -189,7 +189,7 @@ def plan(
             of ``between``: ``bandwidth``.
         pilots: 0 to run no plan, as where the devices are elsewhere.
         seconds: approximate time limit for all measurements.
-        param_scale: as for :func:`profile`.
+        param_scale: as for :func:`gpipe.balance.profile`.
     """
     few = checks.check_whole(devices, "devices", bits=16) if isinstance(devices, int) else None
     if few:

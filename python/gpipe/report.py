@@ -193,13 +193,13 @@ def to_page(lines: str) -> str:
 
 @contextmanager
 def watch(pipe: Any, *, out: TextIO | None = None, memory: Memory | None = None) -> Iterator[None]:
-    """Shows each :meth:`GPipe.step` within a ``with`` block: a lane per worker in a terminal, a line elsewhere.
+    """Shows each :meth:`gpipe.GPipe.step` within a ``with`` block: a lane per worker in a terminal, a line elsewhere.
 
         with gpipe.report.watch(pipe):
             train(pipe)
 
-    Traces the steps, so it cannot be used with :meth:`GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes
-    to the standard error stream unless given another. ``memory`` is as in :meth:`GPipe.report`."""
+    Traces the steps, so it cannot be used with :meth:`gpipe.GPipe.trace`. Over ranks, all call it, and rank 0 shows. Writes
+    to the standard error stream unless given another. ``memory`` is as in :meth:`gpipe.GPipe.report`."""
     check_is(pipe, "pipe", torch.nn.Module, "a gpipe.GPipe")
     stream, step, shows = out or sys.stderr, pipe.step, pipe.ranks is None or pipe.ranks.rank == 0
     room = pipe._room(memory)
