@@ -27,8 +27,8 @@ class SkipRoutes : public SkipContext {
 
   /// The skips that leave the stage, in its order.
   struct Leaving {
-    at::Tensor tensor;  ///< as the layer stashed it
-    Parcel parcel;      ///< empty until the skip is stashed
+    at::Tensor tensor;  ///< as the layer stashed it, with its graph
+    Parcel parcel;      ///< has it without; empty until the skip is stashed
   };
   std::vector<Leaving>& leaving() { return leaving_; }
 

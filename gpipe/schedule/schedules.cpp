@@ -233,7 +233,7 @@ const ScheduleRule& schedule_rule(std::string_view name) {
     return *found;
   }
   const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
-  refuse_argument("unknown schedule '", std::string(name), "'; choose one of ", names);
+  refuse_argument("unknown schedule '", std::string(name), "'; choose one of ", names, ", or give a file as @FILE");
 }
 
 Schedule make_schedule(std::string_view name, const Layout& layout, const Checkpoints& checkpoints) {

@@ -29,8 +29,7 @@ class CellActions {
 
 std::string label(const std::vector<Edge>& edges, int edge) {
   const Edge& it = edges[edge];
-  if (it.name.empty()) return StrFormat("edge %d (stage %d to %d)", edge, it.from, it.to);
-  return StrFormat("edge %d ('%s')", edge, it.name);
+  return StrFormat("edge %d (%sstage %d to %d)", edge, it.name.empty() ? "" : "'" + it.name + "', ", it.from, it.to);
 }
 
 void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {

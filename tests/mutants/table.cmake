@@ -66,6 +66,8 @@ mutant(shares_random_numbers gpipe/autograd/cell.cpp "stage_.first_layer + layer
 mutant(recomputes_at_random gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
        "emplace(!is_checkpointed_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
 mutant(adds_into_shared_gradients gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;" GradientSums*)
+mutant(sends_skips_without_a_root gpipe/autograd/cell.cpp "root(skip.tensor)" "root(out.back().tensors.front())"
+       SkipEdges*)
 mutant(sends_skips_that_were_changed gpipe/autograd/skip_routes.cpp "if (leaving_[k].parcel.changed())" "if (false)"
        SkipEdges*)
 mutant(recomputes_without_copies gpipe/autograd/cell.cpp "if (retain_graph && stores_copies_)" "if (false)"

@@ -193,8 +193,8 @@ TEST(Verifier, RefusesWhatIsInvalid) {
       {{2, 1, {0, 2000000000}}, {}, lists({"0F0"}), "worker 2000000000"},
       {{3, 1, {0, 2, 2}}, {}, lists({"0F0"}), "worker 1 has no stage"},
       {{2, 1, {0, 1}}, {}, lists({"0F0"}), "1 lists"},
-      {straight(3, 1), {{1, 1, "loop"}}, filled, "edge 0 ('loop')"},
-      {straight(3, 1), {{0, 1, ""}, {2, 1, "back"}}, filled, "edge 1 ('back')"},
+      {straight(3, 1), {{1, 1, "loop"}}, filled, "edge 0 ('loop', stage 1 to 1)"},
+      {straight(3, 1), {{0, 1, ""}, {2, 1, "back"}}, filled, "edge 1 ('back', stage 2 to 1)"},
       {straight(3, 1), {{0, 3, ""}}, filled, "stage 0 to stage 3"},
       {straight(3, 1), {{-1, 2, ""}}, filled, "stage -1 to stage 2"},
       {straight(2, 1), chain(2), lists({"0F0 2F0", "1F0"}), "worker 0 has 2F0"},
@@ -232,9 +232,9 @@ TEST(Verifier, RefusesWhatIsInvalid) {
 TEST(Verifier, DeadlockMessageNamesGradientsAndOmitsWorkersThatFinish) {
   const auto schedule = lists({"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"});
   EXPECT_THAT(refusal(straight(3, 2), {{0, 1, "a"}, {1, 2, "b"}}, schedule),
-              AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('a') for 0B0"),
-                    HasSubstr("worker 1 waits to take edge 0 ('a') for 1F1"),
-                    HasSubstr("worker 2 waits to take edge 1 ('b') for 2F1")));
+              AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('a', stage 0 to 1) for 0B0"),
+                    HasSubstr("worker 1 waits to take edge 0 ('a', stage 0 to 1) for 1F1"),
+                    HasSubstr("worker 2 waits to take edge 1 ('b', stage 1 to 2) for 2F1")));
 }
 
 /// A second, simple implementation of rule 4: workers take turns until none can go on.
