@@ -86,8 +86,8 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
     if len(sizes := {len(leaf) for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)}) > 1:
         raise ValueError(
             f"dimension {batch_dim} of each input must be the batch, but the example's have "
-            f"{' and '.join(map(str, sorted(sizes)))} samples"
-            + ("" if batch_dim else "; a model whose sequences come first needs batch_dim=1")
+            f"{' and '.join(map(str, sorted(sizes)))} samples; let the model itself make what has no batch, such as a causal mask"
+            + ("" if batch_dim else ", and pass batch_dim=1 if its sequences come first")
         )
     return copies
 
