@@ -45,9 +45,6 @@ class Whole(nn.Module):
     def forward(self, x):
         return self.second(self.first(x))
 
-    def decode(self, x):
-        return self.second(x)
-
 
 class Counting(nn.Module):
     """Its only child does more than compute."""
@@ -144,7 +141,6 @@ MISTAKES = [
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
-    (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2, seconds=0).decode, AttributeError, r"; .* use \.module\.decode"),
     (lambda: setattr(pipe(), "chunk", 8), AttributeError, "a pipeline has no 'chunk'; did you mean 'chunks'?"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
