@@ -79,6 +79,11 @@ def batched_gradients():
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
 
 
+def gradient_penalty():
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(pipe()(x).sum(), x, create_graph=True)
+
+
 def instance_norm():
     norm = nn.InstanceNorm1d(3, track_running_stats=True)
     gpipe.GPipe(nn.Sequential(norm), [1], deferred_batch_norm=True)(torch.rand(2, 3, 4))
@@ -138,6 +143,7 @@ MISTAKES = [
     (lambda: pipe().requires_grad_(False).step(X, Y, F.mse_loss), RuntimeError, r"no input requires grad: unfreeze .* evaluate\(\)"),
     (added_layer, RuntimeError, "'more' was added to the model of this pipeline or taken from it; make another pipeline"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
+    (gradient_penalty, NotImplementedError, "differentiated twice; .*, and compute a gradient penalty with the plain model"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
