@@ -132,7 +132,7 @@ def check_outputs(graph: Graph, batch_dim: int) -> None:
         shape = output.shape
         if not shape or shape[0] not in samples:
             own = (*shape[: batch_dim + 1][::-1], *shape[batch_dim + 1 :])
-            raise ValueError(
-                f"{where} has the shape {own}, without the batch as dimension {batch_dim}; return it per sample, or "
-                "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")
-            )
+            loss = "or leave it out: call the model without labels, and give step() the loss"
+            advice = "not flattened, or leave it out" if shape else loss
+            what = f"{where} has the shape {own}, without the batch as dimension {batch_dim}"
+            raise ValueError(f"{what}; return it per sample, {advice}")
