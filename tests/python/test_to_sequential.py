@@ -396,7 +396,7 @@ class Packed(nn.Module):
         "have 2 and 5 samples; let the model itself make .* mask, and pass batch_dim=1 if its sequences come first",
     ),
     (lambda: to_sequential(make_net(), batch(), batch_dim=2), ValueError, "batch_dim must be 0 or 1, but is 2"),
-    (lambda: along_1(lambda x: x.view(-1, 4) * 2), ValueError, r"\(5\*samples, 4\), .* as dimension 1; return it per sample, not flattened, or"),
+    (lambda: along_1(lambda x: x.view(-1, 4) * 2), ValueError, r"\(5\*samples, 4\), .* dimension 1; .*, not flattened"),
     (lambda: along_1(lambda x: x.softmax(1)), ValueError, "cuts along dimension 1; leave out batch_dim, and compute losses"),
     (
         lambda: to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1),
