@@ -138,7 +138,7 @@ class PipelineNode : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
-                                "create_graph");
+                                "create_graph, and compute a gradient penalty with the plain model");
     TORCH_CHECK_NOT_IMPLEMENTED(std::ranges::none_of(gradients, is_batched),
                                 "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
                                 "is_grads_batched; call it once per gradient, with retain_graph");

@@ -27,7 +27,8 @@ def _mode_of(name: str) -> property:
 
 class Wrapper(nn.Module):
     """A module with the children, parameters, buffers and hooks of the state of another one, ``module``. Both have the same
-    dicts of them, so names, state, modes and changes of one are the other's."""
+    dicts of them, so names, state, modes and changes of one are the other's. So are attributes and methods: optimizers of
+    timm, for example, ask ``hasattr(model, "no_weight_decay")``."""
 
     module: nn.Module
 
@@ -46,10 +47,10 @@ class Wrapper(nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
-            if not name.startswith("_") and hasattr(self.__dict__.get("module"), name):
-                raise AttributeError(f"{error}; its model has it: use .module.{name}", name=name, obj=self) from None
-            raise
+        except AttributeError:
+            if name.startswith("_") or not hasattr(module := self.__dict__.get("module"), name):
+                raise
+            return getattr(module, name)
 
     def get_submodule(self, target: str) -> nn.Module:
         # Attributes of the wrapper may have the names of children.

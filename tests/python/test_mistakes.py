@@ -45,9 +45,6 @@ class Whole(nn.Module):
     def forward(self, x):
         return self.second(self.first(x))
 
-    def decode(self, x):
-        return self.second(x)
-
 
 class Counting(nn.Module):
     """Its only child does more than compute."""
@@ -80,6 +77,11 @@ def from_module(**options):
 def batched_gradients():
     output = (pipeline := pipe())(X)
     torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
+
+
+def gradient_penalty():
+    x = X.clone().requires_grad_()
+    torch.autograd.grad(pipe()(x).sum(), x, create_graph=True)
 
 
 def instance_norm():
@@ -141,10 +143,10 @@ MISTAKES = [
     (lambda: pipe().requires_grad_(False).step(X, Y, F.mse_loss), RuntimeError, r"no input requires grad: unfreeze .* evaluate\(\)"),
     (added_layer, RuntimeError, "'more' was added to the model of this pipeline or taken from it; make another pipeline"),
     (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
+    (gradient_penalty, NotImplementedError, "differentiated twice; .*, and compute a gradient penalty with the plain model"),
     # Other methods.
     (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
     (lambda: pipe().load_state_dict({"2.weight": X}, strict=False), RuntimeError, r"size mismatch for 2\.weight: .*\[8, 3\]"),
-    (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2, seconds=0).decode, AttributeError, r"; .* use \.module\.decode"),
     (lambda: setattr(pipe(), "chunk", 8), AttributeError, "a pipeline has no 'chunk'; did you mean 'chunks'?"),
     (lambda: setattr(pipe(), "schedule", "1f1b"), AttributeError, r"'schedule' .* gpipe.GPipe\(model, ..., schedule=...\)"),
     # Other functions.
@@ -156,7 +158,7 @@ MISTAKES = [
     (lambda: from_module(stages=2, balance=[1, 1]), ValueError, "balance and stages exclude each other: .*; leave stages out"),
     (lambda: from_module(stages=2, devices=["cpu"], seconds=0), ValueError, "no schedule and number of replicas suits 1 devices"),
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
-    (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few for 2 stages.*\n'inner' .*'count'"),
+    (lambda: gpipe.GPipe.from_module(Counting(), X, stages=2), ValueError, r"1 layers, too few .*\n.*'count' .*; move that"),
     # Balances and plans.
     (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
     (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),

@@ -393,15 +393,15 @@ class Packed(nn.Module):
     (
         lambda: to_sequential(nn.GRU(4, 4, 2), torch.randn(5, 3, 4), torch.zeros(2, 3, 4)),
         ValueError,
-        "have 2 and 5 samples; a model whose sequences come first needs batch_dim",
+        "have 2 and 5 samples; let the model itself make .* mask, and pass batch_dim=1 if its sequences come first",
     ),
     (lambda: to_sequential(make_net(), batch(), batch_dim=2), ValueError, "batch_dim must be 0 or 1, but is 2"),
-    (lambda: along_1(lambda x: x.view(-1, 4) * 2), ValueError, r"\(5\*samples, 4\), without the batch as dimension 1; return it"),
+    (lambda: along_1(lambda x: x.view(-1, 4) * 2), ValueError, r"\(5\*samples, 4\), .* dimension 1; .*, not flattened"),
     (lambda: along_1(lambda x: x.softmax(1)), ValueError, "cuts along dimension 1; leave out batch_dim, and compute losses"),
     (
         lambda: to_sequential(nn.Bilinear(4, 4, 4), torch.randn(5, 6, 4), torch.randn(5, 7, 4), batch_dim=1),
         ValueError,
-        "dimension 1 of each input must be the batch, but the example's have 6 and 7 samples$",
+        "dimension 1 of each input must be the batch, but the example's have 6 and 7 samples; let .* such as a causal mask$",
     ),
     (lambda: to_sequential(torch.jit.script(make_net()), batch()), ValueError, "it is compiled by TorchScript; use"),
     (lambda: to_sequential(torch.compile(make_net()), batch()), ValueError, r"use the .* and call compile\(\) of its blocks"),

@@ -86,8 +86,8 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
     if len(sizes := {len(leaf) for leaf in tree_leaves(copies) if isinstance(leaf, Tensor)}) > 1:
         raise ValueError(
             f"dimension {batch_dim} of each input must be the batch, but the example's have "
-            f"{' and '.join(map(str, sorted(sizes)))} samples"
-            + ("" if batch_dim else "; a model whose sequences come first needs batch_dim=1")
+            f"{' and '.join(map(str, sorted(sizes)))} samples; let the model itself make what has no batch, such as a causal mask"
+            + ("" if batch_dim else ", and pass batch_dim=1 if its sequences come first")
         )
     return copies
 
@@ -132,7 +132,7 @@ def check_outputs(graph: Graph, batch_dim: int) -> None:
         shape = output.shape
         if not shape or shape[0] not in samples:
             own = (*shape[: batch_dim + 1][::-1], *shape[batch_dim + 1 :])
-            raise ValueError(
-                f"{where} has the shape {own}, without the batch as dimension {batch_dim}; return it per sample, or "
-                "leave it out" + (": call the model without labels, and give step() the loss" if not shape else "")
-            )
+            loss = "or leave it out: call the model without labels, and give step() the loss"
+            advice = "not flattened, or leave it out" if shape else loss
+            what = f"{where} has the shape {own}, without the batch as dimension {batch_dim}"
+            raise ValueError(f"{what}; return it per sample, {advice}")

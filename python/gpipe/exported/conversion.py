@@ -139,7 +139,7 @@ def _converted(
             if path := _innermost(module, at, calls):
                 blocks = {each: block for each, block in blocks.items() if not is_inside(each, [path])}
                 blocks[path] = module.get_submodule(path)
-                refused[path] = str(error).removeprefix("cannot convert the model: ").partition(";")[0]
+                refused[path] = str(error).removeprefix("cannot convert the model: ").partition("; to keep each")[0]
                 if not getattr(error, "path", ""):
                     kind = type(blocks[path]).__name__
                     refused[path] = f"'{path}' ({kind}) calls a torch.autograd.Function with its own backward"
