@@ -37,7 +37,8 @@ class Read(NamedTuple):
         def note(where: str, table: Mapping[str, Any], names: Set[str]) -> None:
             for name in sorted(names & table.keys()):
                 reached.append((f"{where}.{name}", table[name]))
-                if _is_plain(table[name]):  # others are other objects in a copy of the guards
+                is_function = isinstance(table[name], FunctionType) and not {"__name__", "__module__"}.isdisjoint(table)
+                if is_function or _is_plain(table[name]):  # others are other objects in a copy of the guards
                     found[f"{where}.{name}"] = table, name
 
         for space, name in sorted(self.globals):
@@ -96,7 +97,7 @@ class _Live(Mapping[str, Any]):
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_VALUES, FunctionType)) or (isinstance(value, _COLLECTIONS) and all(map(_is_plain, _elements(value))))
+    return isinstance(value, _VALUES) or (isinstance(value, _COLLECTIONS) and all(map(_is_plain, _elements(value))))
 
 
 @cache
