@@ -9,7 +9,7 @@ import pickle
 import random
 import textwrap
 import unittest.mock
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 
 import numpy
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
 GLOBAL = SimpleNamespace(scale=1.0)
+RATES = [1.0]
 Pair = namedtuple("Pair", "first second")
 
 
@@ -31,8 +32,15 @@ class Triple(torch.autograd.Function):
     backward = staticmethod(lambda context, gradient: gradient * 3)
 
 
+class Slots:
+    __slots__ = ("rate",)
+
+
 class Scale:
     scale = 2.0
+
+    def get(self):
+        return self.scale
 
 
 class Scaled(nn.Module, Scale):
@@ -162,6 +170,31 @@ HABITS = {
         "return x * self.config.inner.rates[0]", "self.config = SimpleNamespace(inner=SimpleNamespace(rates=[1.0]))",
         after="self.config.inner.rates[0] = 2.0",
     ),
+    "number in a global list": H("return x * RATES[0]", before="RATES[0] = 1.0", after="RATES[0] = 2.0", guard="RATES"),
+    "number of a method's object": H("return x * self.get()", "self.get = Scale().get", after="self.get.__self__.scale = 5.0"),
+    "number of a block": H(init="self.rate = 1.0", call="return block(x) * block.rate", after="self.rate = 2.0"),
+    "number that is set for a call": H(
+        "return x * self.rate", "self.rate = 1.0", call="block.rate = 3.0; y = block(x); block.rate = 1.0; return y"
+    ),
+    "dict of several blocks": H(
+        "self.box['n'] = n = self.box['n'] + 1; return x * (1 + n % 3)", "self.box = {'n': 0}",
+        before="self.box = getattr(model.blocks[0], 'box', self.box)",
+    ),
+    "generator of several blocks": H(
+        "return x * torch.rand(4, generator=self.draw)", "self.draw = torch.Generator()",
+        before="self.draw = getattr(model.blocks[0], 'draw', self.draw)",
+    ),
+    "number of another block": H(
+        "self.calls += 1; return x * (1 + (self.box[0].calls if self.box else 0) % 3)", "self.box, self.calls = [], 0",
+        before="if self is not model.blocks[0] and self is not model: self.box.append(model.blocks[0])",
+    ),
+    "number in a list of objects": H(
+        "return x * self.all[0].scale", "self.all = [Scale(), Scale()]", after="self.all[0].scale = 3.0"
+    ),
+    "number in a slot": H("return x * self.own.rate", "self.own = Slots(); self.own.rate = 1.0", after="self.own.rate = 2.0"),
+    "number in a kind of dict": H(
+        "return x * self.rates['a']", "self.rates = OrderedDict(a=1.0)", after="self.rates['a'] = 2.0"
+    ),
     "attribute of the class": H("return x * self.rate", methods="rate = 2.0", after="type(self).rate = 3.0"),
     "method of the class": H(
         "return self.scaled(x)", methods="def scaled(self, x): return x * 2",
@@ -176,6 +209,10 @@ HABITS = {
     ),
     "number of another module": H(
         "self.drop.p = 1.0 if self.training else 0.0; return x + self.drop(x)", "self.drop = nn.Dropout(0.5)"
+    ),
+    "variable of a closure": H(
+        "return self.act(x)", "scale = Scale(); self.act = lambda x: x * scale.scale",
+        after="self.act.__closure__[0].cell_contents.scale = 3.0",
     ),
     "closure": H("return self.act(x)", "box = [2.0]; self.box = box; self.act = lambda x: x * box[0]", after="self.box[0] = 3.0"),
     "tensor in a dict": H(
@@ -198,6 +235,10 @@ HABITS = {
     ),
     # Branches.
     "is_grad_enabled()": H("return x * (2 if torch.is_grad_enabled() else 1)", **GRAD),
+    "requires_grad of a parameter": H(
+        "return x * (2 if self.dense.weight.requires_grad else 1)", after="self.dense.requires_grad_(False)"
+    ),
+    "frozen for a call": H(call="block.requires_grad_(False); y = block(x); block.requires_grad_(True); return y"),
     "requires_grad read": H("return x * (2 if x.requires_grad else 1)", **GRAD),
     "input.requires_grad": H(
         "return x * (2 if input.requires_grad else 1)", batch="numbers().requires_grad_()", **WITH_INPUT, **GRAD
@@ -347,6 +388,10 @@ def _load_from_state_dict(self, state, prefix, *others):
     "returns a named tuple": H(
         forward="return Pair(self.dense(x).sin(), [x])", call="y = block(x); return y.first + y.second[0]"
     ),
+    "another structure by a hook": H(
+        call="y = block(x); return y[0] + y[1] if isinstance(y, tuple) else y",
+        after="self is model or self.register_forward_hook(lambda module, args, output: (output, output))",
+    ),
     "returns None": H(forward="self.norm = float(x.detach().norm())", call="block(x); return x"),
     "takes a keyword": H(
         forward="return x + self.dense(x).sin() * (1 if key is None else key)", call="return block(x, key=input)"
@@ -359,6 +404,9 @@ def _load_from_state_dict(self, state, prefix, *others):
     ),
     "called twice": H(call="return block(block(x))"),
     "another method": H(methods="def attend(self, x): return x + self.dense(x).sin()", call="return block.attend(x)"),
+    "two names": H(
+        "return self.other(x)", "self.other = self.dense", after="self.other = nn.Linear(4, 4).double()", guard="other"
+    ),
     "part of a block": H(call="return x + block.dense(x).sin()"),
     "shared block": H(before="model.blocks[2] = model.blocks[0]"),
     "shared child": H(before="self.dense = model.blocks[0].dense"),

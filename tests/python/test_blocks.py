@@ -92,12 +92,12 @@ class Counted(nn.Linear):
         return x @ self.weight
 
 
-def test_a_conversion_runs_blocks_without_modes_four_times():
+def test_a_conversion_runs_blocks_without_modes_six_times():
     RUNS.clear()
     model = nn.ModuleList([Counted(4, 4), nn.Linear(4, 4)])
     model.forward = lambda x: model[1](model[0](x)) * 2
     to_sequential(model, batch().float())
-    assert RUNS == [2, 1, 1, 2]  # together, apart, and under autocast
+    assert RUNS == [2, 1, 1, 2, 2, 2]  # together, apart, in the model, in the sequence, and under autocast
 
 
 class Keeps(nn.Linear):
@@ -122,8 +122,14 @@ def test_parameters_of_exported_code_stay_tied():
     sequence = to_sequential(model, batch())
     torch.testing.assert_close(sequence(batch()), model(batch()))
     model.again = nn.Parameter(torch.ones(4).double())
-    with pytest.raises(RuntimeError, match=r"'scale' and 'again' of the model \(Calls\) are no longer one tensor"):
+    with pytest.raises(RuntimeError, match=r"'scale' and 'again' of the model \(Calls\) are no longer the same"):
         sequence(batch())
+
+
+def test_an_input_that_requires_grad_is_noticed_without_grad_mode_too():
+    sequence = to_sequential(Calls(lambda m, x: m.a(x) * (2 if x.requires_grad else 1)), batch())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="for inputs that require grad"):
+        sequence(batch().requires_grad_())
 
 
 SETTINGS = SimpleNamespace(scale=1.0)
@@ -157,7 +163,7 @@ class Reads(nn.Linear):
 @pytest.mark.parametrize("copies", [tuple, copy.deepcopy])
 def test_guards_see_each_change(change, message, calls, copies, monkeypatch):
     module, read = Reads(), Read({(__name__, "SETTINGS")}, {"SETTINGS", "scale"})
-    guards = Guards(module, {"": module}, [torch.float32], {}, read, [], [])
+    guards = Guards(module, {"": module}, [torch.float32], {}, read, (), [], [])
     for _ in range(calls):
         guards.check([torch.ones(1)])
         module.train(not module.training)

@@ -60,14 +60,15 @@ class Calls:
         self.counts.append(Counter())
         running: list[tuple[list[tuple[Tensor, int]], Shapes]] = []
         self.callers = callers = [module]
-        tensors_of = {each: _ids(each) for each in module.modules()}
+        tensors_of = {each: _tensors_of(each) for each in module.modules()}
 
         def begin(each: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, spec = tree_flatten((args, kwargs))
             self.given.setdefault(each, ([isinstance(leaf, Tensor) for leaf in leaves], spec))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             under_vmap = torch._C._functorch.maybe_current_level() is not None
-            replaced = each in tensors_of and _ids(each) != tensors_of[each]  # by torch.func.functional_call()
+            # By torch.func.functional_call(), or frozen for the call.
+            replaced = each in tensors_of and _tensors_of(each) != tensors_of[each]
             if under_vmap or replaced or not tensors or not all(type(leaf) is Tensor or isinstance(leaf, _CONSTANTS) for leaf in leaves):
                 self.unfit.add(each)
             running.append(([(tensor, _version(tensor)) for tensor in tensors], _shapes(tensors)))
@@ -239,8 +240,8 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _ids(module: nn.Module) -> list[int]:
-    return [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
+def _tensors_of(module: nn.Module) -> list[tuple[int, bool]]:
+    return [(id(tensor), tensor.requires_grad) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _shapes(leaves: Iterable[Any]) -> Shapes:
@@ -296,10 +297,11 @@ def _call(path: str, changed: list[int], *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
     kinds = ["tensor" if isinstance(leaf, Tensor) else "size" if isinstance(leaf, torch.SymInt) else [leaf] for leaf in leaves]
+    block, outputs = _tracing.blocks[path], _tracing.calls.outputs
     try:
-        call = json.dumps([path, treespec_dumps(spec), kinds, changed])
+        call = json.dumps([path, treespec_dumps(spec), kinds, changed, _parts(outputs.get(_key(block), outputs[block]))[1]])
     except (TypeError, NotImplementedError):
-        kind = type(_tracing.blocks[path]).__name__
+        kind = type(block).__name__
         raise ValueError(f"a module that is kept whole must get tensors, numbers, texts and None, but {kind} does not") from None
     results = iter(_operator()(tensors, numbers, call))
     are_tensors, result_spec = _tracing.output
@@ -379,12 +381,14 @@ def _recurrent(module: nn.RNNBase, input: Tensor, state: Any = None) -> Any:
 
 
 class Parsed(NamedTuple):
-    """The text of a call: a module's path, the structure and kinds of its arguments, and which tensors it changes."""
+    """The text of a call: a module's path, the structure and kinds of its arguments, which tensors it changes, and the structure
+    of its output."""
 
     path: str
     spec: TreeSpec
     kinds: list[Any]
     changed: list[int]
+    output: str
 
     def arguments(self, inputs: list[Tensor], sizes: list[int]) -> Any:
         tensors, numbers = iter(inputs), iter(sizes)
@@ -394,11 +398,26 @@ class Parsed(NamedTuple):
 
 @functools.cache
 def parsed(call: str) -> Parsed:
-    path, spec, kinds, changed = json.loads(call)
-    return Parsed(path, treespec_loads(spec), kinds, changed)
+    path, spec, *others = json.loads(call)
+    return Parsed(path, treespec_loads(spec), *others)
+
+
+def _parts(output: Any) -> tuple[list[Tensor], str]:
+    """Returns the tensors of an output, and a text that tells its structure."""
+    leaves, spec = tree_flatten(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, f"{[isinstance(leaf, Tensor) for leaf in leaves]} {spec}"
 
 
 def run_whole(block: nn.Module, call: str, inputs: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Calls a module as the operator was called. Returns the tensors of its output."""
-    args, kwargs = parsed(call).arguments(inputs, sizes)
-    return [leaf for leaf in tree_leaves(block(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    """Calls a module as the operator was called. Returns the tensors of its output. Raises RuntimeError for another structure of
+    the output than in the conversion, which a hook may make."""
+    known = parsed(call)
+    args, kwargs = known.arguments(inputs, sizes)
+    tensors, structure = _parts(block(*args, **kwargs))
+    if structure != known.output:
+        raise RuntimeError(
+            f"'{known.path}' ({type(block).__name__}) returns another structure of tensors than in the conversion; change the "
+            "model first, then convert it and make the pipeline"
+        )
+    return tensors

@@ -1,7 +1,7 @@
 """Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpipe.exported.blocks import Calls, kept_whole
-from gpipe.exported.exporter import NotExported, exported, mode
+from gpipe.exported.exporter import OF_MODULES, NotExported, exported, mode
 from gpipe.exported.graph import Graph, Reader, Value
+from gpipe.exported.guards import facts_of
+from gpipe.randomness import is_generator
 
 
 def capture(
@@ -92,11 +94,12 @@ def examples_of(arguments: Any, batch_dim: int) -> Any:
     return copies
 
 
-def refuse_modules(exported: Mapping[str, nn.Module], effects: Mapping[str, str]) -> None:
+def refuse_modules(exported: Mapping[str, nn.Module], effects: Iterable[tuple[str, str]]) -> None:
     """Raises NotExported if one of the modules that are exported was compiled, has hooks or changes something, as ``effects``
     tell by path, and ValueError if it distributes a model. A hook would run during the export, but not later."""
     from torch._dynamo.eval_frame import OptimizedModule  # takes a second, so only here
 
+    changed = dict(sorted(effects))
     for path, each in exported.items():
         name = f"'{path}'" if path else "it"
         if isinstance(each, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -113,10 +116,41 @@ def refuse_modules(exported: Mapping[str, nn.Module], effects: Mapping[str, str]
         if any(map(len, tables)):
             text = f"cannot convert the model: {name} ({type(each).__name__}) has a hook, which the layers would not run"
             raise NotExported(f"{text}; remove it, or keep the module whole: opaque=[{type(each).__name__}]", path)
-        if path in effects:
-            what = f"{name} ({type(each).__name__}) changes {effects[path]} in forward(), which an export loses"
+        if path in changed:
+            what = f"{name} ({type(each).__name__}) changes {changed[path]} in forward(), which an export loses"
             advice = "move that to a submodule that the model calls once, which is kept whole, or leave it out"
             raise NotExported(f"cannot convert the model: {what}; {advice}", path)
+
+
+def refuse_shared_state(module: nn.Module, blocks: Mapping[str, nn.Module], effects: Iterable[tuple[str, str]]) -> None:
+    """Raises ValueError if forwards change an object, as ``effects`` tell, that two blocks of a model have: stages call blocks at
+    the same time."""
+    changed: dict[int, str] = {}
+    for path, what in sorted(effects):
+        owner = module.get_submodule(path)
+        changed |= {id(owner): what, id(facts_of(owner).get(what, object)()): what}
+    users: dict[int, str] = {}
+    for path, block in blocks.items():
+        for each in _held(block):
+            if id(each) in changed and users.setdefault(id(each), path) != path:
+                raise ValueError(
+                    f"cannot convert the model: blocks '{users[id(each)]}' and '{path}' share what a forward changes, "
+                    f"{changed[id(each)]}, but a pipeline runs them at the same time; return values from one block and pass them to "
+                    "the other"
+                )
+
+
+def _held(block: nn.Module) -> Iterator[Any]:
+    """Yields the modules of a block, and the objects in their attributes, lists, tuples, sets and dicts that can change."""
+    found: list[Any] = [*block.modules()]
+    found += [value for each in found for name, value in vars(each).items() if name not in OF_MODULES]
+    seen: set[int] = set()
+    for value in found:  # which grows
+        if id(value) not in seen:
+            seen.add(id(value))
+            found += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+            if isinstance(value, (dict, list, set, nn.Module)) or is_generator(value):
+                yield value
 
 
 def check_outputs(graph: Graph, batch_dim: int) -> None:

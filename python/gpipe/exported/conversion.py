@@ -13,7 +13,7 @@ from torch import Tensor, enable_grad, inference_mode, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.blocks import Calls
-from gpipe.exported.capture import capture, examples_of, refuse_modules
+from gpipe.exported.capture import capture, examples_of, refuse_modules, refuse_shared_state
 from gpipe.exported.exporter import NotExported, first_line, is_inside, mode, unchanged, whole_modules
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.guards import Guards, changes_in
@@ -78,7 +78,7 @@ def to_sequential(
     on_meta = is_on_meta(module)
     plain = patch.object(module, "_compiled_call_impl", None)  # else comparisons would compile the model
     with _lock, plain, inference_mode(False), enable_grad(), unchanged(module.modules(), values=True):
-        refuse_modules({"": module}, {})
+        refuse_modules({"": module}, ())
         if on_meta:
             refuse_loose(module)
             pretend(module)
@@ -154,6 +154,7 @@ def _converted(
                     text = str(error).partition("; to keep each")[0]
                     raise NotExported(f"{text}{_UNFIT}", at) from error
                 raise
+    refuse_shared_state(module, blocks, effects)
     tested = twins.tested()
     dtypes = [leaf.dtype for leaf in tree_leaves(input_of(*few)) if isinstance(leaf, Tensor)]
     sequence.__dict__["refused"] = refused
@@ -161,11 +162,11 @@ def _converted(
     first.describe(for_one)
     if not twins.agree(tree_map_only(Tensor, partial(_first, 1), few)):  # an export takes for granted that there are more
         first.describe(strict)
-    guards = partial(Guards, module, exported, dtypes, tested, read)
+    guards = partial(Guards, module, exported, dtypes, tested, read, effects)
     return sequence, partial(guards, *_deciding(module, exported, calls, modes))
 
 
-def _few_samples(module: nn.Module, examples: Any, batch_dim: int, on_meta: bool) -> tuple[Any, Calls, dict[str, str]]:
+def _few_samples(module: nn.Module, examples: Any, batch_dim: int, on_meta: bool) -> tuple[Any, Calls, set[tuple[str, str]]]:
     """Runs a model on a few samples, and proves that dimension 0 is the batch. Returns the samples, and what the model calls and
     changes."""
     for samples in (2, 4, None):  # some code needs more, or treats one sample differently
@@ -211,11 +212,11 @@ def _run(sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, An
     return sequence(input_of(args, kwargs))
 
 
-def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, dict[str, str], Any]:
+def _plain_runs(module: nn.Module, arguments: Any) -> tuple[Calls, set[tuple[str, str]], Any]:
     """Runs a model in evaluation mode, and in training mode if that may differ. Returns what it calls, what forwards change in
-    modules, by path, and the output in evaluation mode."""
+    modules, and the output in evaluation mode."""
     calls, output = Calls(), None
-    effects: dict[str, str] = {}
+    effects: set[tuple[str, str]] = set()
     try:
         for training in (False, True):
             if training and not calls.may_depend_on_mode(module):

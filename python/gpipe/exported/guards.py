@@ -1,7 +1,7 @@
 """What a conversion takes for granted, and what each call checks of it: modules' attributes, and modes of torch."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ class _Gone:
 Facts = dict[str, Callable[[], Any]]  # the name of a fact in messages, and a function that returns it
 
 
-def _facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
+def facts_of(module: nn.Module, inherited: Iterable[str] = ()) -> Facts:
     """Returns what the code of a module may read from it: its class, attributes, hooks, and names of tensors and modules."""
     own = vars(module)
     facts: Facts = {"its class": partial(type, module)}
@@ -51,8 +51,9 @@ def _values_of(read: Read, modules: Mapping[str, nn.Module]) -> Facts:
     return {f"'{where}'": partial(table.get, name, _Gone) for where, (table, name) in read.places(modules).items()}
 
 
-def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dict[str, str]]:
-    """Returns a function that tells what has changed in modules, by path, except values of tensors, and in what is read."""
+def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], set[tuple[str, str]]]:
+    """Returns a function that tells what has changed in modules, except values of tensors, and in what is read: tuples of a path,
+    or where it is read, and a fact."""
 
     def facts() -> dict[tuple[str, str], Any]:
         found = {(where, "a global"): get() for where, get in _values_of(read, {}).items()}
@@ -60,15 +61,14 @@ def changes_in(modules: Mapping[str, nn.Module], read: Read) -> Callable[[], dic
             if not isinstance(each, torch.jit.ScriptModule):
                 shapes = [buffer.shape for buffer in each.buffers(recurse=False)]
                 found |= {(path, "its mode"): each.training, (path, "the shape of a buffer"): shapes}
-                found |= {(path, what): get() for what, get in _facts_of(each).items()}
+                found |= {(path, what): get() for what, get in facts_of(each).items()}
         return found
 
     before = {fact: noted(value) for fact, value in facts().items()}
 
-    def changes() -> dict[str, str]:
+    def changes() -> set[tuple[str, str]]:
         now = facts()
-        changed = (fact for fact in before | now if not same(before.get(fact, (_Gone, None)), now.get(fact, _Gone)))
-        return dict(changed)
+        return {fact for fact in before | now if not same(before.get(fact, (_Gone, None)), now.get(fact, _Gone))}
 
     return changes
 
@@ -95,6 +95,7 @@ class Guards:
         dtypes: of the model's input tensors.
         tested: the modes of torch in which the sequence was compared with the model: an empty text, or how they differ.
         read: what their code reads by name.
+        effects: what forwards change, as :func:`changes_in` tells.
         deciding: the modules whose modes decide what the exported code computes, and their modes in the exports of
             training and of evaluation mode.
     """
@@ -106,10 +107,11 @@ class Guards:
         dtypes: list[torch.dtype],
         tested: Mapping[str, str],
         read: Read,
+        effects: Container[tuple[str, str]],
         deciding: Sequence[nn.Module],
         decided: Sequence[list[bool]],
     ) -> None:
-        self._model, self._exported, self._read = module, dict(exported), read
+        self._model, self._exported, self._read, self._effects = module, dict(exported), read, effects
         self._deciding, self._decided = deciding, decided
         self._dtypes = [
             (each._parameters, name, parameter.dtype)
@@ -121,9 +123,9 @@ class Guards:
         self._of_inputs, self._tested, self._global_hooks = dtypes, tested, _global_hooks()
         names: dict[int, list[tuple[str, dict[str, Any], str]]] = {}
         for path, each in exported.items():
-            for tensors in (each._parameters, each._buffers):
-                for name, tensor in tensors.items():
-                    names.setdefault(id(tensor), []).append((f"{path}.{name}".lstrip("."), tensors, name))
+            for table in (each._parameters, each._buffers, each._modules):
+                for name, value in table.items():
+                    names.setdefault(id(value), []).append((f"{path}.{name}".lstrip("."), table, name))
         self._ties = [tied for tied in names.values() if len(tied) > 1 and tied[0][1].get(tied[0][2]) is not None]
         self._autocast = {kind: autocast_dtype(kind) for kind in device_kinds(module)}
         inner = chain.from_iterable(each.children() for each in exported.values())
@@ -145,12 +147,29 @@ class Guards:
                 child = partial(self._exported[outer]._modules.get, name)
                 facts[f"'{path}' of the model was replaced since the conversion"] = child
             who = f"{repr(path) if path else 'the model'} ({type(each).__name__})"
-            own = _facts_of(each, _inherited(type(each)))
+            own = facts_of(each, _inherited(type(each)))
             facts |= {f"{who} has changed since the conversion: {what}": get for what, get in own.items()}
-        for (first, tensors, name), *others in self._ties:
-            for other, its_tensors, its_name in others:
-                what = f"'{first}' and '{other}' of the model ({type(self._model).__name__}) are no longer one tensor"
-                facts[what] = partial(_are_one, tensors, name, its_tensors, its_name)
+        facts |= self._facts_of_blocks()
+        for (first, table, name), *others in self._ties:
+            for other, its_table, its_name in others:
+                what = f"'{first}' and '{other}' of the model ({type(self._model).__name__}) are no longer the same"
+                facts[what] = partial(_are_one, table, name, its_table, its_name)
+        return facts
+
+    def _facts_of_blocks(self) -> Facts:
+        """Returns what the exported code may read of modules that are kept whole, and of parameters: what it names, unless forwards
+        change it."""
+        facts: Facts = {}
+        for path, each in self._model.named_modules():
+            has_changed = f"{repr(path) if path else 'the model'} ({type(each).__name__}) has changed since the conversion:"
+            if path not in self._exported and not isinstance(each, torch.jit.ScriptModule):
+                own = vars(each)
+                for name in self._read.names & {*own, *_inherited(type(each))} - OF_MODULES:
+                    if (path, what := f"its attribute '{name}'") not in self._effects:
+                        facts[f"{has_changed} {what}"] = partial(own.get, name, _Gone)
+            if "requires_grad" in self._read.names:
+                for name in each._parameters:
+                    facts[f"{has_changed} requires_grad of its '{name}'"] = partial(_needs_grad, each._parameters, name)
         return facts
 
     def check_model(self) -> None:
@@ -207,7 +226,7 @@ class Guards:
             yield "in inference mode"
         elif not torch.is_grad_enabled():
             yield "without grad mode"
-        elif any(each.requires_grad for each in inputs):
+        if any(each.requires_grad for each in inputs):
             yield "for inputs that require grad"
         if not all(each.is_contiguous() for each in inputs):
             yield "for inputs that are not contiguous"
@@ -215,6 +234,10 @@ class Guards:
 
 def device_kinds(module: nn.Module) -> list[str]:
     return sorted({"cpu", *(parameter.device.type for parameter in module.parameters())} - {"meta"})
+
+
+def _needs_grad(parameters: Mapping[str, Any], name: str) -> bool:
+    return getattr(parameters.get(name), "requires_grad", False)
 
 
 def _are_one(first: Mapping[str, Any], name: str, second: Mapping[str, Any], other: str) -> bool:

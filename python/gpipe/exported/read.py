@@ -2,20 +2,19 @@
 
 import dis
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache, partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gpipe.exported.exporter import OF_MODULES
 from gpipe.randomness import GeneratorState, is_generator
 
 _VALUES = bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None)
-_COLLECTIONS = list, tuple, set, frozenset, torch.Size, dict, partial
+_COLLECTIONS = list, tuple, set, frozenset, dict, partial
 
 
 class Read(NamedTuple):
@@ -33,37 +32,72 @@ class Read(NamedTuple):
         """Returns the values that stand outside of some modules, which are given by path: globals, and attributes of the modules'
         classes and of objects. Returns for each a text that tells where it is, the dict that it is in, and its name there."""
         found: dict[str, tuple[Mapping[str, Any], str]] = {}
-        places: list[tuple[str, Mapping[str, Any], str]] = []
+        reached: list[tuple[str, Any]] = []
+
+        def note(where: str, table: Mapping[str, Any], names: Set[str]) -> None:
+            for name in sorted(names & table.keys()):
+                reached.append((f"{where}.{name}", table[name]))
+                is_function = isinstance(table[name], FunctionType) and not {"__name__", "__module__"}.isdisjoint(table)
+                if is_function or _is_plain(table[name]):  # others are other objects in a copy of the guards
+                    found[f"{where}.{name}"] = table, name
+
         for space, name in sorted(self.globals):
             if space in sys.modules:
-                places.append((space, vars(sys.modules[space]), name))
+                note(space, vars(sys.modules[space]), {name})
         for kind in {each: None for module in modules.values() for each in type(module).__mro__}:
-            if kind.__module__.partition(".")[0] in ("torch", "builtins"):
-                continue
-            places += [(kind.__qualname__, vars(kind), name) for name in sorted(self.names & vars(kind).keys())]
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+                note(kind.__qualname__, vars(kind), self.names)
         for path, module in modules.items():
             names = sorted((self.names & vars(module).keys()) - OF_MODULES)
-            places += [(path or type(module).__name__, vars(module), name) for name in names if _has_attributes(vars(module)[name])]
+            reached += [(f"{path or type(module).__name__}.{name}", vars(module)[name]) for name in names]
+        # Names such as dtype are mostly read of tensors. Trainers set attributes of these names in configurations.
+        of_objects = {name for name in self.names if callable(getattr(Tensor, name, len))}
         seen: set[int] = set()
-        for where, table, name in places:  # which grows
-            if name not in table:  # a built-in
+        for place, value in reached:  # which grows
+            if id(value) in seen or isinstance(value, (*_VALUES, Tensor, nn.Module)):
                 continue
-            value, place = table[name], f"{where}.{name}"
-            in_object = "__name__" not in table and "__module__" not in table
-            is_plain = type(value) in _COLLECTIONS and all(isinstance(leaf, _VALUES) for leaf in tree_leaves(value))
-            if isinstance(value, (*_VALUES, FunctionType)) or (in_object and is_plain):
-                found[place] = table, name
-            elif _has_attributes(value) and id(value) not in seen:
-                seen.add(id(value))
-                inside = sorted(self.names & vars(value).keys())
-                # Names such as dtype are mostly read of tensors. Trainers set attributes of these names in configurations.
-                of_tensors = {name for name in inside if not callable(getattr(Tensor, name, len))}
-                places += [(place, vars(value), name) for name in inside if name not in of_tensors]
+            seen.add(id(value))
+            if isinstance(value, _COLLECTIONS):
+                elements = value.items() if isinstance(value, dict) else enumerate(_elements(value))
+                reached += [(f"{place}[{key!r}]", each) for key, each in elements]
+            elif isinstance(value, MethodType):
+                reached.append((place, value.__self__))
+            elif isinstance(value, FunctionType):
+                cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
+                table = _Live({name: partial(getattr, cell, "cell_contents") for name, cell in cells.items()})
+                note(place, table, cells.keys() - {"__class__"})
+            else:
+                slots = {name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())}
+                has_dict = hasattr(value, "__dict__")
+                own = vars(value) if has_dict else _Live({name: partial(getattr, value, name) for name in slots & of_objects})
+                note(place, own, of_objects)
+                hidden = sorted((of_objects & {*dir(type(value))}) - own.keys() - slots if has_dict else ())
+                of_class = (name for name in hidden if not callable(getattr(type(value), name, None)))
+                found |= {f"{place}.{name}": (own, name) for name in of_class}  # which the object may hide
         return found
 
 
-def _has_attributes(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor))
+class _Live(Mapping[str, Any]):
+    """Values by name, which functions return."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], Any]]) -> None:
+        self._functions = functions
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._functions[name]()
+        except (AttributeError, ValueError):  # not assigned yet
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _VALUES) or (isinstance(value, _COLLECTIONS) and all(map(_is_plain, _elements(value))))
 
 
 @cache
@@ -74,7 +108,7 @@ def _names_of(code: CodeType) -> list[str]:
 
 def noted(value: Any) -> Any:
     """Returns a value with what can change in it: elements, versions and states."""
-    if type(value) in _COLLECTIONS:
+    if isinstance(value, _COLLECTIONS):
         return value, [*map(noted, _elements(value))]
     if isinstance(value, Tensor) and not value.is_inference():
         return value, value._version
@@ -87,7 +121,7 @@ def _elements(value: Any) -> list[Any]:
         return sorted(value, key=hash)
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
-    return list(value.items() if type(value) is dict else value)
+    return list(value.items() if isinstance(value, dict) else value)
 
 
 def same(before: Any, now: Any) -> bool:
@@ -97,7 +131,7 @@ def same(before: Any, now: Any) -> bool:
         return type(value) is type(now) and (value == now or (value != value and now != now))
     if type(value) is not type(now):
         return False
-    if isinstance(state, list) and type(now) in _COLLECTIONS:
+    if isinstance(state, list) and isinstance(now, _COLLECTIONS):
         elements = _elements(now)
         return len(elements) == len(state) and all(map(same, state, elements))
     return value is now and noted(now)[1] == state
@@ -106,4 +140,4 @@ def same(before: Any, now: Any) -> bool:
 def can_change(before: Any) -> bool:
     """Returns whether something in a value can change, as :func:`noted` returned it."""
     value, state = before
-    return any(map(can_change, state)) if type(value) in (tuple, frozenset, torch.Size, partial) else state is not None
+    return any(map(can_change, state)) if isinstance(value, (tuple, frozenset, partial)) else state is not None

@@ -56,6 +56,7 @@ class Twins:
         *,
         replay: bool = True,
         gradients: bool = True,
+        with_itself: bool = False,
         **tolerance: Any,
     ) -> str:
         blocks = self._blocks if replay else []
@@ -63,8 +64,9 @@ class Twins:
         modules = self._exported if blocks and calls == 1 else dict(self._module.named_modules())
         with self._calls.replayed(blocks, dtype, given=self._given) as probes:
             options = calls, probes if gradients else None, self._read if calls > 1 else None
-            ours = _behaviour(modules, arguments, lambda args, kwargs: self._module(*args, **kwargs), *options)
-            return _difference(ours, _behaviour(modules, arguments, self._call, *options), **tolerance)
+            plain = lambda args, kwargs: self._module(*args, **kwargs)
+            ours = _behaviour(modules, arguments, plain, *options)
+            return _difference(ours, _behaviour(modules, arguments, plain if with_itself else self._call, *options), **tolerance)
 
     def agree(self, arguments: Any) -> bool:
         """Returns whether both do the same, or raise, in the modes that count."""
@@ -89,9 +91,18 @@ class Twins:
                     reason = self._difference(arguments, calls=2, replay=self._calls.without_values)
                     if not self._calls.without_values and self._difference(arguments):
                         self._blocks = []
+                elif self._blocks and training in self._modes and not self._calls.without_values:
+                    reason = self._influence()
                 if reason:
                     name = type(module).__name__
                     raise ValueError(f"cannot convert the model ({name}): its layers would not do what it does: {reason}")
+
+    def _influence(self) -> str:
+        """Returns how blocks behave otherwise in the sequence; an empty text if the model does not repeat itself either. Code
+        between blocks may set an attribute of one, or a global, for a call."""
+        compared = partial(self._difference, self._arguments, replay=False, gradients=False, part=0.02)
+        reason = compared()
+        return f"code around its blocks changes what they do: {reason}" if reason and not compared(with_itself=True) else ""
 
     def tested(self) -> dict[str, str]:
         """Compares both in each mode of torch that calls may have, and for other types. Returns how they differ, as
@@ -185,7 +196,7 @@ def _behaviour(
     """Returns what calls of a model or sequence in a row return, with gradients, and leave in the buffers of modules, by name; or
     the exception that they raise. Leaves gradients out without ``probes``. With ``read``, tells what changes in the modules and
     there."""
-    changes = changes_in(modules, read) if read else dict
+    changes = changes_in(modules, read) if read else set
     found: dict[str, Any] = {}
     leaves: list[list[Tensor]] = []  # of each call, without parameters and inputs
     with unchanged(modules.values(), seed=0):
@@ -215,7 +226,7 @@ def _behaviour(
                     found.update(zip(wanted, torch.autograd.grad(roots, [*wanted.values()], given, allow_unused=True)))
                 except RuntimeError as error:
                     return error
-        found |= {f"a change of {where!r}": what for where, what in changes().items()}
+        found |= {f"a change of {where!r}, {what},": "there" for where, what in changes()}
     return found
 
 
@@ -235,8 +246,9 @@ def _needs_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
 
 
-def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
-    """Returns the first difference of two behaviours; an empty text if there is none. Both may raise."""
+def _difference(ours: Any, theirs: Any, part: float = 0, **tolerance: Any) -> str:
+    """Returns the first difference of two behaviours; an empty text if there is none. Both may raise. Tensors may differ by a
+    ``part`` of the largest element."""
     if isinstance(ours, Exception):
         return "" if isinstance(theirs, Exception) else f"the model raises {type(ours).__name__}, the layers do not"
     if isinstance(theirs, Exception):
@@ -251,7 +263,7 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
         if tensors and (mine.dtype, mine.device) == (other.dtype, other.device) and torch.equal(mine, other):
             continue  # assert_close() takes longer
         try:
-            torch.testing.assert_close(mine, other, equal_nan=True, **_tolerance(mine) | tolerance)
+            torch.testing.assert_close(mine, other, equal_nan=True, **_tolerance(mine, part) | tolerance)
         except (AssertionError, TypeError) as error:
             return f"{name} differs: {next(line for line in str(error).splitlines() if line.strip())}"
     return ""
@@ -262,10 +274,12 @@ def _difference(ours: Any, theirs: Any, **tolerance: Any) -> str:
 _TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-10, 1e-10)}
 
 
-def _tolerance(value: Any) -> dict[str, float]:
-    if not isinstance(value, Tensor) or value.dtype not in _TOLERANCES or not value.numel():
+def _tolerance(value: Any, part: float) -> dict[str, float]:
+    is_float = isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+    if not is_float or not (part or value.dtype in _TOLERANCES):
         return {}
-    part, least = _TOLERANCES[value.dtype]
+    usual, least = _TOLERANCES.get(value.dtype, (0, 0))
+    part = max(part, usual)
     return {"rtol": part, "atol": max(least, part * float(value.detach().abs().nan_to_num(0, 0, 0).max()))}
 
 
