@@ -1,8 +1,8 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
-#include "gpipe/blame.h"
 #include "gpipe/base/clock.h"
+#include "gpipe/blame.h"
 #include "gpipe/schedule/advice.h"
 
 namespace gpipe {

@@ -187,8 +187,7 @@ void init_plans(py::module_& module) {
       .def_readonly("replicas", &Plan::replicas, "Number of pipelines; chunks and bytes are of one of them.")
       .def_readonly("reduction", &Plan::reduction,
                     "The part of the seconds after the last backward, until the replicas have summed all gradients.")
-      .def_property_readonly("arguments", &arguments,
-                             "A dict of arguments for ``GPipe(model, **plan.arguments)``.")
+      .def_property_readonly("arguments", &arguments, "A dict of arguments for ``GPipe(model, **plan.arguments)``.")
       .def("save", &save, "Writes the arguments as JSON to a file, which from_module(plan=file) reads.",
            py::arg("path"));
   py::class_<Plans>(module, "Plans", "Ways to train a model, one per schedule and number of micro-batches.")
