@@ -9,6 +9,13 @@
 #include "gpipe/schedules.h"
 
 namespace gpipe {
+namespace {
+
+// A search ends after as many changes that did not help.
+constexpr int kCutsInVain = 8;
+constexpr int kPlansInVain = 16;
+
+}  // namespace
 
 bool is_better(const Plan& a, const Plan& b) {
   return std::pair(a.missing, a.seconds) < std::pair(b.missing, b.seconds);
@@ -21,6 +28,7 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
       devices_(options, 1 + std::ranges::max(placement_), run_.network.replicas),
       given_(options),
       whole_(!options.balance.empty() || has_lists(run_.scheduling.schedule)),
+      can_join_(std::ranges::adjacent_find(placement_) == placement_.end()),
       least_seconds_(find_least_seconds()) {
   if (!devices_.is_limited() || given_.checkpoint) return;
   const int stages = static_cast<int>(placement_.size());
@@ -71,43 +79,74 @@ double Contender::find_least_seconds() const {
 }
 
 void Contender::start(std::int64_t& actions) {
-  if (!given_.balance.empty()) {
-    offer(segments_.cost().ends(given_.balance), actions);
-    return;
-  }
+  if (!given_.balance.empty()) return solve(segments_.cost().ends(given_.balance), actions);
   const int stages = static_cast<int>(placement_.size());
   const auto seconds = [&](int first, int end) { return segments_.cost().seconds(first, end, run_); };
-  offer(stage_ends(cut_at(segments_.cost(), stages, [&](int, int a, int b) { return seconds(a, b); })), actions);
+  solve(stage_ends(cut_at(segments_.cost(), stages, [&](int, int a, int b) { return seconds(a, b); })), actions);
   const auto& network = run_.network;
   if (network.inside.bandwidth > 0 || network.between.bandwidth > 0) {
-    offer(stage_ends(balance_by_load(segments_.cost(), run_)), actions);
+    solve(stage_ends(balance_by_load(segments_.cost(), run_)), actions);
   }
   if (in_flight_.empty() || (best_.fits() && best_.checkpoint == Checkpoints())) return;
   const auto bytes = [&](double limit, int stage, int first, int end) {
     const auto with = segments_.within(static_cast<std::int64_t>(limit), first, end, in_flight_[stage]);
     return std::pair(static_cast<double>(segments_.bytes(first, end, in_flight_[stage], with)), with.seconds);
   };
-  for (const double part : {1.0, 0.9, 0.8, 0.7, 0.6}) {  // because the estimates are not exact
-    const auto within_memory = [&](int stage, int first, int end) {
-      const double limit = part * share(stage);
-      const auto [needed, again] = bytes(limit, stage, first, end);
-      const double cost = seconds(first, end) + again;
-      return needed > limit ? 1e6 * cost * needed / limit : cost;
-    };
-    offer(stage_ends(cut_at(segments_.cost(), stages, within_memory)), actions);
-  }
+  const auto within_memory = [&](int stage, int first, int end) {
+    const double limit = share(stage);
+    const auto [needed, again] = bytes(limit, stage, first, end);
+    const double cost = seconds(first, end) + again;
+    return needed > limit ? 1e6 * cost * needed / limit : cost;
+  };
+  solve(stage_ends(cut_at(segments_.cost(), stages, within_memory)), actions);
   if (best_.fits()) return;
   const auto smallest = [&](int stage, int a, int b) { return bytes(0, stage, a, b).first / share(stage); };
-  offer(stage_ends(cut_at(segments_.cost(), stages, smallest)), actions);
+  solve(stage_ends(cut_at(segments_.cost(), stages, smallest)), actions);
 }
 
-void Contender::improve(std::int64_t& actions) {
-  for (bool improved = given_.balance.empty(); improved;) {
-    improved = false;
-    for (const auto& moved : segments_.cost().near(balance_of(ends_))) {
-      if (actions < 0) return;
-      improved |= offer(stage_ends(moved), actions);
+void Contender::refine(std::int64_t& actions) {
+  if (given_.balance.empty()) {
+    search(cuts_, kCutsInVain, [&](const std::vector<int>& ends) {
+      for (const auto& moved : segments_.cost().near(balance_of(ends))) {
+        const auto other = stage_ends(moved);
+        if (actions > 0 && !cuts_.contains(other)) solve(other, actions);
+      }
+    });
+  }
+  deepen(actions);
+  if (!in_flight_.empty()) {
+    search(tried_, kPlansInVain, [&](const Parts& parts) {
+      for (const auto& other : near(parts)) {
+        if (actions > 0) offer(other, actions);
+      }
+    });
+  }
+  relax(actions);
+}
+
+template <typename Key, typename TryNear>
+void Contender::search(std::map<Key, Tried>& tried, int most_in_vain, const TryNear& try_near) {
+  const auto lacks = [&](const Plan& plan) {
+    double sum = 0;
+    if (plan.fits()) return sum;
+    const auto bytes = devices_.sum(plan.bytes);
+    for (int d = 0; d < devices_.count(); ++d) {
+      sum += std::max(0.0, static_cast<double>(bytes[d]) / static_cast<double>(devices_.memory(d)) - 1);
     }
+    return sum;
+  };
+  for (int in_vain = 0; in_vain < most_in_vain; ++in_vain) {
+    // Every other time, a fast plan that lacks little memory may come first: two changes can make it fit.
+    const auto order = [&](const auto& each) {
+      const auto& [plan, is_left] = each.second;
+      const double lacking = lacks(plan);
+      return std::tuple(is_left, in_vain % 2 == 0 ? lacking : 0, plan.seconds * (1 + lacking));
+    };
+    const auto next = std::ranges::min_element(tried, {}, order);
+    if (std::exchange(next->second.is_left, true)) return;
+    const auto before = std::pair(best_.missing, best_.seconds);
+    try_near(next->first);
+    if (std::pair(best_.missing, best_.seconds) < before) in_vain = -1;
   }
 }
 
@@ -118,92 +157,85 @@ void Contender::deepen(std::int64_t& actions) {
   double best = run_.scheduling.depth;
   for (int cells = stages; cells < 2 * workers * stages && actions > 0; ++cells) {
     run_.scheduling.depth = 1.0 * cells / stages;
-    auto plan = predicted(parts_of(best_), actions);
+    auto plan = predicted(best_parts_, actions);
     if (!is_better(plan, best_)) continue;
     best_ = std::move(plan);
     best = run_.scheduling.depth;
   }
   run_.scheduling.depth = best;
-}
-
-void Contender::polish(std::int64_t& actions) {
-  if (whole_) return;
-  std::ranges::stable_sort(tried_, is_better);
-  const auto same = [](const Plan& a, const Plan& b) {
-    return a.balance == b.balance && a.placement == b.placement && a.checkpoint == b.checkpoint;
-  };
-  tried_.erase(std::unique(tried_.begin(), tried_.end(), same), tried_.end());
-  tried_.resize(std::min<std::size_t>(tried_.size(), 8));
-  for (auto plan : std::exchange(tried_, {})) {
-    while (actions > 0 && step(plan, actions)) continue;
-    if (is_better(plan, best_)) best_ = std::move(plan);
-  }
+  tried_ = {{best_parts_, {best_}}};  // others had another depth
 }
 
 void Contender::relax(std::int64_t& actions) {
   if (!best_.fits() || in_flight_.empty()) return;
-  for (std::size_t s = 0; s < best_.balance.size() && actions > 0; ++s) {
-    if (best_.checkpoint.of(static_cast<int>(s)) != Checkpoint::kAlways) continue;
+  for (std::size_t s = 0; s < best_parts_.size() && actions > 0; ++s) {
+    if (best_parts_[s].mode != Checkpoint::kAlways) continue;
     int low = -1;                                                                                // does not fit
     int high = std::min(run_.chunks, std::ranges::max(in_flight_, {}, &InFlight::cells).cells);  // fits
     while (high - low > 1 && actions > 0) {
       const int count = (low + high) / 2;
-      auto fewer = parts_of(best_);
+      auto fewer = best_parts_;
       fewer[s].mode = Checkpoint::in_flight(count);
       auto other = predicted(fewer, actions);
       const bool is_good = other.fits() && other.seconds <= best_.seconds;
       (is_good ? high : low) = count;
-      if (is_good) best_ = std::move(other);
+      if (!is_good) continue;
+      best_ = std::move(other);
+      best_parts_ = std::move(fewer);
     }
   }
 }
 
-std::vector<Contender::Part> Contender::parts_of(const Plan& plan) {
-  std::vector<Part> parts;
-  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
-    parts.push_back({plan.placement[s], plan.balance[s], plan.checkpoint.of(static_cast<int>(s))});
-  }
-  return parts;
-}
-
-bool Contender::step(Plan& plan, std::int64_t& actions) const {
+std::vector<Contender::Parts> Contender::near(const Parts& parts) const {
   const auto& cost = segments_.cost();
-  bool improved = false;
-  const auto offer = [&](const std::vector<Part>& parts) {
-    if (actions < 0) return;
-    auto other = predicted(parts, actions);
-    if (!is_better(other, plan)) return;
-    plan = std::move(other);
-    improved = true;
+  const auto stages_of = [](const Parts& of) {
+    std::vector<int> workers;
+    for (const auto& part : of) workers.push_back(part.worker);
+    return std::unique(workers.begin(), workers.end()) - workers.begin();
   };
-  for (std::size_t s = 0; s < plan.balance.size(); ++s) {
-    auto parts = parts_of(plan);
-    auto& mode = parts[s].mode;
-    mode = mode == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
-    offer(parts);
-  }
-  const auto from = parts_of(plan);
-  int first = 0;  // layer of the part
-  for (auto part = from.begin(); part != from.end(); first += static_cast<int>(part->layers), ++part) {
-    for (std::int64_t i = 1; i < part->layers; ++i) {
-      if (!cost.can_cut_before(first + static_cast<int>(i))) continue;
+  std::vector<Parts> found;
+  const auto add = [&](Parts other) {
+    std::erase_if(other, [](const Part& part) { return part.layers == 0; });
+    const bool has_stages = can_join_ ? stages_of(other) == stages_of(parts) : other.size() >= parts.size();
+    if (has_stages) found.push_back(std::move(other));
+  };
+  int first = 0;
+  for (std::size_t s = 0; s < parts.size(); ++s) {
+    const auto [worker, layers, mode] = parts[s];
+    const int end = first + static_cast<int>(layers);
+    auto flipped = parts;
+    flipped[s].mode = mode == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
+    add(std::move(flipped));
+    for (const int step : {-1, 1}) {
+      if (s + 1 == parts.size() || !given_.balance.empty()) continue;
+      int moved = step;
+      while (!cost.can_cut_before(end + moved)) moved += step;
+      if (layers + moved < 0 || parts[s + 1].layers < moved) continue;
+      auto other = parts;
+      other[s].layers += moved;
+      other[s + 1].layers -= moved;
+      add(std::move(other));
+    }
+    if (!whole_ && s + 1 < parts.size() && parts[s + 1].worker == worker) {
+      auto one = parts;
+      one[s] = {worker, layers + one[s + 1].layers, Checkpoint::kAlways};
+      one.erase(one.begin() + static_cast<std::ptrdiff_t>(s) + 1);
+      add(std::move(one));
+    }
+    for (int cut = first + 1; cut < end && !whole_; ++cut) {
+      if (!cost.can_cut_before(cut)) continue;
       for (const auto& [before, after] : {std::pair(Checkpoint::kAlways, Checkpoint::kAlways),
                                           {Checkpoint::kAlways, Checkpoint::kNever},
                                           {Checkpoint::kNever, Checkpoint::kAlways}}) {
-        std::vector<Part> parts(from.begin(), part);
-        parts.push_back({part->worker, i, before});
-        parts.push_back({part->worker, part->layers - i, after});
-        parts.insert(parts.end(), part + 1, from.end());
-        offer(parts);
+        auto two = parts;
+        two[s] = {worker, end - cut, after};
+        two.insert(two.begin() + static_cast<std::ptrdiff_t>(s), {worker, cut - first, before});
+        add(std::move(two));
       }
     }
+    first = end;
   }
-  for (const auto& moved : cost.near(plan.balance)) {
-    auto parts = parts_of(plan);
-    for (std::size_t s = 0; s < parts.size(); ++s) parts[s].layers = moved[s];
-    offer(parts);
-  }
-  return improved;
+  return found;
 }
 
 double Contender::share(int stage) const {
@@ -214,19 +246,23 @@ double Contender::share(int stage) const {
   return static_cast<double>(devices_.memory(devices_.of(placement_[stage]))) * in_flight_[stage].cells / all;
 }
 
-Plan Contender::predicted(const std::vector<Part>& parts, std::int64_t& actions) const {
+Contender::Parts Contender::joined(const Parts& parts) const {
+  Parts found;
+  for (const auto& part : parts) {
+    const bool is_like_before = !found.empty() && found.back().mode == Checkpoint::kNever &&
+                                part.mode == Checkpoint::kNever && found.back().worker == part.worker;
+    if (part.layers == 0) continue;
+    can_join_&& is_like_before ? void(found.back().layers += part.layers) : found.push_back(part);
+  }
+  return found;
+}
+
+Plan Contender::predicted(const Parts& parts, std::int64_t& actions) const {
   auto run = run_;
   run.scheduling.placement.clear();
   std::vector<std::int64_t> balance;
   std::vector<Checkpoint> modes;
-  const bool can_join = std::ranges::adjacent_find(placement_) == placement_.end();  // else two stages would be one
-  for (const auto& part : parts) {
-    const bool is_like_before = !modes.empty() && modes.back() == Checkpoint::kNever &&
-                                part.mode == Checkpoint::kNever && run.scheduling.placement.back() == part.worker;
-    if (can_join && is_like_before) {
-      balance.back() += part.layers;
-      continue;
-    }
+  for (const auto& part : joined(parts)) {
     run.scheduling.placement.push_back(part.worker);
     balance.push_back(part.layers);
     modes.push_back(part.mode);
@@ -241,8 +277,20 @@ Plan Contender::predicted(const std::vector<Part>& parts, std::int64_t& actions)
   return plan;
 }
 
-Plan Contender::priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions) {
-  std::vector<Part> parts;
+const Plan& Contender::offer(const Parts& parts, std::int64_t& actions) {
+  const auto [it, is_new] = tried_.try_emplace(joined(parts));
+  auto& plan = it->second.plan;
+  if (!is_new) return plan;
+  plan = predicted(parts, actions);
+  if (best_parts_.empty() || is_better(plan, best_)) {
+    best_ = plan;
+    best_parts_ = it->first;
+  }
+  return plan;
+}
+
+const Plan& Contender::priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions) {
+  Parts parts;
   for (int stage = 0, first = 0; const int end : ends) {
     const int worker = placement_[stage];
     const int price = prices[devices_.of(worker)];
@@ -258,14 +306,14 @@ Plan Contender::priced(const std::vector<int>& ends, const std::vector<int>& pri
     first = end;
     ++stage;
   }
-  std::erase_if(parts, [](const Part& each) { return each.layers == 0; });
-  return predicted(parts, actions);
+  return offer(parts, actions);
 }
 
-Plan Contender::solve(const std::vector<int>& ends, std::int64_t& actions) {
+void Contender::solve(const std::vector<int>& ends, std::int64_t& actions) {
+  auto& best = cuts_[ends].plan;
   std::vector<int> low(devices_.count());  // the price that is known to be too low
-  auto plan = priced(ends, low, actions);
-  if (plan.fits() || given_.checkpoint) return plan;
+  best = priced(ends, low, actions);
+  if (best.fits() || given_.checkpoint) return;
   auto high = low;
   const auto raise = [&](const Plan& of) {
     bool raised = false;
@@ -277,16 +325,15 @@ Plan Contender::solve(const std::vector<int>& ends, std::int64_t& actions) {
     }
     return raised;
   };
-  while (!plan.fits() && raise(plan)) plan = priced(ends, high, actions);
-  if (!plan.fits()) return plan;
-  for (;;) {
+  while (!best.fits() && raise(best)) best = priced(ends, high, actions);
+  while (best.fits()) {
     std::vector<int> middle = high;
     for (int d = 0; d < devices_.count(); ++d) middle[d] = high[d] - low[d] > 1 ? (low[d] + high[d]) / 2 : high[d];
-    if (middle == high) return plan;
-    auto other = priced(ends, middle, actions);
+    if (middle == high) return;
+    const auto& other = priced(ends, middle, actions);
     if (other.fits()) {
       high = middle;
-      if (other.seconds <= plan.seconds) plan = std::move(other);
+      if (other.seconds <= best.seconds) best = other;
       continue;
     }
     const auto bytes = devices_.sum(other.bytes);
@@ -294,15 +341,6 @@ Plan Contender::solve(const std::vector<int>& ends, std::int64_t& actions) {
       (bytes[d] > devices_.memory(d) ? low : high)[d] = middle[d];
     }
   }
-}
-
-bool Contender::offer(const std::vector<int>& ends, std::int64_t& actions) {
-  auto plan = solve(ends, actions);
-  if (!in_flight_.empty()) tried_.push_back(plan);
-  if (!ends_.empty() && !is_better(plan, best_)) return false;
-  best_ = std::move(plan);
-  ends_ = ends;
-  return true;
 }
 
 }  // namespace gpipe

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 
 #include "balance/plan.h"
 #include "balance/segments.h"
@@ -74,55 +75,60 @@ class Contender {
   /// Tries some cuts. REQUIRES: called once, first.
   void start(std::int64_t& actions);
   /// Improves the best plans as long as this helps.
-  void refine(std::int64_t& actions) {
-    improve(actions);
-    deepen(actions);
-    polish(actions);
-    relax(actions);
-  }
+  void refine(std::int64_t& actions);
 
  private:
-  /// Moves cuts by a layer as long as the step gets better.
-  void improve(std::int64_t& actions);
-  /// Lets a list schedule hold more or fewer cells where this helps.
-  void deepen(std::int64_t& actions);
-  /// Changes the segments of the best plans, one at a time, as long as this helps: recomputes a segment or not, cuts
-  /// one in two, moves an end by a layer.
-  void polish(std::int64_t& actions);
-  /// Recomputes fewer micro-batches of a segment where the memory allows it.
-  void relax(std::int64_t& actions);
-  double find_least_seconds() const;
-  /// Improves a plan by one kind of change each. Returns whether it did.
-  bool step(Plan& plan, std::int64_t& actions) const;
-  /// A stage's share of its device's memory.
-  double share(int stage) const;
   /// Consecutive layers of a worker, with one checkpoint mode.
   struct Part {
     int worker = 0;
     std::int64_t layers = 0;
     Checkpoint mode = Checkpoint::kNever;
+
+    friend auto operator<=>(const Part&, const Part&) = default;
   };
-  static std::vector<Part> parts_of(const Plan& plan);
+  using Parts = std::vector<Part>;
+  struct Tried {
+    Plan plan;
+    bool is_left = false;  ///< what is near it has been tried
+  };
+
+  /// Tries what is near the best plan that has not been left, again and again. Ends when this has not helped a few times.
+  template <typename Key, typename TryNear>
+  void search(std::map<Key, Tried>& tried, int most_in_vain, const TryNear& try_near);
+  /// Lets a list schedule hold more or fewer cells where this helps.
+  void deepen(std::int64_t& actions);
+  /// Recomputes fewer micro-batches of a segment where the memory allows it.
+  void relax(std::int64_t& actions);
+  double find_least_seconds() const;
+  /// Parts that differ by one change: a segment is recomputed or not, is cut in two, is joined with the next, or ends a
+  /// layer earlier or later.
+  std::vector<Parts> near(const Parts& parts) const;
+  /// A stage's share of its device's memory.
+  double share(int stage) const;
+  /// Without needless segments.
+  Parts joined(const Parts& parts) const;
   /// The plan of these parts, simulated, with the checkpoint mode that is given, if one is.
-  Plan predicted(const std::vector<Part>& parts, std::int64_t& actions) const;
+  Plan predicted(const Parts& parts, std::int64_t& actions) const;
+  /// The same plan, which it keeps.
+  const Plan& offer(const Parts& parts, std::int64_t& actions);
   /// The plan for a cut, with the recomputation of each device's stages that the price says.
-  Plan priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions);
-  /// The fastest plan for a cut. If no plan fits, returns the plan that lacks the fewest bytes.
-  Plan solve(const std::vector<int>& ends, std::int64_t& actions);
-  /// Solves a cut. Returns whether its plan is the best so far.
-  bool offer(const std::vector<int>& ends, std::int64_t& actions);
+  const Plan& priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions);
+  /// Finds the fastest plan for a cut. If none fits, recomputes as much as possible.
+  void solve(const std::vector<int>& ends, std::int64_t& actions);
 
   Segments& segments_;
   RunOptions run_;
   const std::vector<int> placement_;  // of stages before they are cut into segments
   const Devices devices_;
   const PlanOptions& given_;
-  const bool whole_;  // stages are recomputed as a whole, or not at all
+  const bool whole_;     // stages are recomputed as a whole, or not at all
+  const bool can_join_;  // segments of a worker; else two stages would be one
   const double least_seconds_;
   std::vector<InFlight> in_flight_;  // by stage; empty if there is nothing to choose
   Plan best_;
-  std::vector<Plan> tried_;  ///< one for each cut
-  std::vector<int> ends_;    // of the stages of the best plan
+  Parts best_parts_;
+  std::map<Parts, Tried> tried_;
+  std::map<std::vector<int>, Tried> cuts_;  ///< by the ends of stages; only the best plan of each
 };
 
 }  // namespace gpipe

@@ -63,8 +63,9 @@ GPIPE_API std::vector<Scheduling> all_schedulings(int workers, int layers);
 /// number of replicas: what the simulator says is fastest within the memory.
 ///
 /// For each schedule and number of micro-batches, dynamic programming cuts the model by estimates. The simulator then
-/// tells the bytes of each device, a search for the least price of memory meets its limit, and what is left of the limit
-/// is used up by recomputing fewer micro-batches. Last, cuts are moved by one layer as long as the step gets faster.
+/// tells the bytes of each device, and a search for the least price of memory meets its limit. Then cuts and segments
+/// change one at a time, as long as the step gets faster. What is left of the limit is used up by recomputing fewer
+/// micro-batches.
 /// Deterministic. Takes seconds for a thousand devices.
 ///
 /// Of plans that differ by less than 3 %, the first recomputes least. Schedules that fill and drain come after all others
