@@ -9,8 +9,8 @@
 #include "balance/balance.h"
 #include "balance/plan.h"
 #include "balance/predict.h"
-#include "balance/trial.h"
 #include "bench/measure.h"
+#include "gpipe/base/clock.h"
 
 namespace gpipe::bench {
 namespace {
