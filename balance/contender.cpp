@@ -11,7 +11,7 @@
 namespace gpipe {
 namespace {
 
-// A search ends after as many changes that did not help.
+// A search ends when it has tried what is near so many plans in a row, and found no better one.
 constexpr int kCutsInVain = 8;
 constexpr int kPlansInVain = 16;
 
@@ -28,7 +28,6 @@ Contender::Contender(Segments& segments, RunOptions run, const PlanOptions& opti
       devices_(options, 1 + std::ranges::max(placement_), run_.network.replicas),
       given_(options),
       whole_(!options.balance.empty() || has_lists(run_.scheduling.schedule)),
-      can_join_(std::ranges::adjacent_find(placement_) == placement_.end()),
       least_seconds_(find_least_seconds()) {
   if (!devices_.is_limited() || given_.checkpoint) return;
   const int stages = static_cast<int>(placement_.size());
@@ -113,8 +112,9 @@ void Contender::refine(std::int64_t& actions) {
       }
     });
   }
+  const bool is_tight = std::ranges::any_of(tried_, [](const auto& each) { return !each.second.plan.fits(); });
   deepen(actions);
-  if (!in_flight_.empty()) {
+  if (is_tight && !in_flight_.empty()) {  // else nothing needs a recompute
     search(tried_, kPlansInVain, [&](const Parts& parts) {
       for (const auto& other : near(parts)) {
         if (actions > 0) offer(other, actions);
@@ -154,7 +154,8 @@ void Contender::deepen(std::int64_t& actions) {
   if (run_.scheduling.depth == 0) return;
   const int workers = 1 + std::ranges::max(placement_);
   const int stages = (static_cast<int>(placement_.size()) + workers - 1) / workers;  // of a worker
-  double best = run_.scheduling.depth;
+  const double before = run_.scheduling.depth;
+  double best = before;
   for (int cells = stages; cells < 2 * workers * stages && actions > 0; ++cells) {
     run_.scheduling.depth = 1.0 * cells / stages;
     auto plan = predicted(best_parts_, actions);
@@ -163,7 +164,7 @@ void Contender::deepen(std::int64_t& actions) {
     best = run_.scheduling.depth;
   }
   run_.scheduling.depth = best;
-  tried_ = {{best_parts_, {best_}}};  // others had another depth
+  if (best != before) tried_ = {{best_parts_, {best_}}};  // the others had another depth
 }
 
 void Contender::relax(std::int64_t& actions) {
@@ -189,19 +190,18 @@ void Contender::relax(std::int64_t& actions) {
 std::vector<Contender::Parts> Contender::near(const Parts& parts) const {
   const auto& cost = segments_.cost();
   const auto stages_of = [](const Parts& of) {
-    std::vector<int> workers;
-    for (const auto& part : of) workers.push_back(part.worker);
-    return std::unique(workers.begin(), workers.end()) - workers.begin();
+    std::vector<int> stages;
+    for (const auto& part : of) stages.push_back(part.stage);
+    return std::unique(stages.begin(), stages.end()) - stages.begin();
   };
   std::vector<Parts> found;
   const auto add = [&](Parts other) {
     std::erase_if(other, [](const Part& part) { return part.layers == 0; });
-    const bool has_stages = can_join_ ? stages_of(other) == stages_of(parts) : other.size() >= parts.size();
-    if (has_stages) found.push_back(std::move(other));
+    if (stages_of(other) == std::ssize(placement_)) found.push_back(std::move(other));
   };
   int first = 0;
   for (std::size_t s = 0; s < parts.size(); ++s) {
-    const auto [worker, layers, mode] = parts[s];
+    const auto [stage, layers, mode] = parts[s];
     const int end = first + static_cast<int>(layers);
     auto flipped = parts;
     flipped[s].mode = mode == Checkpoint::kNever ? Checkpoint::kAlways : Checkpoint::kNever;
@@ -216,9 +216,9 @@ std::vector<Contender::Parts> Contender::near(const Parts& parts) const {
       other[s + 1].layers -= moved;
       add(std::move(other));
     }
-    if (!whole_ && s + 1 < parts.size() && parts[s + 1].worker == worker) {
+    if (!whole_ && s + 1 < parts.size() && parts[s + 1].stage == stage) {
       auto one = parts;
-      one[s] = {worker, layers + one[s + 1].layers, Checkpoint::kAlways};
+      one[s] = {stage, layers + one[s + 1].layers, Checkpoint::kAlways};
       one.erase(one.begin() + static_cast<std::ptrdiff_t>(s) + 1);
       add(std::move(one));
     }
@@ -228,8 +228,8 @@ std::vector<Contender::Parts> Contender::near(const Parts& parts) const {
                                           {Checkpoint::kAlways, Checkpoint::kNever},
                                           {Checkpoint::kNever, Checkpoint::kAlways}}) {
         auto two = parts;
-        two[s] = {worker, end - cut, after};
-        two.insert(two.begin() + static_cast<std::ptrdiff_t>(s), {worker, cut - first, before});
+        two[s] = {stage, end - cut, after};
+        two.insert(two.begin() + static_cast<std::ptrdiff_t>(s), {stage, cut - first, before});
         add(std::move(two));
       }
     }
@@ -249,10 +249,14 @@ double Contender::share(int stage) const {
 Contender::Parts Contender::joined(const Parts& parts) const {
   Parts found;
   for (const auto& part : parts) {
-    const bool is_like_before = !found.empty() && found.back().mode == Checkpoint::kNever &&
-                                part.mode == Checkpoint::kNever && found.back().worker == part.worker;
     if (part.layers == 0) continue;
-    can_join_&& is_like_before ? void(found.back().layers += part.layers) : found.push_back(part);
+    const bool is_like_before = !found.empty() && found.back().stage == part.stage &&
+                                found.back().mode == Checkpoint::kNever && part.mode == Checkpoint::kNever;
+    if (is_like_before) {
+      found.back().layers += part.layers;
+    } else {
+      found.push_back(part);
+    }
   }
   return found;
 }
@@ -263,7 +267,7 @@ Plan Contender::predicted(const Parts& parts, std::int64_t& actions) const {
   std::vector<std::int64_t> balance;
   std::vector<Checkpoint> modes;
   for (const auto& part : joined(parts)) {
-    run.scheduling.placement.push_back(part.worker);
+    run.scheduling.placement.push_back(placement_[part.stage]);
     balance.push_back(part.layers);
     modes.push_back(part.mode);
   }
@@ -292,17 +296,16 @@ const Plan& Contender::offer(const Parts& parts, std::int64_t& actions) {
 const Plan& Contender::priced(const std::vector<int>& ends, const std::vector<int>& prices, std::int64_t& actions) {
   Parts parts;
   for (int stage = 0, first = 0; const int end : ends) {
-    const int worker = placement_[stage];
-    const int price = prices[devices_.of(worker)];
+    const int price = prices[devices_.of(placement_[stage])];
     const auto with = price == 0 ? Recomputation()
                       : whole_   ? segments_.whole(first, end)
                                  : segments_.at(price, first, end, in_flight_[stage]);
     for (const auto& segment : segments_.segments(first, end, with)) {
-      parts.push_back({worker, segment.first - first, Checkpoint::kNever});
-      parts.push_back({worker, segment.end - segment.first, Checkpoint::kAlways});
+      parts.push_back({stage, segment.first - first, Checkpoint::kNever});
+      parts.push_back({stage, segment.end - segment.first, Checkpoint::kAlways});
       first = segment.end;
     }
-    parts.push_back({worker, end - first, Checkpoint::kNever});
+    parts.push_back({stage, end - first, Checkpoint::kNever});
     first = end;
     ++stage;
   }

@@ -78,9 +78,9 @@ class Contender {
   void refine(std::int64_t& actions);
 
  private:
-  /// Consecutive layers of a worker, with one checkpoint mode.
+  /// Consecutive layers of a stage, with one checkpoint mode.
   struct Part {
-    int worker = 0;
+    int stage = 0;
     std::int64_t layers = 0;
     Checkpoint mode = Checkpoint::kNever;
 
@@ -100,8 +100,8 @@ class Contender {
   /// Recomputes fewer micro-batches of a segment where the memory allows it.
   void relax(std::int64_t& actions);
   double find_least_seconds() const;
-  /// Parts that differ by one change: a segment is recomputed or not, is cut in two, is joined with the next, or ends a
-  /// layer earlier or later.
+  /// Parts that differ by one change: a segment is recomputed or not, is cut in two, is joined with the next, or ends at
+  /// the next place for a cut, before or after.
   std::vector<Parts> near(const Parts& parts) const;
   /// A stage's share of its device's memory.
   double share(int stage) const;
@@ -121,8 +121,7 @@ class Contender {
   const std::vector<int> placement_;  // of stages before they are cut into segments
   const Devices devices_;
   const PlanOptions& given_;
-  const bool whole_;     // stages are recomputed as a whole, or not at all
-  const bool can_join_;  // segments of a worker; else two stages would be one
+  const bool whole_;  // stages are recomputed as a whole, or not at all
   const double least_seconds_;
   std::vector<InFlight> in_flight_;  // by stage; empty if there is nothing to choose
   Plan best_;

@@ -18,7 +18,7 @@ using absl::StrFormat;
 
 constexpr double kClose = 1.03;                     // plans whose times differ by less are equally fast
 constexpr std::int64_t kMostCellsOfPlan = 1 << 15;  // stages x micro-batches of a plan
-constexpr std::size_t kImproved = 8;                // plans whose cuts are moved
+constexpr std::size_t kImproved = 8;                // plans that are refined
 
 /// Orders plans that are equally fast, so that profiles that differ a little lead to one choice.
 std::array<std::int64_t, 4> order(const Plan& plan) {

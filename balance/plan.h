@@ -63,10 +63,10 @@ GPIPE_API std::vector<Scheduling> all_schedulings(int workers, int layers);
 /// number of replicas: what the simulator says is fastest within the memory.
 ///
 /// For each schedule and number of micro-batches, dynamic programming cuts the model by estimates. The simulator then
-/// tells the bytes of each device, and a search for the least price of memory meets its limit. Then cuts and segments
-/// change one at a time, as long as the step gets faster. What is left of the limit is used up by recomputing fewer
-/// micro-batches.
-/// Deterministic. Takes seconds for a thousand devices.
+/// tells the bytes of each device, and a search for the least price of memory meets its limit. Then a search changes cuts
+/// and segments one at a time. It starts from the best plans found so far, and ends when this has not helped a few times.
+/// What is left of the limit is used up by recomputing fewer micro-batches. Deterministic. Takes seconds for a thousand
+/// devices.
 ///
 /// Of plans that differ by less than 3 %, the first recomputes least. Schedules that fill and drain come after all others
 /// that fit, because they add gradients in another order: so a training has the same bits whichever plan is chosen.

@@ -14,7 +14,7 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// The middle value; the upper of the two middle ones for an even count; 0 of no values.
+/// Returns the middle value. Of an even count, returns the upper of the two middle ones. Returns 0 if there are no values.
 inline double median(std::vector<double> values) {
   const auto middle = values.begin() + std::ssize(values) / 2;
   std::ranges::nth_element(values, middle);

@@ -10,9 +10,9 @@ namespace gpipe {
 /// unless all actions are there.
 Program program_of(const std::vector<Span>& spans, std::vector<Edge> edges);
 
-/// Returns what the actions of each stage cost in a step with these spans: `typical` of the seconds of one kind. A kind
-/// that the step lacks takes what the others tell. `queues`: with the time in which threads waited for a core. The edges
-/// are empty.
+/// Returns what the actions of each stage cost in a step with these spans. Applies `typical` to the seconds of each stage
+/// and kind. If `queues`, these include the time in which threads waited for a core. A kind that did not run gets its
+/// time from the other kinds. The edges are empty.
 Costs costs_of(const std::vector<Span>& spans, int stages, absl::FunctionRef<double(std::vector<double>)> typical,
                bool queues = true);
 

@@ -11,10 +11,13 @@ namespace gpipe {
 namespace {
 
 constexpr std::size_t kSteps = 20;
-constexpr int kMargins = 22;                          // columns of a lane that show no actions
+constexpr int kMargins = 5;                           // columns of a lane that show neither actions nor bytes
 constexpr std::array kColors = {44, 43, 42, 45, 46};  // of F, R, B, I, W, as a terminal's backgrounds
 
-std::string megabytes(std::int64_t bytes) { return absl::StrFormat("%.4g", static_cast<double>(bytes) / 1e6); }
+std::string megabytes(std::int64_t bytes) {
+  const double number = static_cast<double>(bytes) / 1e6;
+  return number < 1e4 ? absl::StrFormat("%.4g", number) : absl::StrFormat("%.0f", number);
+}
 
 std::string lane_of(const StepBlame& step, const std::vector<Span>& spans, int worker, int width) {
   std::vector<std::string> cells(width, " ");
@@ -64,9 +67,11 @@ std::string Watch::show(const Timeline& timeline, std::string line, int columns,
   auto end = std::min<std::size_t>(line.size(), columns);
   while (end < line.size() && (line[end] & 0xC0) == 0x80) --end;  // not within a character
   absl::StrAppend(&text, line.substr(0, end), "\n");
+  int widest = 0;
+  for (int w = 0; w < timeline.workers; ++w) widest = std::max(widest, static_cast<int>(bytes_of(w).size()));
   for (int w = 0; w < timeline.workers; ++w) {
-    const auto lane = lane_of(step, timeline.spans, w, std::max(10, columns - kMargins));
-    absl::StrAppendFormat(&text, "%s %17s\n", lane, bytes_of(w));
+    const auto lane = lane_of(step, timeline.spans, w, std::max(10, columns - kMargins - widest));
+    absl::StrAppendFormat(&text, "%s %*s\n", lane, widest, bytes_of(w));
   }
   drawn_ = 1 + timeline.workers;
   return text;

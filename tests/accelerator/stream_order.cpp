@@ -87,7 +87,7 @@ void StreamOrder::launch(int stream, std::string_view operation, std::span<const
   if (work.is_copy()) ++counts().copies;
   if (work.is_copy() && work.copies_from < 0) {
     // Another thread may have made the values, after work that it waited for. No event tells which thread.
-    for (const auto& [thread, clock] : hosts_) join(host(), clock);
+    for (const auto& [thread, clock] : hosts_) join(streams_[stream], clock);
   }
   join(streams_[stream], host());
   ++streams_[stream][stream];
