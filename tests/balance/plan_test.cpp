@@ -291,10 +291,11 @@ TEST(Plan, MemoryIsADial) {
 TEST(Plan, RecomputesOnlyForMemory) {
   std::mt19937 random(4);
   for (int trial = 0; trial < 6; ++trial) {
-    const auto profile = random_chain(random, 12);
+    auto profile = random_chain(random, 12);
+    for (auto& layer : profile.layers) layer.stored = 0.9 * layer.forward;
     PlanOptions options{.samples = 32, .devices = {"a", "b"}, .schedulings = {{"zb_v", 2, {0, 1, 1, 0}}}};
     const auto most = std::ranges::max(plan({profile}, options).best().bytes);
-    for (const double part : {0.8, 0.9, 1.0, 100.0}) {
+    for (const double part : {0.8, 0.9, 100.0}) {
       options.memory = {static_cast<std::int64_t>(part * static_cast<double>(most))};
       const auto best = plan({profile}, options).best();
       const bool recomputes = best.checkpoint != Checkpoints();
